@@ -35,7 +35,7 @@ _SOMETIMES = ("claim_said", "last_said", "position", "queue_said")
 _SHOWN = {"pod_name": "pod"}
 
 _LEFT_OUT = re.compile(
-    r"^\{pod\} (waits|cannot start|could not start): |(?<!longer) (of|in) the namespace \{namespace\}(?!\})| \(\{nodes\}\)"
+    r"^\{pod\} could not start: |(?<!longer) (of|in) the namespace \{namespace\}(?!\})| \(\{nodes\}\)"
 )
 """What most sentences say alike, and a search of the page does not need."""
 

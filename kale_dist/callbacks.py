@@ -1,4 +1,4 @@
-"""What `callbacks=[...]` of `distribute` takes besides plain functions: settings, under the names that Lightning and Keras use.
+"""Settings for `callbacks=[...]` of `distribute`, which also takes functions. The names are those of Lightning and Keras.
 
 The work is done in the ranks, by `training.callbacks`. Pure; no torch.
 """
@@ -14,7 +14,7 @@ from kale_dist.errors import ConfigError
 __all__ = ["EMA", "SWA", "EarlyStopping", "ModelCheckpoint"]
 
 SOURCES = ("train", "eval", "averaged")
-"""What a metric's name begins with, and a slash: the step that returned it, or the evaluation of averaged weights."""
+"""Prefixes of metrics' names, before a slash: the step that returned it, or the evaluation of averaged weights."""
 
 _MODES = ("min", "max")
 
@@ -44,7 +44,7 @@ class EarlyStopping(_Monitor):
     patience: int = dataclasses.field(default=3, kw_only=True)
     """Epochs without an improvement after which the training ends. A value that is not a number is no improvement."""
     min_delta: float = dataclasses.field(default=0.0, kw_only=True)
-    """What counts as an improvement is larger than this."""
+    """A change counts as an improvement if it is larger than this."""
 
     def __post_init__(self) -> None:
         _Monitor.__post_init__(self)
@@ -59,7 +59,7 @@ class EarlyStopping(_Monitor):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelCheckpoint(_Monitor):
-    """Keeps the weights of the best epoch, for `job.best_state_dict()`. The job's model gets those of the last."""
+    """Keeps the weights of the best epoch, for `job.best_state_dict()`. The job's model gets the last epoch's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class EMA:
     decay: float = 0.999
     """Share of the average that a step keeps: between 0 and 1."""
     evaluate: bool = dataclasses.field(default=False, kw_only=True)
-    """Whether the averaged weights are evaluated after each epoch, too; the metrics begin with `averaged/`."""
+    """Whether to evaluate the averaged weights after each epoch, too; their metrics begin with `averaged/`."""
 
     def __post_init__(self) -> None:
         _check_evaluate(self)
@@ -95,7 +95,7 @@ class SWA:
     start: int | float = 0.75
     """The first epoch that counts (from 1), or the share of the epochs before it, as a float below 1."""
     evaluate: bool = dataclasses.field(default=False, kw_only=True)
-    """As for `EMA`."""
+    """Whether to evaluate the averaged weights after each epoch, too; their metrics begin with `averaged/`."""
 
     def __post_init__(self) -> None:
         _check_evaluate(self)
@@ -121,9 +121,9 @@ def _check_evaluate(one: Average) -> None:
 
 
 Callback = EarlyStopping | ModelCheckpoint | Average
-"""All of these; anything else in the list is a function."""
+"""The callbacks with settings; anything else in the list is a function."""
 
 
 def monitors(callbacks: Any) -> dict[str, Any]:
-    """The metrics that callbacks need, each with one that needs it."""
+    """The metrics that callbacks monitor, each with one of the callbacks."""
     return {one.monitor: one for one in callbacks if isinstance(one, _Monitor)}

@@ -20,6 +20,7 @@ FILE_VARIABLE = "KALE_DIST_CONFIG"
 
 _PREFIX = "KALE_DIST_"
 
+_TABLE_REMEDY = 'Write it as {"processes_per_pod": 4}'
 _REGISTRY_PROBLEM = "is not a registry's host with a path"
 _REGISTRY_REMEDY = (
     "Write it as 'registry.example.com/team' or 'localhost:5000'; only one without TLS begins with http://"
@@ -35,39 +36,39 @@ class Config:
     docker: Docker = dataclasses.field(default_factory=Docker)
     """Arguments of `kd.Docker` for all calls: a table in the file, a JSON object in the environment."""
     kubernetes: Kubernetes = dataclasses.field(default_factory=Kubernetes)
-    """Likewise, of `kd.Kubernetes`."""
+    """Arguments of `kd.Kubernetes` for all calls, in the same forms."""
     image: str = ""
     """Container image of ranks in containers and on a cluster."""
     namespace: str = ""
-    """Of the cluster."""
+    """Namespace of the cluster."""
     context: str = ""
-    """Of the kubeconfig; its current one if not set."""
+    """Context of the kubeconfig; its current one if not set."""
     kubeconfig: str = ""
     """Path of the kubeconfig; else `$KUBECONFIG` or `~/.kube/config`."""
     service_account: str = ""
-    """Of the pods."""
+    """Service account of the pods."""
     store: str = ""
     """Where snapshots, checkpoints and results are stored: `pvc://claim/folder`, or a URL that fsspec opens."""
     queue: str = ""
     """Kueue's local queue."""
     image_pull_secrets: tuple[str, ...] = ()
-    """A list in the file, separated by commas in the environment."""
+    """Secrets with credentials of registries: a list in the file, separated by commas in the environment."""
     registry: str = ""
     """Where images that are made for jobs are pushed: a registry's host, with a path before their names if need be, and
     `http://` in front if it has no TLS."""
     registry_pull: str = ""
     """The same place as the cluster's nodes reach it, if that is another name."""
     origins: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False, compare=False)
-    """(setting, where it comes from), for each that is set."""
+    """(setting, file or variable that it comes from), for each that is set."""
 
     def place(self, word: str) -> Place:
-        """What is configured of `local`, `docker` or `kubernetes`."""
+        """The configured settings of `local`, `docker` or `kubernetes`."""
         if word == "docker":
             return self.docker
         return self.kubernetes if word == "kubernetes" else Local()
 
     def as_environment(self) -> dict[str, str]:
-        """What is set, as variables for another process: name to value."""
+        """The settings as variables for another process: name to value."""
         found = {}
         for key, _ in self.origins:
             value = getattr(self, key)
@@ -84,7 +85,7 @@ KEYS = tuple(field.name for field in dataclasses.fields(Config) if field.name !=
 
 
 def path(environment: Mapping[str, str] | None = None) -> pathlib.Path:
-    """The file that is read, whether it is there or not."""
+    """The configuration file, whether it exists or not."""
     environment = os.environ if environment is None else environment
     named = environment.get(FILE_VARIABLE, "")
     if named:
@@ -99,10 +100,10 @@ def load(environment: Mapping[str, str] | None = None) -> Config:
     """Read the file and the environment.
 
     Args:
-        environment: In place of the process's own.
+        environment: Variables in place of the process's own.
 
     Raises:
-        ConfigError: The file cannot be read, or a setting is unknown or wrong. Names the file or the variable.
+        ConfigError: The file cannot be read, or a setting is unknown or wrong. The message names the file or variable.
     """
     environment = os.environ if environment is None else environment
     file = path(environment)
@@ -148,22 +149,20 @@ def _read(file: pathlib.Path, *, must_exist: bool) -> dict[str, Any]:
 
 
 def _from_text(key: str, text: str, variable: str) -> Any:
-    """What a variable says, in the form that the file has it."""
+    """Parse a variable's text into the form that the setting has in the file."""
     if key in _TABLES:
         try:
             return json.loads(text)
         except ValueError:
-            raise ConfigError(
-                variable, f"{shorten(text)} is not JSON", 'Write it as {"processes_per_pod": 4}'
-            ) from None
+            raise ConfigError(variable, f"{shorten(text)} is not JSON", _TABLE_REMEDY) from None
     return [part.strip() for part in text.split(",") if part.strip()] if key == "image_pull_secrets" else text
 
 
 def _checked(key: str, value: Any, argument: str) -> Any:
-    """A setting in its own type, if its form is right."""
+    """Check a setting, and convert it to its own type."""
     if key in _TABLES:
         if not isinstance(value, Mapping):
-            raise ConfigError(argument, f"{show(value)} is not a table", "Write it as {'processes_per_pod': 4}")
+            raise ConfigError(argument, f"{show(value)} is not a table", _TABLE_REMEDY)
         try:
             return _TABLES[key](**value)
         except ConfigError as error:
@@ -189,7 +188,7 @@ def _checked(key: str, value: Any, argument: str) -> Any:
 
 _TABLES: dict[str, type[Docker | Kubernetes]] = {"docker": Docker, "kubernetes": Kubernetes}
 _OF_CLUSTERS = ("namespace", "service_account", "queue", "image_pull_secrets")
-"""Settings that are arguments of `kd.Kubernetes`, too, and have the same form there."""
+"""Settings that are also arguments of `kd.Kubernetes`, which checks them."""
 
 _FORMS: dict[str, tuple[Callable[[str], bool], str, str]] = {
     "on": (KINDS.__contains__, "is not a place to run", "Use one of: 'local', 'docker', 'kubernetes'"),

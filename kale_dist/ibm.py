@@ -1,4 +1,4 @@
-"""IBM's words: `train_comp(...)` and its `distribution_specification`, as the component "Train Model Job" takes them.
+"""IBM's names: `train_comp(...)` and its `distribution_specification`, as the component "Train Model Job" takes them.
 
     from kale_dist.ibm import train_comp
 
@@ -57,16 +57,16 @@ def train_comp(
     """Run a function as IBM's component does: as an ordinary job, or with the distribution that a dict describes.
 
     Args:
-        train_specification: The function. The component takes its text; here it is the function itself.
+        train_specification: The function itself, not its text, which the component takes.
         train_parameters: Its arguments by name. The values `"train_dataset_dir"`, `"validation_dataset_dir"` and
-            `"model_dir"` stand for the paths below.
-        train_dataset_dir: A path that the pods see.
-        validation_dataset_dir: Likewise.
-        model_dir: Likewise; where the function writes its model.
-        model_name: What the job's name begins with.
-        distribution_specification: As `arguments` takes it.
-        place: Everything else that pods can have.
-        **settings: Those of the component: `base_image`, `node_selector`, `namespace`, `pvc_name`, `pvc_size`,
+            `"model_dir"` are replaced by the paths below.
+        train_dataset_dir: A path in the pods.
+        validation_dataset_dir: A path in the pods.
+        model_dir: A path in the pods, where the function writes its model.
+        model_name: Prefix of the job's name.
+        distribution_specification: The dict that `arguments` describes.
+        place: Other settings of the pods.
+        **settings: Settings of the component: `base_image`, `node_selector`, `namespace`, `pvc_name`, `pvc_size`,
             `train_mount`, `cpus`, `gpus`, `memory`, `cluster_configuration_secret`.
 
     Returns:
@@ -103,13 +103,13 @@ def train_comp(
 def arguments(
     distribution_specification: Mapping[str, Any] | None = None, *, place: Kubernetes | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """The arguments of `kd.distribute` and `kd.launch` that say the same as IBM's dict.
+    """The arguments of `kd.distribute` and `kd.launch` that are equivalent to IBM's dict.
 
     Args:
         distribution_specification: `distribution_type` (`"Job"`, `"PyTorch"`, `"MPI"` or `"TF"`), `number_of_workers`,
             `worker_cpus`, `worker_memory`, and with MPI `launcher_cpus` and `launcher_memory`. Those of `settings` may
             be in it, too. None: one process in an ordinary job.
-        place: What it does not say.
+        place: Other settings of the pods.
         **settings: `base_image`, `node_selector` (`key: value`, or a dict), `namespace`,
             `cluster_configuration_secret` (a Secret with a kubeconfig), `pvc_name` (mounted at
             `train_mount`, which is `/train`), `pvc_size` (without `pvc_name`: an empty folder of this size in each pod),
@@ -159,7 +159,7 @@ def arguments(
 
 
 def _checked(specification: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Both dicts in one."""
+    """Merge the dict and the keyword settings, and check their names."""
     if specification is not None and not isinstance(specification, Mapping):
         remedy = "Write it as {'distribution_type': 'PyTorch', 'number_of_workers': 2}"
         raise ConfigError("distribution_specification", f"{show(specification)} is not a dict", remedy)
@@ -192,7 +192,7 @@ def _workers(value: Any) -> int:
 
 
 def _resources(cpus: Any, memory: Any, gpus: int) -> Resources | None:
-    """Of each process: IBM counts for a worker, which has a process for each of its GPUs."""
+    """The resources of each process; IBM's are a worker's, which has a process for each of its GPUs."""
     if not cpus and not memory and not gpus:
         return None
     whole = Resources(cpu=cpus or None, memory=memory or None)
@@ -227,7 +227,7 @@ def _volumes(given: Mapping[str, Any]) -> list[Volume] | None:
 
 
 def _merged(place: Kubernetes, settings: Mapping[str, Any]) -> Kubernetes:
-    """A place with what the dict says; what both say is a mistake."""
+    """Merge the dict's settings into a place; a setting in both is an error."""
     import dataclasses
 
     from kale_dist.job.spec import place_settings

@@ -23,9 +23,9 @@ _CONTAINER = "pytorch"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DistributedConfig:
-    """What all pods get, as Kale takes it; objects of Kubernetes are dicts as in a pod's YAML.
+    """Settings of all pods in Kale's form; objects of Kubernetes are dicts as in a pod's YAML.
 
-    `kd.Kubernetes(...)` takes the same, and more, in fewer words.
+    `kd.Kubernetes(...)` takes the same settings, and more, in fewer words.
     """
 
     env: Mapping[str, str] | Sequence[Mapping[str, Any]] = ()
@@ -33,7 +33,7 @@ class DistributedConfig:
     env_from: Sequence[Mapping[str, Any]] = ()
     """Secrets and ConfigMaps of which all keys become variables."""
     requests: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of each process: `{"cpu": "2", "memory": "4Gi"}`."""
+    """Resource requests of each process: `{"cpu": "2", "memory": "4Gi"}`."""
     limits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -44,13 +44,13 @@ class DistributedConfig:
     """The PyTorchJob's: `{"activeDeadlineSeconds": 3600, "backoffLimit": 2, "ttlSecondsAfterFinished": 600}`."""
 
     def arguments(self, number_of_processes: int | None) -> dict[str, Any]:
-        """The arguments of `kale_dist.distribute` that say the same.
+        """The equivalent arguments of `kale_dist.distribute`.
 
         Args:
-            number_of_processes: Of the call; None for its default.
+            number_of_processes: The call's argument; None for its default.
 
         Raises:
-            ConfigError: Something is not what a cluster takes.
+            ConfigError: A value is not valid on a cluster.
         """
         environment, secrets = _variables(self.env)
         policy = dict(self.run_policy)
@@ -81,7 +81,7 @@ def distribute(*args: Any, config: DistributedConfig | None = None, **kwargs: An
 
     Args:
         *args: As `kale_dist.distribute`.
-        config: What all pods get.
+        config: Settings of all pods.
         **kwargs: As `kale_dist.distribute`.
 
     Returns:
@@ -114,7 +114,7 @@ def _word() -> str:
 
 
 def _resources(requests: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
-    """Requests and limits in one: memory and devices have their limit as their request, as on every cluster."""
+    """Combine requests and limits: for memory and devices, the limit is the request, as on every cluster."""
     both = {**requests, **limits}
     found = {name: value for name, value in both.items() if name != "cpu"}
     if "cpu" in both:
@@ -125,7 +125,7 @@ def _resources(requests: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[s
 
 
 def _variables(env: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Variables with their values, and those of Secrets as `secret/key`."""
+    """Split variables into those with values, and those from Secrets as `secret/key`."""
     if isinstance(env, Mapping):
         return dict(env), {}
     plain, secrets = {}, {}

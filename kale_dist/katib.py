@@ -1,4 +1,4 @@
-"""A sweep as a Katib Experiment: what Katib calls things, the Secret with the call, and what a trial's pod runs.
+"""Exports a sweep as a Katib Experiment with a Secret that holds the call, and runs a trial in its pod.
 
     python -m kale_dist.katib FILE SNAPSHOT        in the pod, with the parameters in KALE_DIST_PARAMETERS
 
@@ -42,17 +42,17 @@ _CONTAINER = "trial"
 _MAX_VALUES = 1000
 _ALGORITHMS = {"TPESampler": "tpe", "RandomSampler": "random", "QMCSampler": "sobol"}
 _SIMPLE = re.compile(r"[^\s\"\\$](?:[^\"\\$\x00-\x1f\x7f]*[^\s\"\\$\x00-\x1f\x7f])?")
-"""Texts that stay what they are in the template, which is JSON, and in a variable of Kubernetes."""
+"""Texts that need no escaping in the template, which is JSON, and in a variable of Kubernetes."""
 
 
 def distributions_of(trials: Sequence[optuna.trial.FrozenTrial]) -> dict[str, optuna.distributions.BaseDistribution]:
-    """What all of these trials have asked for.
+    """The parameters and their distributions that all of these trials have asked for.
 
     Args:
-        trials: Those whose call has returned.
+        trials: The trials whose call has returned.
 
     Raises:
-        ConfigError: There is none, or they differ.
+        ConfigError: There is no trial, or their parameters differ.
     """
     if not trials:
         problem = "no trial has begun yet, and only a trial asks for parameters"
@@ -83,23 +83,13 @@ def export(
     service_account: str | None,
     resources: Any,
 ) -> str:
-    """The Experiment and the Secret with its call, as YAML. `Sweep.to_katib` says what the last four arguments are.
+    """The Experiment and the Secret with its call, as YAML.
 
-    Args:
-        call: Makes a trial's job.
-        study: Has the sweep's name, direction, sampler and pruner.
-        distributions: What each trial asks for.
-        metric: What is optimised.
-        trials: How many there are in all.
-        parallel: How many run at the same time.
-        failures: The Experiment fails after so many failed trials.
-        image: Of the trials' pods.
-        namespace: Theirs.
-        service_account: Likewise.
-        resources: Likewise.
+    Arguments are those of `sweep` and `Sweep.to_katib`, the study with name, direction, sampler and pruner, the
+    `distributions` of the parameters, and after how many `failures` of trials the Experiment fails.
 
     Raises:
-        ConfigError: Katib cannot search so, or the call is too large.
+        ConfigError: Katib cannot do this search, or the call is too large.
         NotSerializableError: The call cannot be sent.
     """
     if not isinstance(image, str) or not image:
@@ -182,9 +172,9 @@ def export(
 
 
 def _metric(name: str) -> str:
-    """The metric's name as the collector finds it, which takes letters, digits, `_` and `-` for a name.
+    """The metric's name for Katib's collector, which knows letters, digits, `_` and `-` in names.
 
-    The collector reads the whole log, in which a rank may print `loss=0.5` of its own.
+    The prefix is needed because the collector reads the whole log, in which a rank may print `loss=0.5`, too.
     """
     return "kale-" + re.sub(r"[^A-Za-z0-9_-]+", "-", name)
 
@@ -199,7 +189,7 @@ def _algorithm(sampler: optuna.samplers.BaseSampler) -> str:
 
 
 def _early_stopping(pruner: optuna.pruners.BasePruner) -> dict[str, Any]:
-    """Katib's rule that comes nearest to a pruner."""
+    """Katib's early stopping in place of a pruner."""
     kind = type(pruner).__name__
     if kind == "NopPruner":
         return {}
@@ -207,13 +197,13 @@ def _early_stopping(pruner: optuna.pruners.BasePruner) -> dict[str, Any]:
         remedy = "Use optuna.pruners.MedianPruner, or NopPruner for none"
         raise ConfigError("pruner", f"Katib has nothing like {kind}", remedy)
     inner: Any = pruner
-    settings = {"min_trials_required": max(1, inner._n_startup_trials), "start_step": inner._n_warmup_steps + 1}  # noqa: SLF001 - likewise
+    settings = {"min_trials_required": max(1, inner._n_startup_trials), "start_step": inner._n_warmup_steps + 1}  # noqa: SLF001 - Optuna has no public names
     listed = [{"name": name, "value": str(value)} for name, value in settings.items()]
     return {"earlyStopping": {"algorithmName": "medianstop", "algorithmSettings": listed}}
 
 
 def _parameters(distributions: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The search space."""
+    """The search space as Katib's list of parameters."""
     for name in distributions:
         if not re.fullmatch(r"[\w./ -]+", name, re.ASCII):
             problem = f"a parameter of Katib's cannot be called {name!r}"
@@ -225,7 +215,7 @@ def _parameters(distributions: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _space(name: str, distribution: Any) -> tuple[str, dict[str, Any]]:
-    """Katib's type of a parameter, and its values."""
+    """Katib's type of a parameter, and the space of its values."""
     if hasattr(distribution, "choices"):
         texts = [str(choice) for choice in distribution.choices]
         if len(set(texts)) < len(texts) or not all(map(_SIMPLE.fullmatch, texts)):
@@ -235,7 +225,7 @@ def _space(name: str, distribution: Any) -> tuple[str, dict[str, Any]]:
         return "categorical", {"list": texts}
     is_int = isinstance(distribution.low, int)
     if distribution.step not in (None, 1 if is_int else None):
-        # Most of Katib's algorithms pass over a step.
+        # Most of Katib's algorithms ignore a step.
         low, high, step = map(_exact, (distribution.low, distribution.high, distribution.step))
         count = int((high - low) // step) + 1
         if count > _MAX_VALUES:
@@ -247,19 +237,19 @@ def _space(name: str, distribution: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _value(distribution: Any, text: str) -> Any:
-    """A parameter's value from Katib's text. Some of its algorithms write a whole number as `3.0`."""
+    """Parse a parameter's value from Katib's text. Some of its algorithms write a whole number as `3.0`."""
     if hasattr(distribution, "choices"):
         return next(choice for choice in distribution.choices if str(choice) == text)
     return int(float(text)) if isinstance(distribution.low, int) else float(text)
 
 
 def _number(value: float | decimal.Decimal) -> str:
-    """All digits and no exponent, which older collectors of Katib's do not read."""
+    """A number without an exponent, which Katib's older collectors do not read."""
     return format(_exact(value), "f")
 
 
 def _exact(value: float | decimal.Decimal) -> decimal.Decimal:
-    """The number that people see: 0.9, and not 0.8999999999999999."""
+    """The number as Python prints it: 0.9, and not 0.8999999999999999."""
     return value if isinstance(value, decimal.Decimal) else decimal.Decimal(str(value))
 
 
@@ -267,12 +257,12 @@ def _exact(value: float | decimal.Decimal) -> decimal.Decimal:
 
 
 def run(file: str, digest: str, given: Mapping[str, str]) -> None:
-    """Make the call of a trial, and print what it reports until its job has ended.
+    """Make a trial's call in its pod, and print the metric until the job has ended.
 
     Args:
-        file: The Secret's, with the call.
-        digest: The snapshot's.
-        given: What Katib has put in the places of the parameters.
+        file: The Secret's file, with the packed snapshot of the call.
+        digest: The snapshot's digest.
+        given: The texts that Katib has put in place of the parameters.
 
     Raises:
         KaleDistError: The call returned no job.
@@ -281,7 +271,7 @@ def run(file: str, digest: str, given: Mapping[str, str]) -> None:
     import optuna
 
     folder = pathlib.Path(tempfile.mkdtemp(prefix="kale-dist-"))
-    # Nothing of a trial outlives its pod, where the home may be read-only.
+    # The pod's home may be read-only, and no state of a trial outlives the pod.
     os.environ.setdefault("XDG_STATE_HOME", str(folder / "state"))
     store = blobs.FolderStore(folder / "blobs")
     blobs.unpack_blobs(pathlib.Path(file), store.root)

@@ -1,4 +1,4 @@
-"""A call as a step of a Kubeflow pipeline: the trained model comes out as an artifact, and so do the metrics.
+"""A call as a step of a Kubeflow pipeline, with the trained model and the metrics as artifacts.
 
     from kale_dist import kfp
 
@@ -46,11 +46,11 @@ _MISSING = "pip install kfp. It wants an older kubernetes than kale-dist[kuberne
 def component(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Make a component of a function that makes a call and returns its job.
 
-    As for `dsl.component`, the function has to contain all that it needs, imports too; its arguments are the component's inputs.
+    As for `dsl.component`, the function has to contain everything it needs, including imports; its arguments are the inputs.
 
     Args:
-        fn: The function. It returns what `kd.distribute` or `kd.launch` gives.
-        **options: Those of `dsl.component`, such as `base_image`, which needs kale-dist[kubernetes] and torch.
+        fn: The function. It returns the job of `kd.distribute` or `kd.launch`.
+        **options: Options of `dsl.component`, such as `base_image`, an image with kale-dist[kubernetes] and torch.
 
     Returns:
         The component, with the outputs `model` (a `dsl.Model`: the trained weights as `torch.save` writes a `state_dict`; of
@@ -67,7 +67,7 @@ def component(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         return lambda function: component(function, **options)
     definition = _definition(fn)
     name = definition.name
-    # The component has the function's name, so the function gets another one.
+    # The component takes the function's name, so the function gets another one.
     renamed = f"def {name}_call{_source(fn).removeprefix(f'def {name}')}"
     known = {**fn.__globals__, "dsl": dsl}
     helpers = [*(options.pop("additional_funcs", None) or ()), _made(f"{name}_call", renamed, known)]
@@ -75,13 +75,13 @@ def component(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def run(call: Callable[..., Job[Any]], given: Mapping[str, Any], model: Any, metrics: Any) -> None:
-    """Run the function in the pod of its step, wait for its job, and fill the artifacts. What a compiled component calls.
+    """Run the function in its step's pod, wait for the job, and fill the artifacts. Compiled components call this.
 
     On SIGTERM the jobs that the step has started are deleted.
 
     Args:
         call: The function.
-        given: Its arguments.
+        given: The function's arguments.
         model: The artifact for the weights.
         metrics: The artifact for the metrics.
 
@@ -102,13 +102,13 @@ def run(call: Callable[..., Job[Any]], given: Mapping[str, Any], model: Any, met
 
 @contextlib.contextmanager
 def in_pod(make: Callable[[], Any]) -> Iterator[Job[Any]]:
-    """The job of a call that a pod makes. On SIGTERM, all jobs that this process has started in it are deleted.
+    """Make a call in a pod. On SIGTERM, the jobs that this process has started within the block are deleted.
 
     Args:
         make: Makes the call.
 
     Raises:
-        KaleDistError: What it returned is no job.
+        KaleDistError: The call returned no job.
     """
     begun = time.time()
     before = signal.signal(signal.SIGTERM, _terminate)
@@ -120,7 +120,7 @@ def in_pod(make: Callable[[], Any]) -> Iterator[Job[Any]]:
             )
         yield job
     except _TerminatedError:
-        # A submission that it has interrupted takes back by itself what it has made.
+        # An interrupted submission removes by itself what it has created.
         _delete_since(begun)
         raise
     finally:
@@ -128,17 +128,17 @@ def in_pod(make: Callable[[], Any]) -> Iterator[Job[Any]]:
 
 
 class _TerminatedError(SystemExit):
-    """This process got SIGTERM."""
+    """This process received SIGTERM."""
 
 
 def _terminate(number: int, _frame: Any) -> NoReturn:
-    """What SIGTERM does. By itself it would do nothing to a container's first process."""
+    """Handle SIGTERM, which a container's first process would otherwise ignore."""
     signal.signal(number, signal.SIG_IGN)
     raise _TerminatedError(128 + number)
 
 
 def _delete_since(begun: float) -> None:
-    """Delete the jobs that this process has started since then, all at once: it may be killed at any moment."""
+    """Delete the jobs that this process has started since a time, concurrently, because it may soon be killed."""
     from kale_dist.calls import verbs
     from kale_dist.job import records
 
@@ -156,9 +156,9 @@ def _delete_since(begun: float) -> None:
 
 
 def _detach(call: Callable[..., Any]) -> None:
-    """Have all that the component's text defines sent as a notebook's own definitions are.
+    """Have the component's functions sent by value, as those of a notebook are.
 
-    As a module it would be imported by the ranks, and it imports kfp, which only the step's pod has.
+    Ranks would import them as a module, which imports kfp, which only the step's pod has.
     """
     names = call.__globals__
     module = names["__name__"]
@@ -169,7 +169,7 @@ def _detach(call: Callable[..., Any]) -> None:
 
 
 def _definition(fn: Any) -> ast.FunctionDef:
-    """The function's definition, checked."""
+    """Parse and check the function's definition."""
     remedy = "Write it with def in a cell or a file, and decorate it"
     try:
         found = ast.parse(_source(fn)).body[0]
@@ -195,7 +195,7 @@ def _source(fn: Any) -> str:
 
 
 def _step(definition: ast.FunctionDef) -> str:
-    """The text of the component's own function."""
+    """The source of the component's own function."""
     name, arguments = definition.name, definition.args
     inputs = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
     outputs = ", ".join(f"{output}: {kind}" for output, kind in _OUTPUTS.items())
@@ -209,7 +209,7 @@ def _step(definition: ast.FunctionDef) -> str:
 
 
 def _made(name: str, source: str, known: dict[str, Any]) -> Any:
-    """The function of a text, whose source `inspect` finds: kfp asks for it."""
+    """Define a function from source, and let `inspect` find the source, which kfp needs."""
     file = f"<kale_dist component {name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names = dict(known)

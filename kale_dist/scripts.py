@@ -22,7 +22,7 @@ from kale_dist.worker.rank import script as on_a_rank
 
 _FAILED = 1
 _BY_SIGNAL = 128
-"""A shell's exit code of a program that a signal ended is this and the signal's number."""
+"""Added to the number of the signal that ended a program, this is a shell's exit code for the program."""
 
 
 def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = False, **options: Any) -> Job[None]:
@@ -32,8 +32,8 @@ def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = Fals
     that it imports and the files that its text or its arguments name, and runs in a folder that has all of these.
 
     Args:
-        script: Its path, or the dotted name of a module.
-        arguments: What follows it on the command line.
+        script: The script's path, or the dotted name of a module.
+        arguments: The script's arguments on the command line.
         as_module: Whether `script` is a module's name, as for `python -m`.
         **options: Arguments of `kale_dist.launch`, and of the place where it runs.
 
@@ -69,9 +69,9 @@ def call(target: str, arguments: Sequence[str] = (), **options: Any) -> Job[Any]
     """Call a module's function on every rank.
 
     Args:
-        target: `module:function`; the module is looked for in the current folder, too.
-        arguments: Of the function: `--lr 0.1` is `lr=0.1`, `--fast` is `fast=True`, other words go by position. Numbers,
-            lists and the like are read as Python reads them.
+        target: `module:function`; the current folder is searched for the module, too.
+        arguments: The function's arguments: `--lr 0.1` is `lr=0.1`, `--fast` is `fast=True`, other words go by position. Numbers,
+            lists and the like are Python literals.
         **options: Arguments of `kale_dist.launch`, and of the place where it runs.
 
     Raises:
@@ -87,10 +87,10 @@ def call(target: str, arguments: Sequence[str] = (), **options: Any) -> Job[Any]
 
 
 def exit_code(job: Job[Any]) -> int:
-    """The exit code of a job that has ended, as its own script would give it.
+    """The exit code of an ended job, as its script would have returned it.
 
     Returns:
-        0; what the failed rank gave `sys.exit`; 128 and its number if a signal ended the rank; else 1.
+        0 after success; the failed rank's argument of `sys.exit`; 128 plus the number of the signal that ended it; else 1.
     """
     status = job.status
     if status.state is StateName.SUCCEEDED:
@@ -130,7 +130,7 @@ def _check_script(script: str) -> pathlib.Path:
 
 
 def _check_text(path: pathlib.Path) -> None:
-    """A script that is no Python would fail on every rank, minutes later on a cluster."""
+    """Refuse a script that is not Python, which would fail on every rank, minutes later on a cluster."""
     try:
         ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
@@ -151,13 +151,13 @@ def _check_module(name: str) -> None:
     if not all(part.isidentifier() for part in name.split(".")):
         remedy = "Write it with dots, as package.train, or leave out -m for a file"
         raise ConfigError("script", f"{name!r} cannot be the name of a module", remedy)
-    if modules.find(top) is None:
+    if modules.find_spec(top) is None:
         remedy = f"It was looked for in {pathlib.Path.cwd()} and among the installed packages"
         raise ConfigError("script", f"there is no module {top!r}", remedy)
 
 
 def _add_to_path(folder: pathlib.Path) -> None:
-    """Put a folder in front, as Python does with that of a script."""
+    """Put a folder first on `sys.path`, as Python does with a script's folder."""
     text = str(folder)
     sys.path[:] = [text, *(entry for entry in sys.path if entry != text)]
     importlib.invalidate_caches()
@@ -186,7 +186,7 @@ def _function(target: str) -> Callable[..., Any]:
 
 
 def _words(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a function from the words of a command line."""
+    """Parse the words of a command line as a function's arguments."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     rest = list(words)
@@ -210,7 +210,7 @@ def _words(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _warn_of_paths(arguments: Sequence[str], mounts: Sequence[str]) -> None:
-    """Absolute paths of this machine name nothing in a container, unless a volume is mounted there."""
+    """Warn of arguments that are absolute paths on this machine and that no volume provides where the script runs."""
     values = [word.partition("=")[2] or word for word in arguments]
     there = [value for value in values if value.startswith("/") and pathlib.Path(value).exists()]
     for path in datasets.uncovered(there, mounts):

@@ -1,14 +1,13 @@
-"""Sweeps: one job for each trial of an Optuna study, several at once; what does badly is stopped early.
+"""Sweeps: one job for each trial of an Optuna study, several at once; bad trials are stopped early.
 
-One thread asks the study for parameters, submits the trials' jobs and reads what they report. Everything worth keeping is
-in the study's storage: a sweep of the same name continues where the one before was interrupted.
+A thread asks the study for parameters, submits the trials' jobs and passes their metrics on. All state is in the study's
+storage, so that a sweep of the same name continues where the one before was interrupted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import math
 import pathlib
 import queue
@@ -35,13 +34,13 @@ if TYPE_CHECKING:
 _DIRECTIONS = ("minimize", "maximize")
 _MINIMISED = ("loss", "error")
 _FAILURES = 3
-"""A sweep ends when this many trials in a row have failed: what they share is broken then."""
+"""A sweep ends after this many failed trials in a row, because what they share is probably broken."""
 
 _JOB, _AGAIN, _REASON = "kale_dist:job", "kale_dist:again", "kale_dist:reason"
-"""A trial's attributes in the storage: its job's reference, whether its parameters were queued again, why it failed."""
+"""Attributes of a trial in the storage: its job's reference, whether its parameters were queued again, why it failed."""
 
 _CANCEL_WAIT_S = 30.0
-"""How long `cancel` waits until the jobs are cancelled: a script that ends at once would leave them running."""
+"""How long `cancel` waits for the jobs' cancellation; a script that ended at once would leave them running."""
 
 _LOST = "its job was lost when the sweep was interrupted"
 
@@ -52,7 +51,7 @@ class SweepError(KaleDistError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SweepTrial(TrialRow):
-    """One trial: parameters, and the job that was run with them."""
+    """One trial: its parameters, and the job that ran with them."""
 
     ref: str | None
     """The job's reference; None where the call returned no job."""
@@ -62,7 +61,7 @@ class SweepTrial(TrialRow):
         """The trial's job.
 
         Raises:
-            SweepError: The call ended before it had one.
+            SweepError: The call ended before it returned a job.
             JobNotFoundError: The job was deleted.
         """
         if self.ref is None:
@@ -104,8 +103,8 @@ def sweep(
         parallel: Jobs that run at the same time.
         processes: Processes that all these jobs may have together; None for no limit. A job larger than this runs alone.
         direction: `minimize` or `maximize`. Needed, unless the metric's name says that it is a loss or an error.
-        sampler: Of `optuna.samplers`; None for Optuna's default (TPE). One with a seed repeats itself when a sweep continues.
-        pruner: Of `optuna.pruners`; None for Optuna's default (the median of the other trials, after five of them).
+        sampler: A sampler of `optuna.samplers`; None for Optuna's default (TPE). One with a seed repeats itself when a sweep continues.
+        pruner: A pruner of `optuna.pruners`; None for Optuna's default (the median of the other trials, after five of them).
         storage: A URL or storage of Optuna's; None for a file in the state folder.
         name: Names the sweep, to continue it later; None for a new one.
 
@@ -153,7 +152,7 @@ def sweeps() -> list[str]:
 
 
 def read(name: str) -> SweepPicture:
-    """How a sweep of the state folder stands, whether it runs or not.
+    """The present state of a sweep of the state folder, whether it runs or not.
 
     Raises:
         ConfigError: There is no sweep of this name, or Optuna is not installed.
@@ -169,30 +168,23 @@ def read(name: str) -> SweepPicture:
 
 
 @dataclasses.dataclass(slots=True)
-class _Running:
+class _RunningTrial:
     """A trial whose job runs."""
 
     trial: optuna.Trial
     job: Job[Any]
     unsubscribe: Callable[[], None]
     values: list[float] = dataclasses.field(default_factory=list)
-    """Values of the metric that the study has got."""
+    """Values of the metric that were passed on to the study."""
     is_pruned: bool = False
     is_taken_over: bool = False
-    """Whether a sweep that was interrupted has submitted the job."""
+    """Whether an earlier sweep, which was interrupted, submitted the job."""
 
 
 class Sweep:
-    """A sweep that runs or has ended. Made by `sweep`, not by hand.
+    """A sweep that runs or has ended. Made by `sweep`, whose arguments it takes.
 
-    Args:
-        call: Makes a trial's job.
-        study: Optuna's study.
-        metric: What is optimised.
-        trials: How many trials there are in all.
-        parallel: Jobs at the same time.
-        processes: Processes at the same time; None for no limit.
-        lock: Keeps another process from running the same sweep; closed when this one ends.
+    It closes `lock`, which keeps other processes from running the same sweep, at its end.
     """
 
     def __init__(
@@ -214,7 +206,7 @@ class Sweep:
         self._parallel = parallel
         self._processes = processes
         self._lock = lock
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _RunningTrial] = {}
         self._best_job: Job[Any] | None = None
         self._changes: queue.SimpleQueue[tuple[int, JobStatus] | None] = queue.SimpleQueue()
         self._failed_in_a_row = 0
@@ -225,7 +217,7 @@ class Sweep:
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._display: Any = None
-        # Samplers that are exhausted, and a user's call, end a study so; Optuna allows it in its own loop only.
+        # Exhausted samplers, and a user's call, stop a study so; Optuna's own method works in its own loop only.
         study.stop = self._stop  # type: ignore[method-assign]
         study.set_user_attr("metric", metric)
         study.set_user_attr("trials", trials)
@@ -239,17 +231,17 @@ class Sweep:
     @property
     def trials(self) -> tuple[SweepTrial, ...]:
         """All trials so far."""
-        return tuple(map(_told, self.study.get_trials(deepcopy=False)))
+        return tuple(map(_sweep_trial, self.study.get_trials(deepcopy=False)))
 
     @property
     def best(self) -> SweepTrial:
-        """The best of the trials that were completed so far.
+        """The best trial that is complete so far.
 
         Raises:
-            SweepError: None was.
+            SweepError: No trial is complete.
         """
         try:
-            found = _told(self.study.best_trial)
+            found = _sweep_trial(self.study.best_trial)
         except ValueError:
             reasons = sorted({trial.reason for trial in self.trials if trial.reason})
             if pruned := sum(trial.state == "pruned" for trial in self.trials):
@@ -286,7 +278,7 @@ class Sweep:
         return self.best
 
     def cancel(self) -> None:
-        """Cancel the jobs that run, and begin no more. A sweep of the same name tries their parameters again."""
+        """Cancel the running jobs and begin no more. A sweep of the same name tries their parameters again."""
         self._is_cancelled = True
         self._changes.put(None)
         self._ended.wait(_CANCEL_WAIT_S)
@@ -299,10 +291,10 @@ class Sweep:
         The search space is what the trials so far have asked for. Each of Katib's trials is a pod that makes the call.
 
         Args:
-            image: Of these pods: with torch, kale-dist, Optuna and what the call imports.
-            namespace: Where the Experiment goes; None for kubectl's own.
-            service_account: Of these pods, for a call whose job runs on the cluster; None for the namespace's default.
-            resources: Of each of these pods, as for `kd.Kubernetes`; None for what the namespace gives.
+            image: The image of these pods, with torch, kale-dist, Optuna and the call's imports.
+            namespace: The Experiment's namespace; None for kubectl's own.
+            service_account: The pods' service account, for calls whose jobs run on the cluster; None for the default one.
+            resources: Resources of each of these pods, as for `kd.Kubernetes`; None for the namespace's defaults.
 
         Returns:
             YAML: a Secret with the call, and the Experiment.
@@ -351,7 +343,7 @@ class Sweep:
                     self._draw()
                 if not self._running:
                     break
-                # A change of a job, or none at a cancellation.
+                # None wakes this thread for a cancellation.
                 if (change := self._changes.get()) is not None:
                     self._take(*change)
                 self._draw()
@@ -361,7 +353,7 @@ class Sweep:
             self._leave()
 
     def _leave(self) -> None:
-        """End what runs; its parameters are tried again by the next sweep of this name, which also follows what is left."""
+        """Cancel the running jobs, or leave them to the next sweep of this name; then mark this sweep as ended."""
         try:
             for number, one in tuple(self._running.items()):
                 if self._leaves_jobs:
@@ -375,13 +367,13 @@ class Sweep:
         finally:
             self._lock.close()
             self._is_over = True
-            # Before `wait` returns: an executed notebook keeps what was shown by then.
+            # Before `wait` returns, because an executed notebook keeps the last picture.
             with contextlib.suppress(Exception):
                 self._draw()
             self._ended.set()
 
     def _stop(self) -> None:
-        """Begin no more trials; those that run come to their end."""
+        """Begin no more trials; running ones continue to their end."""
         self._is_enough = True
 
     def _has_room(self) -> bool:
@@ -394,12 +386,12 @@ class Sweep:
         if not self._running:
             return True
         sizes = [one.job.spec.topology.number_of_processes for one in self._running.values()]
-        # The next job is taken to be as large as the largest of these.
+        # The size of the next job is not known; the largest of these is assumed.
         fits = self._processes is None or sum(sizes) + max(sizes) <= self._processes
         return fits and len(self._running) < self._parallel
 
     def _begin(self) -> None:
-        """Ask for parameters and submit their job."""
+        """Ask the study for a trial, and submit its job."""
         optuna = _optuna()
         trial = self.study.ask()
         try:
@@ -427,10 +419,10 @@ class Sweep:
     def _subscribe(self, trial: optuna.Trial, job: Job[Any]) -> None:
         number = trial.number
         unsubscribe = job.subscribe(lambda status: self._changes.put((number, status)))
-        self._running[number] = _Running(trial=trial, job=job, unsubscribe=unsubscribe)
+        self._running[number] = _RunningTrial(trial=trial, job=job, unsubscribe=unsubscribe)
 
     def _continue(self) -> None:
-        """Take over what a sweep of this name has left behind when it was interrupted."""
+        """Take over an interrupted sweep's trials: follow running jobs, and queue the parameters of lost ones."""
         import optuna
 
         for frozen in self.study.get_trials(deepcopy=False):
@@ -451,7 +443,7 @@ class Sweep:
                 self._running[frozen.number].is_taken_over = True
 
     def _take(self, number: int, status: JobStatus) -> None:
-        """Tell the study what a job has reported, and how it ended."""
+        """Pass a job's new metrics and its end on to the study."""
         one = self._running.get(number)
         if one is None:
             return
@@ -466,13 +458,13 @@ class Sweep:
         if status.is_final:
             self._end(number, one, status)
 
-    def _end(self, number: int, one: _Running, status: JobStatus) -> None:
+    def _end(self, number: int, one: _RunningTrial, status: JobStatus) -> None:
         optuna = _optuna()
         if status.state is StateName.CANCELLED and one.is_pruned:
             self._forget(number)
             self.study.tell(number, state=optuna.trial.TrialState.PRUNED)
         elif status.state is not StateName.SUCCEEDED and one.is_taken_over:
-            # A local job ends a moment after the process that has submitted it, cancelled or lost with its agent.
+            # A local job ends shortly after the process that submitted it, as cancelled or with its agent lost.
             self._again(number, _LOST)
         elif status.state is not StateName.SUCCEEDED:
             self._fail(number, status.reason or status.state.value)
@@ -489,7 +481,7 @@ class Sweep:
             self._forget(number)
             self._failed_in_a_row = 0
             self.study.tell(number, one.values[-1])
-            # While the call's own handle lives, `attach` gives it; it knows the notebook's model.
+            # `attach` returns the call's own handle, which knows the notebook's model, as long as one is alive.
             if self.study.best_trial.number == number:
                 self._best_job = one.job
 
@@ -503,7 +495,7 @@ class Sweep:
             raise SweepError(f"{self.name}: {_FAILURES} trials in a row have failed, the last because {reason}")
 
     def _again(self, number: int, reason: str) -> None:
-        """Give up a trial and queue its parameters."""
+        """Mark a trial as lost, and queue its parameters again."""
         optuna = _optuna()
         self._forget(number)
         self._note(number, _REASON, reason)
@@ -515,7 +507,7 @@ class Sweep:
         self.study._storage.set_trial_user_attr(self._frozen(number)._trial_id, key, value)  # noqa: SLF001 - a trial of another process has no other handle
 
     def _frozen(self, number: int) -> Any:
-        """A trial as the storage has it; they are numbered in the order in which they began."""
+        """A trial in the storage, by its number: they are in the order in which they began."""
         return self.study.get_trials(deepcopy=False)[number]
 
     def _forget(self, number: int) -> None:
@@ -525,7 +517,7 @@ class Sweep:
 
     def _draw(self) -> None:
         if self._display is not None:
-            # Once the interpreter ends, nothing can be shown any more.
+            # The interpreter may be about to end.
             with contextlib.suppress(RuntimeError):
                 self._display.update(self._picture())
 
@@ -541,7 +533,7 @@ def _optuna() -> Any:
 def _open(
     name: str, storage: Any, direction: str, sampler: Any, pruner: Any
 ) -> tuple[optuna.Study, contextlib.ExitStack]:
-    """The study of a name, new or continued, and what keeps others from running it."""
+    """The study of a name, new or continued, and the lock that keeps other processes from running it."""
     optuna = _optuna()
     for argument, value, base in (
         ("sampler", sampler, optuna.samplers.BaseSampler),
@@ -556,21 +548,18 @@ def _open(
             said = f"the class {value.__name__}" if isinstance(value, type) else show(value)
             raise ConfigError(argument, f"{said} is not a {argument} of Optuna's", remedy)
     if isinstance(storage, str):
-        # Before the lock, whose file would stay behind.
+        # Opened before the lock's file is created.
         try:
             storage = optuna.storages.get_storage(storage)
         except Exception as error:
             problem = f"{show(storage)} cannot be opened: {(str(error) or type(error).__name__).splitlines()[0]}"
             raise ConfigError("storage", problem, "Give a URL such as sqlite:///sweeps.db") from error
     lock = contextlib.ExitStack()
-    file = lock.enter_context(_lock_file(name).open("w"))
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not records.try_lock(lock.enter_context(_lock_file(name).open("w"))):
         lock.close()
-        raise ConfigError("name", f"the sweep {name!r} runs already", "Wait for it, or choose another name") from None
+        raise ConfigError("name", f"the sweep {name!r} runs already", "Wait for it, or choose another name")
     verbosity = optuna.logging.get_verbosity()
-    # It says that there is a study; the sweep says more.
+    # Optuna would log that the study was created.
     optuna.logging.set_verbosity(max(verbosity, optuna.logging.WARNING))
     try:
         study = optuna.create_study(
@@ -608,14 +597,10 @@ def _journal(name: str) -> Any:
 
 def _is_locked(name: str) -> bool:
     with _lock_file(name).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return not records.try_lock(file)
 
 
-def _told(frozen: Any) -> SweepTrial:
+def _sweep_trial(frozen: Any) -> SweepTrial:
     state = "failed" if frozen.state.name == "FAIL" else frozen.state.name.lower()
     if frozen.user_attrs.get(_AGAIN):
         state = "repeated"
@@ -638,5 +623,5 @@ def _picture(study: Any, metric: str, trials: int, *, is_over: bool) -> SweepPic
         wanted=trials,
         is_maximised=study.direction.name == "MAXIMIZE",
         is_over=is_over,
-        rows=tuple(map(_told, study.get_trials(deepcopy=False))),
+        rows=tuple(map(_sweep_trial, study.get_trials(deepcopy=False))),
     )

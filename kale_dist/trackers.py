@@ -1,4 +1,4 @@
-"""Experiment trackers: their settings, as `track=` takes them, and how each writes a job's metrics.
+"""Experiment trackers: their settings, for `track=`, and how each is sent a job's metrics.
 
 They write in the notebook's process, from the events that every backend sends: images and pods need no tracker's package
 and no credentials, and a tracker that fails cannot disturb the training.
@@ -21,41 +21,41 @@ from kale_dist.wire import MetricRow, StateName
 from kale_dist.wording import closest, show
 
 _MLFLOW_BATCH = 1000
-"""Metrics that MLflow's server takes in one request."""
+"""The most metrics that MLflow's server takes in one request."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TrackedRun:
-    """What a tracker is told of a job before its metrics."""
+class TrackedJob:
+    """What a tracker gets about a job before its metrics."""
 
     name: str
     ref: str
     params: Mapping[str, Any]
-    """Numbers and words that decide the training: epochs, batch size, learning rate, strategy, processes, seed."""
+    """The training's parameters: epochs, batch size, learning rate, seed and so on."""
     tags: Mapping[str, str]
-    """Where it comes from: the snapshot's digest, git's commit and a hash of what is not committed, versions."""
+    """Where the job comes from: snapshot, git commit, hash of uncommitted changes, versions, strategy, processes."""
 
 
 class Writer(Protocol):
-    """Writes one job to one tracker."""
+    """Sends one job's metrics to one tracker."""
 
     run_id: str
-    """The tracker's own name of the run, with which another writer continues it; empty where it needs none."""
+    """The tracker's own identifier of the run, by which another writer continues it; empty if it needs none."""
 
     def log(self, rows: Sequence[MetricRow], first: int) -> None:
-        """Write some rows.
+        """Send rows of metrics.
 
         Args:
             rows: New rows, in order.
-            first: How many rows came before them.
+            first: How many rows were sent before.
         """
 
     def end(self, state: StateName, model: pathlib.Path | None) -> None:
-        """The job has ended.
+        """End the run, after the job has ended.
 
         Args:
-            state: How.
-            model: A file with the trained state dict, if it has one and `model` was asked for.
+            state: The job's final state.
+            model: A file with the trained state dict; None without one or without the setting `model`.
         """
 
 
@@ -64,7 +64,6 @@ class TensorBoard:
     """Event files for TensorBoard, in a folder for each job. Needs the package `tensorboard`."""
 
     word: ClassVar[str] = "tensorboard"
-    package: ClassVar[str] = "tensorboard"
 
     folder: str | os.PathLike[str] = "runs"
     """The folder that `%tensorboard --logdir` gets; each job has a folder of its name in it."""
@@ -74,10 +73,10 @@ class TensorBoard:
 
     @property
     def model(self) -> bool:
-        """Whether the tracker keeps the trained model: this one cannot."""
+        """Whether the trained model is stored; TensorBoard cannot store one."""
         return False
 
-    def open(self, run: TrackedRun, run_id: str) -> Writer:
+    def open(self, run: TrackedJob, run_id: str) -> Writer:
         """Begin a run, or continue the one of this identifier."""
         return _TensorBoardWriter(self, run, run_id)
 
@@ -87,7 +86,6 @@ class MLflow:
     """A run of MLflow, on a server or in a local folder. Needs the package `mlflow` or `mlflow-skinny`."""
 
     word: ClassVar[str] = "mlflow"
-    package: ClassVar[str] = "mlflow"
 
     uri: str | None = None
     """The tracking server's URL, or a local one such as `sqlite:///mlflow.db`; None for MLflow's own default (`MLFLOW_TRACKING_URI`)."""
@@ -101,7 +99,7 @@ class MLflow:
         _check_text(self, experiment="Give its name")
         _check_model(self)
 
-    def open(self, run: TrackedRun, run_id: str) -> Writer:
+    def open(self, run: TrackedJob, run_id: str) -> Writer:
         """Begin a run, or continue the one of this identifier."""
         return _MLflowWriter(self, run, run_id)
 
@@ -111,7 +109,6 @@ class WandB:
     """A run of Weights & Biases. Needs the package `wandb`."""
 
     word: ClassVar[str] = "wandb"
-    package: ClassVar[str] = "wandb"
 
     project: str = "kale-dist"
     mode: str = "online"
@@ -127,7 +124,7 @@ class WandB:
         _check_text(self, project="Give its name", folder="Give a path such as '.'")
         _check_model(self)
 
-    def open(self, run: TrackedRun, run_id: str) -> Writer:
+    def open(self, run: TrackedJob, run_id: str) -> Writer:
         """Begin a run, or continue the one of this identifier."""
         return _WandBWriter(self, run, run_id)
 
@@ -138,7 +135,7 @@ _TRACKERS: dict[str, type[Tracker]] = {one.word: one for one in (TensorBoard, ML
 
 
 def resolve(track: Any) -> tuple[Tracker, ...]:
-    """What `track=` was given, as settings.
+    """The settings that a call's `track=` means.
 
     Args:
         track: None, a word, settings, or a list of words and settings.
@@ -178,17 +175,17 @@ def _checked(one: Any) -> Tracker:
         words = ", ".join(map(repr, _TRACKERS))
         remedy = f"{near}Use one of {words}, or settings such as kale_dist.trackers.MLflow(uri=...)"
         raise ConfigError("track", f"there is no tracker {show(one)}", remedy)
-    if importlib.util.find_spec(one.package) is None:
-        problem = f"{one.word} needs the package {one.package}, which is not installed here"
-        raise ConfigError("track", problem, f"Run: pip install {one.package}")
+    if importlib.util.find_spec(one.word) is None:
+        problem = f"{one.word} needs the package {one.word}, which is not installed here"
+        raise ConfigError("track", problem, f"Run: pip install {one.word}")
     return one
 
 
 def series(rows: Sequence[MetricRow], first: int) -> Iterator[tuple[MetricRow, str, float, int]]:
-    """Each value of some rows, with the name of its series and its step: the row's, else its epoch, else a running number."""
+    """Yield (row, name of the series, value, step) for each value; the step may be the epoch or the row's number."""
     for number, row in enumerate(rows, start=first):
         step = row.step if row.step is not None else row.epoch if row.epoch is not None else number
-        # What a step returned is an average over ranks.
+        # Metrics of steps are averages over ranks.
         rank = f"/rank {row.rank}" if row.source in ("report", "profile") and row.rank else ""
         for name, value in row.values:
             yield row, f"{row.source}/{name}{rank}", value, step
@@ -197,7 +194,7 @@ def series(rows: Sequence[MetricRow], first: int) -> Iterator[tuple[MetricRow, s
 class _TensorBoardWriter:
     run_id = ""
 
-    def __init__(self, settings: TensorBoard, run: TrackedRun, _run_id: str) -> None:
+    def __init__(self, settings: TensorBoard, run: TrackedJob, _run_id: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(pathlib.Path(settings.folder) / run.name))
@@ -214,7 +211,7 @@ class _TensorBoardWriter:
 
 
 class _MLflowWriter:
-    def __init__(self, settings: MLflow, run: TrackedRun, run_id: str) -> None:
+    def __init__(self, settings: MLflow, run: TrackedJob, run_id: str) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunTag
 
@@ -247,12 +244,12 @@ class _MLflowWriter:
 
 
 def _key(name: str) -> str:
-    """A name that MLflow takes."""
+    """A name with only characters that MLflow allows."""
     return re.sub(r"[^\w\-./: ]", "_", name)
 
 
 class _WandBWriter:
-    def __init__(self, settings: WandB, run: TrackedRun, run_id: str) -> None:
+    def __init__(self, settings: WandB, run: TrackedJob, run_id: str) -> None:
         import wandb
 
         if settings.mode == "online" and not wandb.api.api_key:
@@ -275,7 +272,7 @@ class _WandBWriter:
         with contextlib.ExitStack() as stack:
             stack.callback(self._run.finish, exit_code=int(state is not StateName.SUCCEEDED))
             if model is not None:
-                # W&B links files from elsewhere, and this one is about to be removed.
+                # W&B only links to files outside of its folder, and this one is about to be removed.
                 inside = pathlib.Path(self._run.dir) / model.name
                 shutil.copyfile(model, inside)
                 self._run.save(str(inside), base_path=str(inside.parent), policy="now")

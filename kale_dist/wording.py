@@ -1,4 +1,4 @@
-"""How values are written in messages and by users, and which extra to install for what is missing. Pure."""
+"""Formats values for messages, parses values of the command line, and names the extra of a missing package. Pure."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ EXTRAS = {
     "kubernetes": ("kubernetes<38",),
     "notebook": ("anywidget<0.12", "ipykernel<8", "nbclient<0.12"),
 }
-"""What parts of this library need, by the names of its extras; their other packages come with these."""
+"""The packages that parts of this library need, by the names of its extras; further ones are dependencies of these."""
 
 
 def install(extra: str) -> str:
-    """The command that installs what a part of this library needs: `pip install 'docker<8'`."""
+    """The command that installs the packages of an extra: `pip install 'docker<8'`."""
     return "pip install " + " ".join(f"'{package}'" if "<" in package else package for package in EXTRAS[extra])
 
 
 @contextlib.contextmanager
 def needing(extra: str, argument: str, what: str) -> Iterator[None]:
-    """Around imports: where a package is not installed, say so and how to install what that part needs.
+    """Turn an import error of the block into one that says how to install the missing packages.
 
     Args:
-        extra: The part.
-        argument: What the user wrote that asks for it.
-        what: The same in words.
+        extra: The extra with the packages.
+        argument: The user's argument that needs them, for the message.
+        what: What the user wants to do, in words.
 
     Raises:
         ConfigError: A package is not installed.
@@ -53,7 +53,7 @@ def show(value: Any) -> str:
     """A value for a message: its text if that is short, else its type."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - of a user's class, whose error would hide the one that is told
+    except Exception:  # noqa: BLE001 - an error of a user's class would hide the one that is to be reported
         text = "?" * (_SHOWN_CHARACTERS + 1)
     return text if len(text) <= _SHOWN_CHARACTERS else f"an object of type {type(value).__name__}"
 
@@ -65,7 +65,8 @@ def shorten(text: str) -> str:
 
 def closest(word: Any, words: Iterable[str]) -> str:
     """`Did you mean ...? ` for a word that is nearly one of `words`, else nothing."""
-    near = difflib.get_close_matches(str(word).lower(), tuple(words), n=1)
+    known = tuple(words)
+    near = difflib.get_close_matches(str(word), known, n=1) or difflib.get_close_matches(str(word).lower(), known, n=1)
     return f"Did you mean {near[0]!r}? " if near else ""
 
 
@@ -78,5 +79,5 @@ def parse(text: str) -> Any:
 
 
 def listing(backend: str) -> str:
-    """How a user sees which jobs a backend has, for errors of a job that is not there."""
+    """How to list a backend's jobs, for errors about a missing job."""
     return f"kale_dist.jobs(on={backend!r}) or `kale-dist jobs --on {backend}` lists those there are"

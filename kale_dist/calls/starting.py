@@ -105,7 +105,7 @@ def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snaps
         from kale_dist.image import for_job
 
         imports = snapshot.imports if call.auto_packages else None
-        recipe, notes = for_job.settle(recipe, store, imports=imports, say=_say)
+        recipe, notes = for_job.freeze(recipe, store, imports=imports, say=_say)
         if not recipe.adds_something:
             image, recipe = recipe.base, None
     settled = backend.settle(request, name=name, image=image, recipe=recipe, submit=submit)
@@ -164,6 +164,7 @@ def known(ref: JobRef) -> Job[Any] | None:
 def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
     """Submit the same call as a new job."""
     key, store, old = secrets.token_bytes(32), FolderStore(records.blobs_dir()), job.spec
+    old.check_version(job.ref)
     with records.keeping_blobs():
         if not all(store.exists(digest) for digest in old.blobs):
             raise BackendError(f"The snapshot of {job.ref} is not on this machine. Make the call again in a notebook")

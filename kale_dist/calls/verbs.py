@@ -301,11 +301,14 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     Raises:
         ConfigError: This is no reference.
         JobNotFoundError: There is no such job.
+        ContractError: Another version of this library has submitted it.
     """
     if not isinstance(ref, str):
         raise ConfigError("ref", f"{show(ref)} is not text", "Write it as 'local://name'; see kale_dist.jobs()")
     FLAG("trust", trust)
-    return _found(ref, trust=trust)
+    job = _found(ref, trust=trust)
+    job.spec.check_version(job.ref)
+    return job
 
 
 def _found(ref: str, *, trust: bool | None) -> Job[Any]:

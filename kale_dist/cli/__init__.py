@@ -1,6 +1,6 @@
-"""The command line: look after jobs from any terminal, and run whole notebooks.
+"""The command line: manages jobs from any terminal, and runs whole notebooks.
 
-Exit codes: 0; 1 if something failed; 2 for a mistake in the command; 130 after Ctrl-C; 141 if the reader of a pipe left. Those
+Exit codes: 0; 1 after a failure; 2 for a mistake in the command; 130 after Ctrl-C; 141 after a closed pipe. Those
 of `launch` are the script's own.
 """
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: Words of the command line; None for those of the process.
+        arguments: The words of the command line; None for those of this process.
 
     Returns:
         The exit code.
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes once more when it ends; without this it would report the broken pipe.
+        # The interpreter flushes stdout at its end and would report the broken pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _READER_LEFT
     return code

@@ -1,6 +1,6 @@
-"""Checks what jobs need, before one fails: `kale-dist doctor`.
+"""`kale-dist doctor`: checks the requirements of jobs before one fails.
 
-Nothing is changed, and CUDA is initialised in a process that ends at once, never in the caller's.
+It changes nothing, and initialises CUDA in a process of its own that ends at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 
-from kale_dist.cli.list_commands import add_place
+from kale_dist.cli.arguments import Commands, add_parser, add_place
 from kale_dist.errors import ConfigError, StoreError
 from kale_dist.job import records
 from kale_dist.job.view import facts
@@ -29,7 +29,7 @@ _SLOW_IMPORT_S = 10.0
 _OLDEST_PYTHON = (3, 11)
 _OLDEST_TORCH = (2, 13)
 _LOW_SHARED_MEMORY = 1 * _GIB
-"""DataLoader workers pass batches through it; containers often have 64 MiB."""
+"""DataLoader workers pass batches through shared memory, of which containers often have only 64 MiB."""
 _LOW_DISK = 5 * _GIB
 
 _ASK_TORCH = """
@@ -48,7 +48,7 @@ print("\\n" + json.dumps(found))
 
 
 class Verdict(enum.StrEnum):
-    """How a check went."""
+    """The result of a check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -59,25 +59,19 @@ class Verdict(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """One check and its result."""
 
     name: str
     verdict: Verdict
     sentence: str
-    """What was found."""
+    """What the check found."""
     remedy: str = ""
     """What to do; empty if all is well."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `doctor`.
-
-    Args:
-        commands: Of the parser that it becomes part of.
-    """
-    what = "check what jobs need"
-    made = commands.add_parser("doctor", help=what, description=f"{what[:1].upper()}{what[1:]}.")
-    made.set_defaults(command=_doctor)
+def add_command(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `doctor`."""
+    made = add_parser(commands, "doctor", "check what jobs need", _doctor)
     made.add_argument("--json", action="store_true", help="as JSON")
     add_place(made, "where jobs are to run (local)", "of the cluster (the configured one)", "local")
     made.add_argument("--context", default="", metavar="NAME", help="of the kubeconfig (its current one)")
@@ -102,12 +96,12 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tuple[Check, ...]:
-    """Look at what jobs need in a place. Makes nothing there, and never raises for what it finds.
+    """Check what jobs need in a place. Creates nothing there, and does not raise if a check fails.
 
     Args:
-        on: `local`, `docker` or `kubernetes`. For `local` it takes as long as an import of torch.
-        namespace: Of a cluster; empty for the configured one, that of the kubeconfig's context, or the pod's own.
-        context: Of the kubeconfig; empty for its current one.
+        on: `local`, `docker` or `kubernetes`. A check of `local` takes as long as an import of torch.
+        namespace: The cluster's namespace; empty for the configured one, the kubeconfig context's, or the pod's own.
+        context: The kubeconfig's context; empty for its current one.
     """
     if on == "local":
         return (_python(), *_torch(), _cores(), _shared_memory(), _state_folder(), _notebook(), _docker(), _cluster())
@@ -144,7 +138,7 @@ def _python() -> Check:
 
 
 def _torch() -> tuple[Check, Check]:
-    """The checks of torch and of GPUs, from one process that imports torch."""
+    """Check torch and the GPUs in one process that imports torch."""
     try:
         asked = subprocess.run(
             [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False
@@ -195,7 +189,7 @@ def _cores() -> Check:
 
 
 def _cpu_quota() -> float | None:
-    """Cores' worth of time that the control group allows; None without a limit."""
+    """The control group's CPU limit in cores; None without a limit."""
     try:
         limit, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if limit == "max" else int(limit) / int(period)

@@ -6,6 +6,7 @@ import argparse
 
 from kale_dist import config
 from kale_dist.calls import image_checks
+from kale_dist.cli.arguments import Commands, add_parser
 from kale_dist.errors import ConfigError
 from kale_dist.image import for_job
 from kale_dist.job import records
@@ -15,18 +16,12 @@ from kale_dist.wire.blobs import FolderStore
 from kale_dist.wording import needing
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `image` and its own commands.
-
-    Args:
-        commands: Of the parser that it becomes part of.
-    """
-    what = "make images for jobs ahead of time"
-    parser = commands.add_parser("image", help=what, description=f"{what[:1].upper()}{what[1:]}.")
+def add_command(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `image` and its own commands."""
+    parser = add_parser(commands, "image", "make images for jobs ahead of time")
     inner = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    build = inner.add_parser("build", help="make an image, unless it is there, and print its reference")
-    build.set_defaults(command=_build)
+    build = add_parser(inner, "build", "make an image, unless it is there, and print its reference", _build)
     build.add_argument("--registry", metavar="PLACE", help="registry.example.com/team (the configured one)")
     build.add_argument("--base", default="", metavar="IMAGE", help="what it is built on (the configured image)")
     for option, name, what in (
@@ -56,19 +51,19 @@ def _build(options: argparse.Namespace) -> int:
     if wanted.recipe is None:
         raise ConfigError("image build", "nothing goes on top of the base", "Add --package, --apt, --file or --env")
     settings = config.load()
-    home = _place(options, settings)
+    home = _registry(options, settings)
     if not (wanted.recipe.base or settings.image):
         remedy = "Name an image with Python and torch, or configure `image` (KALE_DIST_IMAGE)"
-        raise ConfigError("--base", "nothing is named that the image is built on, and no image is configured", remedy)
+        raise ConfigError("--base", "there is no base image, and no image is configured", remedy)
     from kale_dist.image.resolve import resolve
 
     with records.keeping_blobs():
         resolved = resolve(
             for_job.keep_files(wanted.recipe, FolderStore(records.blobs_dir())), base=settings.image, registry=home,
             pull=settings.registry_pull if options.registry is None else "", python=loading.python_version(),
-            say=for_job.say, progress=for_job.Progress(),
+            say=for_job.say, progress=for_job.ProgressBar(),
         )  # fmt: skip
-    for_job.say(f"{'Made' if resolved.was_built else 'It was there'}: {resolved.tag}")
+    for_job.say(f"{'Made' if resolved.was_built else 'It exists already'}: {resolved.tag}")
     print(resolved.reference)
     return 0
 
@@ -76,14 +71,14 @@ def _build(options: argparse.Namespace) -> int:
 # -- inside ----------------------------------------------------------------------------------------------------------
 
 
-def _place(options: argparse.Namespace, settings: config.Config) -> str:
-    """Where images lie, as the option or the configuration says."""
+def _registry(options: argparse.Namespace, settings: config.Config) -> str:
+    """The registry to push to, from the option or else from the configuration."""
     with needing("images", "image", "to make an image"):
         from kale_dist.image.resolve import repository_of
 
-    place = options.registry if options.registry is not None else settings.registry
-    repository_of(place, "--registry" if options.registry is not None else "registry")
-    return str(place)
+    registry = options.registry if options.registry is not None else settings.registry
+    repository_of(registry, "--registry" if options.registry is not None else "registry")
+    return str(registry)
 
 
 def _pair(option: str, text: str, example: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 from kale_dist import places, wording
 from kale_dist.calls import verbs
 from kale_dist.cli import launch_command
+from kale_dist.cli.arguments import Commands, add_parser
 from kale_dist.errors import BackendError, ConfigError
 from kale_dist.job import records, view, watch
 from kale_dist.job.backend import Backend, JobRef
@@ -25,16 +26,11 @@ from kale_dist.wire import LogLine
 _CANCEL_WAIT_S = 10.0
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the commands.
-
-    Args:
-        commands: Of the parser that they become part of.
-    """
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the commands."""
 
     def command(name: str, what: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=what, description=f"{what[:1].upper()}{what[1:]}.")
-        made.set_defaults(command=run)
+        made = add_parser(commands, name, what, run)
         made.add_argument("ref", metavar="REF", help="a job's name or reference")
         made.add_argument("--json", action="store_true", help="as JSON")
         return made
@@ -54,11 +50,11 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command("render", "show what was submitted", _render)
 
 
-def find(text: str) -> tuple[Backend, JobRef]:
-    """The job of a reference, known to exist.
+def find_job(text: str) -> tuple[Backend, JobRef]:
+    """Find the backend and the full reference of an existing job.
 
     Raises:
-        ConfigError: This is no reference.
+        ConfigError: The text is not a reference.
         JobNotFoundError: There is no such job.
     """
     ref = JobRef.parse(text)
@@ -72,7 +68,7 @@ def find(text: str) -> tuple[Backend, JobRef]:
 
 
 def to_json(value: Any) -> str:
-    """A value as JSON: a status, or parts of one."""
+    """A status, or parts of one, as JSON text."""
     plain_value = (
         dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
     )
@@ -80,14 +76,14 @@ def to_json(value: Any) -> str:
 
 
 def ended(status: JobStatus) -> dict[str, Any]:
-    """How a job is, in few words, for JSON."""
+    """The main fields of a job's status, for JSON."""
     return {
         "ref": status.ref, "state": status.state, "reason": status.reason, "queue_position": status.queue_position
     }  # fmt: skip
 
 
 def _status(options: argparse.Namespace) -> int:
-    backend, ref = find(options.ref)
+    backend, ref = find_job(options.ref)
     status = backend.status(ref)
     if options.json:
         print(to_json(status))
@@ -97,9 +93,9 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    backend, ref = find(options.ref)
+    backend, ref = find_job(options.ref)
     ranks = check_lines(options.ranks, options.tail, len(backend.status(ref).replicas))
-    with watch.Reasons(ref).followed(watch.watcher(backend)) if options.follow else contextlib.nullcontext():
+    with watch.Reasons(backend, ref).printed() if options.follow else contextlib.nullcontext():
         _print_lines(backend.logs(ref, follow=options.follow, ranks=ranks, tail=options.tail), as_json=options.json)
     return 0
 
@@ -113,7 +109,7 @@ def _print_lines(lines: Iterator[LogLine], *, as_json: bool) -> None:
                 {"rank": line.rank, "stream": line.stream.name.lower(), "time": line.time, "text": line.text}
             )
         else:
-            # A file or another program gets what the rank wrote; a terminal gets nothing that could command it.
+            # Only a terminal interprets escape sequences, so only for it they are removed.
             text = f"{line.prefix} {facts.clean(line.text)}" if clean else str(line)
         print(text, flush=True)
 
@@ -153,7 +149,7 @@ def _fetch(options: argparse.Namespace) -> int:
 
 
 def _cancel(options: argparse.Namespace) -> int:
-    backend, ref = find(options.ref)
+    backend, ref = find_job(options.ref)
     backend.cancel(ref)
     deadline = time.monotonic() + _CANCEL_WAIT_S
     while not (status := backend.status(ref)).is_final:
@@ -178,14 +174,14 @@ def _retry(options: argparse.Namespace) -> int:
 
 
 def _render(options: argparse.Namespace) -> int:
-    backend, ref = find(options.ref)
+    backend, ref = find_job(options.ref)
     plan = backend.plan(records.read(ref.record_name).spec)
     print(to_json(plan.spec.to_json()) if options.json else plan.text, end="\n" if options.json else "")
     return 0
 
 
 def _job(text: str) -> Job[Any]:
-    _, ref = find(text)
+    _, ref = find_job(text)
     return verbs.attach(str(ref))
 
 

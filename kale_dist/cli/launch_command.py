@@ -1,4 +1,4 @@
-"""`kale-dist launch`: existing scripts, modules and functions on every rank, with torchrun's output, exit codes and signals."""
+"""`kale-dist launch`: runs scripts, modules and functions on every rank, with torchrun's output, exit codes and signals."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from typing import Any
 
 from kale_dist import places, scripts, wording
 from kale_dist.calls import verbs
+from kale_dist.cli.arguments import Commands, NameAndValue, add_parser
 from kale_dist.errors import ConfigError, KaleDistWarning, WaitTimeoutError, warnings_as_lines
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.view import facts
 from kale_dist.wire import LogLine, StateName, Stream
 
 _END_S = 15.0
-"""Seconds that a cancelled job gets to end before the command does."""
+"""Seconds that the command waits for a cancelled job to end."""
 
 _BY_SIGNAL = 128
 
@@ -30,24 +31,20 @@ _TORCHRUN = {
     "--standalone": "Leave it out",
     "--max-restarts": "Write it as --set max_restarts N",
 }
-"""Options of torchrun to what to write here. Those of its rendezvous are settled by kale_dist."""
+"""The equivalents of torchrun's options. kale_dist does the rendezvous itself."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `launch`.
-
-    Args:
-        commands: Of the parser that it becomes part of.
-    """
-    what = "run a script, or a function of a module, on several processes"
-    made = commands.add_parser(
+def add_command(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `launch`."""
+    made = add_parser(
+        commands,
         "launch",
-        help=what,
-        description=f"{what[:1].upper()}{what[1:]}. Its output, exit code and signals are as with torchrun.",
+        "run a script, or a function of a module, on several processes",
+        _launch,
+        more="Its output, exit code and signals are as with torchrun.",
         usage="kale-dist launch [options] SCRIPT [-- ARGUMENT ...]",
         epilog="What follows -- goes to the script: kale-dist launch train.py --processes 4 -- --lr 0.1",
     )
-    made.set_defaults(command=_launch)
     made.add_argument("script", metavar="SCRIPT", help="a Python file, or module:function")
     made.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as for python -m")
     made.add_argument(
@@ -77,7 +74,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words of a command line, and what follows `--`, which are for the script."""
+    """Split a command line into the words before `--`, and those after it, which are the script's."""
     words = list(words)
     if words[:1] != ["launch"] or "--" not in words:
         return words, []
@@ -86,7 +83,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def refuse(options: argparse.Namespace, unknown: Sequence[str]) -> None:
-    """Say what to write in place of options that `launch` does not have.
+    """Refuse options that `launch` does not have, and name their equivalents.
 
     Raises:
         ConfigError: The command is `launch`.
@@ -103,25 +100,12 @@ def refuse(options: argparse.Namespace, unknown: Sequence[str]) -> None:
     raise ConfigError(word, "kale-dist launch has no such option", remedy)
 
 
-class NameAndValue(argparse.Action):
-    """A name and its value. Written as NAME=VALUE, the next word would be taken for the value."""
-
-    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _option: Any = None) -> None:
-        """Add the pair to those given before."""
-        name, value = values
-        if "=" in name:
-            raise argparse.ArgumentError(
-                self, f"{name!r} is not a name. Write it as NAME VALUE, with a space between them"
-            )
-        setattr(namespace, self.dest, getattr(namespace, self.dest) | {name: value})
-
-
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Iterator[list[int]]:
-    """Have SIGTERM do what Ctrl-C does: CI servers, `timeout` and pods send it, and nothing would be cleaned up.
+    """Raise KeyboardInterrupt on SIGTERM, too, so that jobs are cleaned up: CI servers, `timeout` and pods send it.
 
     Yields:
-        A list that gets the numbers of the signals as they come.
+        A list to which each signal's number is appended as it arrives.
     """
     caught: list[int] = []
 
@@ -161,17 +145,17 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) -> int:
-    """Show a job's output until it has ended, and give its exit code.
+    """Print a job's output until it has ended; returns the exit code for it.
 
     Args:
         job: The job.
-        caught: Gets the signals that came, see `interrupted_by_sigterm`.
-        as_json: Whether stdout gets nothing but an object that says how the job ended.
-        has_value: Whether what rank 0 returned is shown.
+        caught: The signals so far: the list of `interrupted_by_sigterm`.
+        as_json: Whether stdout gets only a JSON object about the job's end.
+        has_value: Whether to print what rank 0 returned.
     """
     shown = _Output(sys.stderr if as_json else sys.stdout)
     try:
-        with inside(job).saying_why():
+        with inside(job).reasons.printed():
             shown.show(job.logs(follow=True))
         job.exception()
     except KeyboardInterrupt:
@@ -193,10 +177,10 @@ def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) 
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of the call.
+    """The call's arguments from the options of the command.
 
     Raises:
-        ConfigError: There is no setting of a name.
+        ConfigError: `--set` names an unknown argument.
     """
     given: dict[str, Any] = {}
     for name, value in options.set.items():
@@ -213,10 +197,10 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Output:
-    """Shows lines of a job where its ranks wrote them, each once, without the rank: as torchrun does.
+    """Prints a job's lines to stdout or stderr as its ranks did, each once and without the rank, as torchrun does.
 
     Args:
-        stdout: In the place of stdout.
+        stdout: The stream that takes the ranks' stdout.
     """
 
     def __init__(self, stdout: Any) -> None:
@@ -225,7 +209,7 @@ class _Output:
         self.last_of_agent = ""
 
     def show(self, lines: Iterator[LogLine]) -> None:
-        """Print those that were not shown before, of all that there are."""
+        """Print the lines that were not printed before. `lines` begins with the job's first line."""
         for line in itertools.islice(lines, self._shown, None):
             self._shown += 1
             stream = self._stdout if line.stream is Stream.STDOUT and line.rank is not None else sys.stderr

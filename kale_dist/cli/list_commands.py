@@ -14,6 +14,7 @@ from typing import Any
 
 from kale_dist import places
 from kale_dist.cli import job_commands
+from kale_dist.cli.arguments import Commands, add_parser, add_place
 from kale_dist.errors import ConfigError, JobNotFoundError
 from kale_dist.job import records
 from kale_dist.job.backend import Backend, JobRef
@@ -23,25 +24,16 @@ from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts, plain
 
 _NEWEST = 20
-"""So many jobs are listed without `--all`."""
+"""How many jobs are listed without `--all`."""
 
 _ELSEWHERE = tuple(name for name in places.NAMES if name != "local")
 _MIB = 1 << 20
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the commands.
-
-    Args:
-        commands: Of the parser that they become part of.
-    """
-
-    def command(name: str, what: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=what, description=f"{what[:1].upper()}{what[1:]}.")
-        made.set_defaults(command=run)
-        return made
-
-    listed = command("jobs", f"list the newest {_NEWEST} jobs, with what they take on the disk of this machine", _jobs)
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the commands."""
+    what = f"list the newest {_NEWEST} jobs, with what they take on the disk of this machine"
+    listed = add_parser(commands, "jobs", what, _jobs)
     add_place(
         listed,
         "ask there (default: this machine, for all jobs that it knows)",
@@ -52,7 +44,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     listed.add_argument("--all", action="store_true", help="list all jobs")
     listed.add_argument("--json", action="store_true", help="as JSON")
-    delete = command("delete", "remove jobs, their logs, and the snapshots that no other job needs", _delete)
+    what = "remove jobs, their logs, and the snapshots that no other job needs"
+    delete = add_parser(commands, "delete", what, _delete)
     delete.add_argument("refs", nargs="*", metavar="REF", help="a job's name or reference")
     delete.add_argument("--finished", action="store_true", help="all of your jobs that have ended")
     add_place(
@@ -60,22 +53,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     delete.add_argument("--yes", action="store_true", help="do not ask")
     delete.add_argument("--json", action="store_true", help="print what was deleted as JSON; needs --yes")
-    searched = command("sweeps", "list the sweeps of this machine, or show one", _sweeps)
+    searched = add_parser(commands, "sweeps", "list the sweeps of this machine, or show one", _sweeps)
     searched.add_argument("name", nargs="?", metavar="NAME", help="a sweep's name")
     searched.add_argument("--json", action="store_true", help="as JSON")
-
-
-def add_place(made: argparse.ArgumentParser, on: str, namespace: str, default: str | None = None) -> None:
-    """Add `--on` and `--namespace`.
-
-    Args:
-        made: Of the command.
-        on: Help of `--on`.
-        namespace: Help of `--namespace`.
-        default: Of `--on`.
-    """
-    made.add_argument("--on", choices=places.NAMES, default=default, help=on)
-    made.add_argument("--namespace", metavar="NAME", help=namespace)
 
 
 def _sweeps(options: argparse.Namespace) -> int:
@@ -111,9 +91,9 @@ class _Listed:
 
     status: JobStatus
     record: Record | None
-    """None if this machine has none."""
+    """The job's record; None if this machine has none."""
     is_now: bool
-    """Whether this is how the job is now, and not how it was when this machine last saw it."""
+    """Whether the status is current; False if it is the last one that this machine saw."""
 
 
 def _name(job: _Listed) -> str:
@@ -213,7 +193,7 @@ def _listed(status: JobStatus, *, is_now: bool) -> _Listed:
 def _look(
     on: str, namespace: str | None, labels: Mapping[str, str] | None, limit: int | None = None
 ) -> tuple[list[JobStatus], int]:
-    """How the newest jobs of a place are now, oldest first, and how many others there are."""
+    """The current status of the newest jobs of a place, oldest first, and how many jobs were left out."""
     backend = places.get(on)
     known = list(backend.survey(namespace=namespace, labels=labels))
     statuses = known[-limit:] if limit else known
@@ -221,7 +201,7 @@ def _look(
 
 
 def _better(backend: Backend, status: JobStatus) -> JobStatus:
-    """The status of the user's own job with what only this machine knows: its progress, and whether it was cancelled."""
+    """A job's status, for the user's own jobs with what only this machine knows: progress, and a cancellation."""
     ref = JobRef.parse(status.ref)
     if _is_mine(ref):
         with contextlib.suppress(JobNotFoundError):
@@ -231,12 +211,12 @@ def _better(backend: Backend, status: JobStatus) -> JobStatus:
 
 
 def _seen(ref: JobRef) -> JobStatus:
-    """A job as this machine last saw it, without a request."""
+    """The status of a job as this machine last saw it, without a request to its place."""
     return JobReader(ref.record_name, lambda _: True).status()
 
 
 def _last_seen() -> Iterator[JobStatus]:
-    """Jobs elsewhere that this machine has records of."""
+    """The last seen status of each job that ran elsewhere and has a record on this machine."""
     for backend in _ELSEWHERE:
         for ref in map(JobRef.parse, records.refs(backend)):
             with contextlib.suppress(JobNotFoundError):
@@ -251,8 +231,8 @@ def _delete(options: argparse.Namespace) -> int:
         raise ConfigError("REF", "no job is named", "Name one or more, or pass --finished")
     if options.namespace and not (options.finished and options.on == "kubernetes"):
         raise ConfigError("--namespace", "it selects finished jobs of a cluster", "Add --finished --on kubernetes")
-    # All are looked up first: a mistyped name deletes nothing.
-    found = [(text, *job_commands.find(text)) for text in options.refs]
+    # All jobs are looked up first, so that a mistyped name deletes nothing.
+    found = [(text, *job_commands.find_job(text)) for text in options.refs]
     for text, _, ref in found:
         if not _is_mine(ref) and text != str(ref):
             remedy = f"To delete it all the same, write its full reference: kale-dist delete {ref}"
@@ -281,15 +261,15 @@ def _delete(options: argparse.Namespace) -> int:
 
 
 def _is_mine(ref: JobRef) -> bool:
-    """Whether this user holds the job's key: names, uids and accounts of a cluster may be shared."""
+    """Whether this user holds the job's key; names, uids and cluster accounts may be shared."""
     return records.read_key(ref.record_name) is not None
 
 
 def _agreed(chosen: Iterable[JobRef], *, yes: bool) -> bool:
-    """Show what would be deleted, and ask.
+    """List the jobs to delete, and ask the user to confirm.
 
     Raises:
-        ConfigError: There is no terminal at which to ask.
+        ConfigError: There is no terminal to ask at.
     """
     count = 0
     for ref in chosen:
@@ -306,12 +286,12 @@ def _agreed(chosen: Iterable[JobRef], *, yes: bool) -> bool:
 
 
 def _finished(on: str, namespace: str | None) -> list[JobRef]:
-    """This user's jobs that have ended."""
+    """This user's jobs in a place that have ended."""
     backend = places.get(on)
     mine = [ref for ref in map(JobRef.parse, records.refs(on)) if _is_mine(ref)]
     if namespace:
         mine = [ref for ref in mine if ref.name.startswith(f"{namespace}/")]
-    # The place's own word for those that ended unseen.
+    # The place knows of jobs that ended while no process of this machine followed them.
     surveyed = {status.ref for status in backend.survey(namespace=namespace) if status.is_final}
     return [ref for ref in mine if str(ref) in surveyed or _has_ended(ref)]
 

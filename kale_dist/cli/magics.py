@@ -1,4 +1,4 @@
-"""Magics for notebooks, after `%load_ext kale_dist`: a cell on every rank, and a word for each thing done with jobs."""
+"""Magics for notebooks, after `%load_ext kale_dist`: run a cell on every rank, and manage jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kale_dist.job.handle import Job
 from kale_dist.worker.rank import cell as on_a_rank
 
 FILENAME = "<%%distribute>"
-"""What tracebacks call the text of such a cell."""
+"""File name of a `%%distribute` cell in tracebacks."""
 
 _IGNORED = re.compile(r"^[ \t]*%matplotlib([ \t].*)?$", re.MULTILINE)
 _MAGIC = re.compile(r"\s*(?:[%!]|[^#'\"=]*=\s*[%!](?!=))|.*[^\s#]\?{1,2}\s*$|\s*\?")
@@ -35,11 +35,11 @@ def _empty() -> ast.arguments:
 
 @magics_class
 class DistributeMagics(Magics):
-    """`%%distribute`, `%attach`, and the words of the command line: `%jobs`, `%status`, `%logs`, `%cancel`."""
+    """`%%distribute`, `%attach`, and commands of the command line: `%jobs`, `%status`, `%logs`, `%cancel`."""
 
     @property
     def _namespace(self) -> dict[str, Any]:
-        """The notebook's names."""
+        """The notebook's global names."""
         shell: Any = self.shell
         return cast("dict[str, Any]", shell.user_ns)
 
@@ -61,10 +61,10 @@ class DistributeMagics(Magics):
     def distribute(self, line: str, cell: str | None = None) -> Any:
         """Run the cell on every rank; as `%distribute`, without a cell, show the launcher form.
 
-        The value is the list of what the cell's last expression gave on each rank.
+        The value is a list with the value of the cell's last expression on each rank.
 
         The cell sees the notebook's names, and `rank`, `world_size`, `local_rank` and `device`. What it changes or
-        assigns stays in the ranks: the last expression brings something back.
+        assigns stays in the ranks; only the last expression's value comes back.
         """
         if cell is None:
             from kale_dist.calls.form import LauncherForm
@@ -91,8 +91,7 @@ class DistributeMagics(Magics):
                     **request.gathered({k: v for k, v in arguments.items() if v is not None}),
                 )
             )
-        if options.job is not None:
-            self._namespace[options.job] = job
+        self._keep(job, options.job)
         if options.no_wait:
             return job
         display(job)
@@ -105,12 +104,11 @@ class DistributeMagics(Magics):
     @argument("--trust", action="store_true", help="Also load the results of another user's job")
     @line_magic
     def attach(self, line: str) -> Job[Any]:
-        """Find a job again; it is the line's value."""
+        """Find a job again; the line's value is the job."""
         options = parse_argstring(self.attach, line)
         _check_name(options.job)
         job: Job[Any] = _explained(lambda: verbs.attach(options.ref, trust=options.trust))
-        if options.job is not None:
-            self._namespace[options.job] = job
+        self._keep(job, options.job)
         return job
 
     @line_magic
@@ -120,21 +118,26 @@ class DistributeMagics(Magics):
 
     @line_magic
     def status(self, line: str) -> None:
-        """Show how a job is: `%status REF`, with a job's reference, its name, or a variable that holds it."""
+        """Show a job's status: `%status REF`, with a job's reference, its name, or a variable that holds it."""
         self._command("status", line)
 
     @line_magic
     def logs(self, line: str) -> None:
-        """Print a job's log, each line behind its rank: `%logs REF --ranks 0,2 --tail 100 -f`."""
+        """Print a job's log with the rank before each line: `%logs REF --ranks 0,2 --tail 100 -f`."""
         self._command("logs", line)
 
     @line_magic
     def cancel(self, line: str) -> None:
-        """End a job: `%cancel REF`."""
+        """Cancel a job: `%cancel REF`."""
         self._command("cancel", line)
 
+    def _keep(self, job: Job[Any], name: str | None) -> None:
+        """Give the notebook a variable of this name with the job."""
+        if name is not None:
+            self._namespace[name] = job
+
     def _command(self, command: str, line: str) -> None:
-        """Run a command of the command line; a variable that holds a job stands for its reference."""
+        """Run a command of the command line; a variable that holds a job is replaced by the job's reference."""
         try:
             given = shlex.split(line)
         except ValueError as error:
@@ -143,7 +146,7 @@ class DistributeMagics(Magics):
         for word in given:
             held = self._namespace.get(word)
             words.append(held.ref if isinstance(held, Job) else word)
-        with contextlib.suppress(SystemExit):  # argparse has said what is wrong
+        with contextlib.suppress(SystemExit):  # argparse has printed the error
             cli.main(words)
 
 
@@ -155,7 +158,7 @@ def load(shell: Any) -> None:
 
 
 def _named(text: str, namespace: dict[str, Any]) -> Callable[..., Any]:
-    """A function of the notebook that uses the names, and does the imports, that the cell does: so they are captured."""
+    """A notebook function with the names and imports of a cell, so that the snapshot contains what the cell uses."""
     tree = ast.parse(text)
     found = {
         node.id
@@ -186,12 +189,12 @@ def _named(text: str, namespace: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _plain_python(cell: str) -> str:
-    """The cell without what only concerns the notebook's own display.
+    """The cell without `%matplotlib`, which concerns only the notebook's display.
 
     Raises:
-        UsageError: A line of it is no Python, or IPython's own.
+        UsageError: A line is not Python, or it is another magic or shell command.
     """
-    # The magic's own line is the first, so that lines in tracebacks are those of the cell.
+    # An empty line in place of the magic's own keeps the line numbers of tracebacks right.
     text = "\n" + _IGNORED.sub("", cell) + "\n"
     try:
         on_a_rank.split(text, FILENAME)
@@ -223,7 +226,7 @@ def _check_name(name: str | None) -> None:
 
 
 def _explained(do: Callable[[], Any]) -> Any:
-    """Mistakes in a magic's line are said in one line; a traceback through this library would say nothing."""
+    """Call `do`; IPython shows a mistake in the magic's line as one line, without a traceback."""
     try:
         return do()
     except (ConfigError, JobNotFoundError) as error:
@@ -231,12 +234,12 @@ def _explained(do: Callable[[], Any]) -> Any:
 
 
 def _references(line: str, symbol: str) -> Sequence[str]:
-    """What the last word of the line may become, from where `symbol` begins: IPython ends words at colons."""
+    """Completions of the line's last word, from where `symbol` begins: IPython ends words at colons."""
     begun = "" if line.endswith(" ") else line.rsplit(maxsplit=1)[-1]
     try:
         found = verbs.jobs()
     except KaleDistError:
         return []
-    # A name alone says the same, but listed beside its reference it would only be there twice.
+    # Without a begun word, each job would be listed twice, by reference and by name.
     known = [job.ref for job in found] + ([job.name for job in found] if begun else [])
     return [text[len(begun) - len(symbol) :] for text in known if text.startswith(begun)]

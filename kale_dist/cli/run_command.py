@@ -11,26 +11,21 @@ from typing import Any
 
 from kale_dist import places, wording
 from kale_dist.cli import launch_command
+from kale_dist.cli.arguments import Commands, NameAndValue, add_parser
 from kale_dist.errors import ConfigError
 
 _INTERRUPTED = 130
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `run`.
-
-    Args:
-        commands: Of the parser that it becomes part of.
-    """
-    what = "execute a notebook, and show its jobs' logs and progress"
-    run = commands.add_parser("run", help=what, description=f"{what[:1].upper()}{what[1:]}.")
-    run.set_defaults(command=_run)
+def add_command(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `run`."""
+    run = add_parser(commands, "run", "execute a notebook, and show its jobs' logs and progress", _run)
     run.add_argument("notebook", type=pathlib.Path, metavar="NOTEBOOK")
     out = "where the executed notebook goes (NAME.executed.ipynb)"
     run.add_argument("-o", "--output", type=pathlib.Path, metavar="OUT", help=out)
     value: dict[str, Any] = {
         "nargs": 2,
-        "action": launch_command.NameAndValue,
+        "action": NameAndValue,
         "default": {},
         "metavar": ("NAME", "VALUE"),
     }

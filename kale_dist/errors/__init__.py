@@ -29,7 +29,7 @@ Messages say what failed, which object, on which side (notebook or worker), and 
 All of them survive pickling: their fields are in `args`. A notebook shows them below the user's own lines, without the
 library's; `%xmode --show` brings those back, and plain Python shows them always.
 
-What is worth a word but stops nothing is a `KaleDistWarning`, given through Python's `warnings`.
+A problem that does not stop a call is a `KaleDistWarning`, issued through Python's `warnings`.
 """
 
 from __future__ import annotations
@@ -51,17 +51,21 @@ R = TypeVar("R")
 class KaleDistError(Exception):
     """Root of all errors that kale_dist raises on purpose."""
 
+    def __str__(self) -> str:
+        """The message, which is the first argument; further arguments are fields."""
+        return str(self.args[0]) if self.args else ""
+
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it: the user's own lines and the message, without the library's lines."""
+        """The traceback for IPython: the user's own lines and the message, without the library's lines."""
         return tracebacks.for_notebook(self)
 
 
 class KaleDistWarning(UserWarning):
-    """Something a user should know about a call that continues anyway."""
+    """A problem of a call that continues."""
 
 
 def warn(sentence: str) -> None:
-    """Give a `KaleDistWarning` that points at the user's own line, however deep in the library it is given."""
+    """Issue a `KaleDistWarning` that points at the user's own line, however deep in the library it is called."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").startswith("kale_dist."):
         frame, level = frame.f_back, level + 1
@@ -69,17 +73,17 @@ def warn(sentence: str) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line of the library's own beside the output of the cell or script."""
-    # In one piece: another thread may print, too.
+    """Print a line of this library on stderr."""
+    # In one write, because another thread may print, too.
     print(f"[kale-dist] {line}\n", end="", file=sys.stderr, flush=True)  # noqa: T201 - for the user
 
 
 @contextlib.contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """Print what a call warns of, a line each: a command and a magic have no line of the user's code to point at."""
-    with warnings.catch_warnings(record=True) as told:
+    """Print the block's warnings as lines: commands and magics have no line of the user's code to point at."""
+    with warnings.catch_warnings(record=True) as caught:
         yield
-    for warning in told:
+    for warning in caught:
         if issubclass(warning.category, KaleDistWarning):
             say(str(warning.message))
         else:
@@ -102,12 +106,12 @@ class ConfigError(KaleDistError, ValueError):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        """One sentence each for the problem and the remedy."""
+        """The argument, and a sentence each for the problem and the remedy."""
         return f"{self.argument}: {self.problem}. {self.remedy}"
 
 
 def short_refusals(verb: Callable[P, R]) -> Callable[P, R]:
-    """Have a verb's refusals come without the frames of this library: a script's traceback shows the caller's own line."""
+    """Remove this library's frames from a verb's refusals, so that a script's traceback ends at the caller's own line."""
 
     @functools.wraps(verb)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -153,7 +157,7 @@ class StoreError(KaleDistError):
 
 
 class ContractError(KaleDistError):
-    """Notebook and worker disagree about Python, torch or the contract's version."""
+    """Notebook and worker have different versions of Python, torch or the contract."""
 
 
 class ImageError(KaleDistError):
@@ -168,10 +172,6 @@ class ImageError(KaleDistError):
         super().__init__(message, retryable)
         self.retryable = retryable
 
-    def __str__(self) -> str:
-        """The message alone."""
-        return str(self.args[0])
-
 
 class BackendError(KaleDistError):
     """A backend refused or failed.
@@ -184,10 +184,6 @@ class BackendError(KaleDistError):
     def __init__(self, message: str, retryable: bool = False) -> None:  # noqa: FBT001, FBT002 - exceptions pickle by position
         super().__init__(message, retryable)
         self.retryable = retryable
-
-    def __str__(self) -> str:
-        """The message alone."""
-        return str(self.args[0])
 
 
 class BackendUnavailableError(BackendError):
@@ -213,10 +209,6 @@ class JobError(KaleDistError):
     def __init__(self, message: str, ref: str = "") -> None:
         super().__init__(message, ref)
         self.ref = ref
-
-    def __str__(self) -> str:
-        """The message alone."""
-        return str(self.args[0])
 
 
 class JobFailedError(JobError):

@@ -22,10 +22,10 @@ def for_notebook(error: BaseException) -> list[str]:
     has IPython show what is hidden, brings them back.
 
     Args:
-        error: It is being shown; afterwards it is as it was.
+        error: The error; it is changed while IPython formats it, and then restored.
 
     Returns:
-        Parts of the text, as IPython wants them; without IPython the whole traceback.
+        The parts of the text for IPython; without IPython the whole traceback.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
@@ -37,14 +37,14 @@ def for_notebook(error: BaseException) -> list[str]:
         parts = formatter.structured_traceback(type(error), error, error.__traceback__)
         return parts
     with _reduced(error):
-        # IPython's own frames, which an offset would leave out, are not there.
+        # The offset would leave out IPython's own frames, which are removed already.
         parts = formatter.structured_traceback(type(error), error, error.__traceback__, tb_offset=0)
     return parts
 
 
 @contextlib.contextmanager
 def _reduced(error: BaseException) -> Iterator[None]:
-    """While this lasts, the error and its causes have the user's frames alone, and there are no other causes."""
+    """Within the block, reduce the error and its causes to the user's frames, and remove causes without any."""
     links = _chain(error)
     before = [(one, one.__traceback__, one.__cause__, one.__context__, one.__suppress_context__) for one in links]
     try:
@@ -53,7 +53,7 @@ def _reduced(error: BaseException) -> Iterator[None]:
         for link in links[1:]:
             whole = link.__traceback__
             link.__traceback__ = _of_user(whole, called=True)
-            # What a rank raised comes without frames; its text has them.
+            # An exception of a rank has no frames; its text has them.
             if whole is None or link.__traceback__ is not None:
                 shown.append(link)
         for link, following in itertools.zip_longest(shown, shown[1:]):
@@ -67,7 +67,7 @@ def _reduced(error: BaseException) -> Iterator[None]:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error and what it came from, as a traceback has them."""
+    """The error and its causes, in the order of a traceback."""
     links: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in links:
@@ -81,7 +81,7 @@ def _next(error: BaseException) -> BaseException | None:
 
 
 def _of_user(frames: types.TracebackType | None, *, called: bool) -> types.TracebackType | None:
-    """The frames without this library's, IPython's, and those of other libraries if this one called them."""
+    """The frames without those of this library, of IPython, and of libraries that this one called."""
     kept = []
     while frames is not None:
         package = str(frames.tb_frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -24,7 +24,7 @@ from kale_dist.image.reference import DOCKER_HUB
 
 _HUB_KEYS = (DOCKER_HUB, "index.docker.io", "registry-1.docker.io", "registry.hub.docker.com")
 _HUB_SERVER = "https://index.docker.io/v1/"
-"""What credential helpers call Docker Hub."""
+"""Docker Hub's name for credential helpers."""
 
 _IDENTITY_USER = "<token>"
 """The user name that says: the secret is an identity token."""
@@ -33,38 +33,40 @@ _API_PATH = re.compile(r"/v[12]/?$")
 _HELPER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _HELPER_S = 30.0
 _ABSENT = ("credentials not found", "no credentials", "not found in")
-"""Parts of what helpers say where they have nothing for a registry; the protocol has no code for it."""
+"""Parts of a helper's message when it has no credentials for a registry; the protocol has no exit code for that."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Credentials:
-    """What a registry, or the server that gives its tokens, is shown. Never printed."""
+    """What the client presents to a registry or to its token server. Never printed."""
 
     username: str = ""
     password: str = dataclasses.field(default="", repr=False)
     token: str = dataclasses.field(default="", repr=False)
-    """Identity token: exchanged for short ones, in place of a password."""
+    """Identity token: exchanged for short-lived tokens, in place of a password."""
     bearer: str = dataclasses.field(default="", repr=False)
-    """Registry token: sent as it is."""
+    """Registry token: sent unchanged."""
 
 
-def find(registry_host: str, *, repository: str = "", pull_secret_jsons: tuple[str, ...] = ()) -> Credentials | None:
-    """This user's credentials for a registry.
+def find_credentials(
+    registry_host: str, *, repository: str = "", pull_secret_jsons: tuple[str, ...] = ()
+) -> Credentials | None:
+    """Look up this user's credentials for a registry.
 
-    Asked in this order: docker's `config.json` (in `DOCKER_CONFIG`, else `~/.docker`) with its credential helpers,
-    podman's `auth.json`, the pull secrets. The first that has an entry decides.
+    The sources, in this order: docker's `config.json` (in `DOCKER_CONFIG`, else `~/.docker`) with its credential helpers,
+    podman's `auth.json`, the pull secrets. The first source with an entry wins.
 
     Args:
-        registry_host: As in a reference: `docker.io`, `localhost:5000`.
-        repository: Where it is given, entries for a part of the registry (`quay.io/team`) count too, longest first.
+        registry_host: The registry part of a reference: `docker.io`, `localhost:5000`.
+        repository: With it, entries for a part of the registry (`quay.io/team`) count too, longest first.
         pull_secret_jsons: Texts under `.dockerconfigjson` or `.dockercfg` in Kubernetes Secrets. Helpers that they
-            name are not run: they come from others.
+            name are not run, because other people wrote them.
 
     Returns:
-        None where there are none: the registry is asked without.
+        None if no source has an entry; requests are then anonymous.
 
     Raises:
-        ImageError: A file is damaged, or the helper named for this very registry is not installed or fails.
+        ImageError: A file is damaged, or the helper configured for this registry is not installed or fails.
     """
     for path in _files():
         found = _from_config(_read(path), registry_host, repository, origin=str(path))
@@ -80,13 +82,13 @@ def find(registry_host: str, *, repository: str = "", pull_secret_jsons: tuple[s
     return None
 
 
-def log_in(host: str) -> str:
-    """What to do about credentials that are missing or wrong."""
+def login_remedy(host: str) -> str:
+    """The remedy for missing or wrong credentials of a registry."""
     return f"Log in (docker login {host}), or name a pull secret that holds credentials for {host}."
 
 
 def for_engine(credentials: Credentials | None) -> dict[str, str] | None:
-    """Credentials as a Docker engine takes them."""
+    """The credentials as the Docker engine's API takes them."""
     if credentials is None:
         return None
     names = {"username": credentials.username, "password": credentials.password}
@@ -141,7 +143,7 @@ def _from_config(config: Mapping[str, Any], host: str, repository: str, *, origi
 
 
 def _match(entries: Any, host: str, repository: str) -> Any:
-    """The value under the longest key that covers the repository."""
+    """The value of the longest key in a credentials file that covers the repository."""
     wanted = _HUB_KEYS if host in _HUB_KEYS else (host,)
     best: tuple[int, Any] = (-1, None)
     for key, value in entries.items() if isinstance(entries, dict) else ():
@@ -153,7 +155,7 @@ def _match(entries: Any, host: str, repository: str) -> Any:
 
 
 def _fits(host: str, pattern: str) -> bool:
-    """Whether a pull secret's pattern fits: part by part, so that `*.io` does not fit `a.b.io`."""
+    """Whether a host matches a pull secret's pattern, label by label: `*.io` does not match `a.b.io`."""
     host_parts, parts = host.split("."), pattern.split(".")
     return len(host_parts) == len(parts) and all(map(fnmatch.fnmatchcase, host_parts, parts))
 
@@ -183,10 +185,10 @@ def _ask_helper(name: str, host: str, origin: str, *, required: bool) -> Credent
     """Run `docker-credential-NAME get`: the server's name in, JSON out.
 
     Args:
-        name: Of the helper.
-        host: Whose credentials are wanted.
+        name: NAME in the helper's file name.
+        host: The registry whose credentials are wanted.
         origin: The file that names the helper.
-        required: Whether a helper that cannot answer is an error.
+        required: Whether to raise if the helper cannot answer.
     """
     program = shutil.which(f"docker-credential-{name}") if _HELPER_NAME.fullmatch(name) else None
     server = _HUB_SERVER if host in _HUB_KEYS else host

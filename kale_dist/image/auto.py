@@ -1,4 +1,4 @@
-"""`packages="auto"`: what a call imports, as the installed packages that it comes from, with their versions."""
+"""`packages="auto"`: finds the installed packages, with their versions, behind the imports of a call."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _NEVER_DISTRIBUTIONS = frozenset({"torch", "cloudpickle", "kale-dist", "pip", "s
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What `packages="auto"` came to."""
+    """The result of `packages="auto"`."""
 
     packages: tuple[str, ...]
     """Requirements for a recipe, sorted: `scikit-learn==1.7.2`, without local labels."""
     lines: tuple[str, ...]
-    """What was found, a line each."""
+    """A line for the user about each package that was found."""
     notes: tuple[str, ...]
-    """What could not be taken as it is, a sentence or two each."""
+    """A note for the user about each import that has no package or another version, a sentence or two each."""
 
 
-def find(imports: Iterable[str]) -> Report:
+def find_packages(imports: Iterable[str]) -> Report:
     """The installed packages behind imports, pinned to the versions that are installed here.
 
-    Left out are the standard library, torch, and what kale_dist brings itself.
+    The standard library, torch, and kale_dist's own requirements are left out.
 
     Args:
-        imports: Names of modules with their dots, none of them of the notebook's own code.
+        imports: Dotted names of modules that are not the notebook's own code.
     """
     by_top: dict[str, set[str]] = {}
     for name in imports:
@@ -79,10 +79,10 @@ def find(imports: Iterable[str]) -> Report:
 
 
 def with_packages(recipe: Recipe, packages: Sequence[str]) -> Recipe:
-    """A recipe with more packages; those that it names itself stay as they are.
+    """Add packages to a recipe; a package that the recipe names already keeps its requirement.
 
     Args:
-        recipe: Its packages in one spelling.
+        recipe: The recipe, with its packages in canonical spelling.
         packages: Requirements of the form `name==version`.
     """
     named = {re.split(r"[^a-z0-9-]", package, maxsplit=1)[0] for package in recipe.packages}
@@ -91,7 +91,7 @@ def with_packages(recipe: Recipe, packages: Sequence[str]) -> Recipe:
 
 
 def _owners(names: Iterable[str], listed: Iterable[str]) -> list[Distribution]:
-    """The packages that have a module; of several that share its name, those that have the part which is imported."""
+    """The packages that provide a top-level module; of a namespace package, those that provide the imported parts."""
     candidates = list(_installed(sorted(listed)))
     if len(candidates) < 2:  # noqa: PLR2004 - nothing to choose from
         return candidates
@@ -101,7 +101,7 @@ def _owners(names: Iterable[str], listed: Iterable[str]) -> list[Distribution]:
 
 
 def _by_files(top: str) -> set[str]:
-    """Packages that have a module and no Python file in it: Python 3.11 does not list them by what they import as."""
+    """Packages with a purely compiled module of this name, which `packages_distributions` leaves out in Python 3.11."""
     compiled = re.compile(rf"^{re.escape(top)}[/.][^,]*(so|pyd),", re.MULTILINE)
     return {
         canonicalize_name(distribution.name)
@@ -111,7 +111,7 @@ def _by_files(top: str) -> set[str]:
 
 
 def _most_specific(name: str, files: Mapping[str, set[str]]) -> Iterable[str]:
-    """Of packages that share a namespace, the first of those that have a module or the nearest module around it."""
+    """Of packages that share a namespace, the one that provides a module, or else the nearest module around it."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         path = "/".join(parts[:end])
@@ -141,7 +141,7 @@ def _is_here(top: str) -> bool:
 
 
 def _pinned(top: str, distribution: Distribution) -> tuple[str, str]:
-    """A package by its version, empty where that cannot be; and what the user should know."""
+    """A package's requirement, pinned to its version and empty if that is impossible; and a note for the user, or empty."""
     name, shown = canonicalize_name(distribution.name), distribution.version
     origin = _origin(distribution)
     if origin == "editable":
@@ -171,7 +171,7 @@ def _pinned(top: str, distribution: Distribution) -> tuple[str, str]:
 
 
 def _origin(distribution: Distribution) -> str:
-    """Where a package is from if not from an index: `editable`, or a place without credentials."""
+    """Where a package that is not from an index was installed from: `editable`, or a URL without credentials."""
     try:
         link = json.loads(distribution.read_text("direct_url.json") or "{}")
     except ValueError:

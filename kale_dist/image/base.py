@@ -1,4 +1,4 @@
-"""What a job's image is built on: pinned by its digest, and asked what it has.
+"""The base of a job's image: pins it by its digest, and inspects what it contains.
 
 A container of the base runs `PROGRAM` with the Python that a job would run with, and answers in JSON: its version, where it
 looks for packages, its platform, and the packages it has. The answer is kept by the image's digest.
@@ -30,7 +30,7 @@ BASE_LABEL = "org.opencontainers.image.base.name"
 BASE_DIGEST_LABEL = "org.opencontainers.image.base.digest"
 
 FOLDER = "/opt/kale-dist"
-"""Where packages go in an image."""
+"""The folder of an image in which packages are installed."""
 
 OLDEST_PYTHON = (3, 11)
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
@@ -79,18 +79,18 @@ print("\n" + "KALE-DIST-BASE " + json.dumps({
     "folders": folders, "links": sorted(links.items()), "distributions": [found[key] for key in sorted(found)],
 }))
 """
-"""What a base is asked with. Python 3.6 runs it, too, so that an old one can say how old it is."""
+"""The inspection program. It also runs on Python 3.6, so that an old base can report its version."""
 
 COMMAND = ("python3", "-c", PROGRAM)
-"""The command of the container that is asked, in the place of the image's entry point."""
+"""The command of the inspecting container, in place of the image's entry point."""
 
 ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
-"""Variables of that container: modules in the image's working folder do not count."""
+"""Variables of the inspecting container, so that modules in the image's working folder are not imported."""
 
 Ask = Callable[[str], bytes]
-"""Takes an image's reference, runs `COMMAND` in it, and gives what it wrote, or the runtime's words if it did not start.
+"""Runs `COMMAND` in the image of a reference; returns its output, or the runtime's message if the container did not start.
 
-It may raise `ImageError` where nothing can be run within a minute.
+It raises `ImageError` if no container can run within a minute.
 """
 
 
@@ -102,25 +102,25 @@ class Distribution:
     """Lower case, with dashes."""
     version: str
     requires: tuple[str, ...] = ()
-    """Its own requirements, as its metadata has them."""
+    """Requirements in the package's own metadata."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What an image has."""
+    """What the inspection of an image found."""
 
     python: str
     """`3.11.9`."""
     executable: str
-    """The path of its `python3`."""
+    """The path of the image's `python3`."""
     site: str
-    """Its first site directory, without symbolic links."""
+    """The first site directory of that Python, with symbolic links resolved."""
     machine: str
     """`x86_64`."""
     libc: str
     """`glibc 2.36`, `musl 1.2`."""
     folders: tuple[str, ...] = ()
-    """Names of the folders of packages that were put into `FOLDER` before, oldest first."""
+    """Names of the package folders in `FOLDER` from earlier builds, oldest first."""
     links: tuple[tuple[str, str], ...] = ()
     """Symbolic links to folders near the root, and where they lead: `("/bin", "/usr/bin")`."""
     distributions: tuple[Distribution, ...] = ()
@@ -128,7 +128,7 @@ class Facts:
 
     @property
     def minor(self) -> str:
-        """Such as `3.11`."""
+        """The minor version of Python, such as `3.11`."""
         return ".".join(self.python.split(".")[:2])
 
     def find(self, name: str) -> Distribution | None:
@@ -136,8 +136,8 @@ class Facts:
         wanted = canonicalize_name(name)
         return next((one for one in self.distributions if one.name == wanted), None)
 
-    def place(self, path: str) -> str:
-        """Where a file really lies that is put at this absolute path: a base's `/bin` is often a link."""
+    def real_path(self, path: str) -> str:
+        """An absolute path with the image's symbolic links resolved: a base's `/bin` is often a link."""
         for link, target in sorted(self.links, reverse=True):
             if path.startswith(f"{link}/"):
                 return target + path.removeprefix(link)
@@ -149,23 +149,23 @@ class Base:
     """An image to build on, pinned."""
 
     reference: Reference
-    """By digest, where it lies in a registry, as this machine reaches it."""
+    """The image as this machine reaches it: by digest if it is in a registry."""
     digest: str
-    """Of its manifest; or what the engine calls it, if it lies nowhere else."""
+    """The digest of the manifest, or the engine's image ID if the image is in no registry."""
     named: str
-    """As the user named it, pinned where it can be: what a cluster's nodes are asked to run."""
+    """The user's name for the image, by digest if it has one: what a cluster's nodes run."""
 
     @property
     def labels(self) -> dict[str, str]:
-        """Labels of the image that is made of this base."""
+        """Labels for images that are built on this base."""
         return {BASE_LABEL: str(self.reference), BASE_DIGEST_LABEL: self.digest}
 
 
 def name_of(recipe: Recipe, base: str) -> Reference:
-    """The recipe's own base, else the other.
+    """The base image: the recipe's own, else `base`.
 
     Raises:
-        ConfigError: There is none, or it is no reference.
+        ConfigError: There is no base, or its name is malformed.
     """
     text = recipe.base or base
     if not text:
@@ -177,18 +177,18 @@ def name_of(recipe: Recipe, base: str) -> Reference:
 
 
 def pin(recipe: Recipe, named: Reference, reachable: Reference, registry: Registry, *, in_engine: bool = False) -> Base:
-    """Find out which image a base's name means now.
+    """Resolve a base's name to the image that it means now.
 
     Args:
-        recipe: What goes on top.
+        recipe: What is built on the base.
         named: The base as the user named it.
         reachable: The base as this machine reaches it.
-        registry: Where it lies.
-        in_engine: Whether the image is made for this machine's engine; then what the engine has counts, as with any
-            `docker build`, and as it does for Debian packages, which the engine installs.
+        registry: The registry of `reachable`.
+        in_engine: Whether the image is made in this machine's engine. The engine's own copy of the base then comes first,
+            as with `docker build`; so it does for Debian packages, which the engine installs.
 
     Raises:
-        ImageError: It is not there, or the registry refuses.
+        ImageError: The registry refuses, or does not have the base.
         BackendError: Docker is needed and cannot be used.
     """
 
@@ -223,37 +223,37 @@ def facts_of(
     python: str = "",
     say: Callable[[str], None],
 ) -> Facts:
-    """What a base has, asked once; refuses a base on which the job could not run.
+    """Inspect a base, once on this machine, and refuse a base on which the job could not run.
 
     Args:
         base: The image.
-        recipe: What goes on top, and for which platform.
-        ask: Runs it; None: this machine's Docker engine does.
-        python: The minor that its Python must have, such as `3.11`; empty for any.
+        recipe: What is built on the base, and for which platform.
+        ask: Runs the base to inspect it; None uses this machine's Docker engine.
+        python: The minor version that the base's Python must have, such as `3.11`; empty for any.
         say: Takes a line for the user.
 
     Raises:
-        ImageError: It has no python3, no torch, another processor, or another or too old a Python; or it cannot be asked.
+        ImageError: The base has no python3, no torch, another processor, the wrong Python, or cannot be inspected.
     """
-    # What the program asks for is part of the name: another program, another answer.
+    # Another version of the program may find more.
     version = hashlib.sha256(PROGRAM.encode()).hexdigest()[:8]
     kept = cache.folder("bases") / f"{base.digest.replace(':', '-')}-{recipe.platform.replace('/', '-')}-{version}"
     try:
-        facts = read(kept.read_bytes(), base.named)
+        facts = parse_answer(kept.read_bytes(), base.named)
     except (OSError, ImageError):
-        say(f"Asking the base image {base.reference} what it has: once on this machine.")
+        say(f"Inspecting the base image {base.reference}, once on this machine.")
         said = ask(base.named) if ask is not None else ask_engine(str(base.reference), recipe.platform, say)
-        facts = read(said, base.named)
+        facts = parse_answer(said, base.named)
         cache.write(kept, said)
     _check(facts, base, recipe, python)
     return facts
 
 
-def read(said: bytes, image: str) -> Facts:
-    """The facts in what a container of an image has written.
+def parse_answer(said: bytes, image: str) -> Facts:
+    """Parse the output of an image's inspecting container.
 
     Raises:
-        ImageError: There are none; says why.
+        ImageError: The program did not run; the message says why.
     """
     text = said.decode(errors="replace")
     line = next((line for line in reversed(text.splitlines()) if line.startswith(_MARK)), "")
@@ -267,8 +267,8 @@ def read(said: bytes, image: str) -> Facts:
         )
     if _NO_PYTHON.search(text):
         raise ImageError(f"The base image {image} has no python3 on its PATH. Name a base image with Python and torch.")
-    words = " ".join(text.split())[-400:] or "it wrote nothing"
-    raise ImageError(f"The base image {image} did not say what it has: {words}. Try its python3.")
+    words = " ".join(text.split())[-400:] or "it printed nothing"
+    raise ImageError(f"The base image {image} could not be inspected: {words}. Check that its python3 runs.")
 
 
 def _check(facts: Facts, base: Base, recipe: Recipe, python: str) -> None:
@@ -300,7 +300,7 @@ _FRAMEWORKS = ("torch", "tensorflow", "tensorflow-cpu")
 
 
 def names(package: str, projects: Iterable[str]) -> bool:
-    """Whether a requirement, in the spelling that recipes have, is one of these projects itself."""
+    """Whether a requirement of a recipe is for one of these projects, and not for one whose name only begins so."""
     return re.match(rf"({'|'.join(projects)})(?![a-z0-9._-])", package) is not None
 
 
@@ -312,7 +312,7 @@ def connected(recipe: Recipe | None = None) -> Iterator[Engine]:
     """A connection to the Docker engine.
 
     Args:
-        recipe: Whose needs are named if there is none.
+        recipe: Its Debian packages are named in the error if no engine answers.
 
     Raises:
         ConfigError: The package `docker` is not installed.
@@ -336,13 +336,13 @@ def connected(recipe: Recipe | None = None) -> Iterator[Engine]:
         try:
             yield made
         finally:
-            # A stream stays open otherwise, even one that was read to its end.
+            # docker-py leaves streams open, even after they were read to the end.
             for answer in answers:
                 answer.close()
 
 
 def ask_engine(image: str, platform: str, say: Callable[[str], None]) -> bytes:
-    """Ask an image by a container of this machine's Docker engine, which pulls the image if it lacks it.
+    """Inspect an image in a container of this machine's Docker engine, which pulls the image first if needed.
 
     Raises:
         ImageError: There is no engine, or it cannot run the image.
@@ -350,7 +350,7 @@ def ask_engine(image: str, platform: str, say: Callable[[str], None]) -> bytes:
     from kale_dist.image import engine as engines
 
     try:
-        with connected() as engine, engines.explained(f"asking the image {image} what it has"):
+        with connected() as engine, engines.explained(f"inspecting the image {image}"):
             have(engine, image, platform=platform, say=say)
             container = engine.api.create_container_from_config(
                 {
@@ -366,8 +366,8 @@ def ask_engine(image: str, platform: str, say: Callable[[str], None]) -> bytes:
                     engine.api.remove_container(container, force=True, v=True)
     except BackendError as error:
         raise ImageError(
-            f"The base image {image} has to be asked what it has, and no container of it could be run: "
-            f"{str(error).rstrip('.')}. A call with on='kubernetes' asks it in a pod.",
+            f"The base image {image} could not be inspected, because no container of it could run: "
+            f"{str(error).rstrip('.')}. A call with on='kubernetes' inspects it in a pod.",
             error.retryable,
         ) from error
 
@@ -387,15 +387,15 @@ def _run(engine: Engine, container: str) -> bytes:
 
 
 def have(engine: Engine, image: str, *, platform: str = "", say: Callable[[str], None]) -> dict[str, Any]:
-    """What the engine knows of an image, which it pulls if it lacks it, with this user's credentials.
+    """The engine's description of an image, which it pulls first if needed, with this user's credentials.
 
     Raises:
-        BackendError: It cannot be pulled.
+        BackendError: The image cannot be pulled.
     """
     from kale_dist.image.engine import ensure_image
 
     reference = Reference.parse(image)
-    shown = auth.find(reference.registry, repository=reference.repository)
+    shown = auth.find_credentials(reference.registry, repository=reference.repository)
     return ensure_image(engine, image, platform=platform, auth_config=auth.for_engine(shown), say=say)
 
 
@@ -403,7 +403,7 @@ def have(engine: Engine, image: str, *, platform: str = "", say: Callable[[str],
 
 
 def _is_of(entry: str, base: Reference) -> bool:
-    """Whether one of the engine's digests is that of this repository."""
+    """Whether an entry of the engine's `RepoDigests` belongs to the base's repository."""
     with contextlib.suppress(ConfigError):
         return Reference.parse(entry).name == base.name
     return False

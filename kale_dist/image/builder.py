@@ -39,10 +39,10 @@ Progress = Callable[[int, int], None]
 
 _HISTORY = "kale-dist: packages and files of a recipe"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""What a runtime takes where an image says nothing."""
+"""The PATH of a container whose image sets none."""
 
 _AT_ONCE = 6
-"""Requests. Registries limit what one client may ask for in a second."""
+"""Concurrent requests; registries limit the rate of one client."""
 
 _APT = (
     "export DEBIAN_FRONTEND=noninteractive; apt-get update && apt-get install --yes --no-install-recommends {packages} && "
@@ -64,17 +64,17 @@ def build(
     say: Say,
     progress: Progress,
 ) -> str:
-    """Make the recipe's image and push it; gives the digest of its manifest, the same for the same recipe and base.
+    """Build the recipe's image and push it; returns its manifest's digest, the same for the same recipe and base.
 
     Args:
-        recipe: What goes on top of the base.
-        target: Where the image goes, with its tag.
-        registry: Of `target`.
+        recipe: What to add to the base.
+        target: The new image's repository and tag.
+        registry: The registry of `target`.
         base: The base image.
-        base_registry: Where the base lies; may be `registry`.
-        facts: Gives what the base has, once it is known to be an image for the recipe's platform.
+        base_registry: The registry of the base; may be `registry`.
+        facts: Inspects the base; called after the registry has found its image for the recipe's platform.
         say: Takes a line for the user.
-        progress: Takes bytes done and bytes in all, of what is being copied or sent at the time.
+        progress: Called with the bytes done and the total bytes of the transfer in progress.
 
     Raises:
         ConfigError: There are packages, and uv is not installed.
@@ -92,7 +92,7 @@ def build(
     with _working_folder() as folder, ThreadPoolExecutor(_AT_ONCE, "kale-dist-push") as threads:
 
         def bring(digest: str) -> bool:
-            # Mounting what is there already would be as quick, but costs a right that may be missing.
+            # To mount a blob that the repository has would be as quick, but may need more rights.
             return registry.has_blob(repository, digest) or (
                 registry.host == base_registry.host and registry.mount(repository, digest, there)
             )
@@ -124,7 +124,7 @@ def build(
                 )
                 registry.upload(
                     repository,
-                    lambda: _told(base_registry.blob(there, digest), size, progress),  # noqa: B023 - called here
+                    lambda: _with_progress(base_registry.blob(there, digest), size, progress),  # noqa: B023 - called here
                 )
         for one in pushed:
             one.result()
@@ -133,7 +133,7 @@ def build(
 
 
 def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts, tag: str, say: Say) -> str:
-    """Make the recipe's image in an engine that has the base; gives what the engine calls it.
+    """Build the recipe's image in a Docker engine; returns the engine's image ID.
 
     Raises:
         ConfigError: There are packages, and uv is not installed.
@@ -152,7 +152,7 @@ def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts,
             "Env": [f"{name}={value}" for name, value in _environment(recipe, facts, there).items()],
         }  # fmt: skip
         entrypoint, command = settings.get("Entrypoint") or [], settings.get("Cmd") or []
-        # An engine makes no container without either; the image gets this one.
+        # An engine creates no container without one of the two, so the image gets a command.
         kept = {"Entrypoint": entrypoint, "Cmd": command if command or entrypoint else ["python3"]}
         name, _, version = tag.rpartition(":")
         started = {"Entrypoint": ["sleep"], "Cmd": ["infinity"]} if recipe.apt else kept
@@ -169,7 +169,7 @@ def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts,
 
 
 def push(engine: Engine, target: Reference, say: Say) -> str:
-    """Have the engine push an image; gives the digest of its manifest.
+    """Push an image from the engine; returns the digest of its manifest.
 
     Raises:
         ImageError: The registry refuses.
@@ -178,7 +178,7 @@ def push(engine: Engine, target: Reference, say: Say) -> str:
 
     from kale_dist.image import engine as engines
 
-    shown = auth.find(target.registry, repository=target.repository)
+    shown = auth.find_credentials(target.registry, repository=target.repository)
     say(f"Pushing {target}.")
     doing, digest = f"pushing {target}", ""
     with engines.explained(doing):
@@ -195,7 +195,7 @@ def push(engine: Engine, target: Reference, say: Say) -> str:
 
 
 def _install_debian(engine: Engine, container: str, packages: Sequence[str], tag: str, say: Say) -> None:
-    """Run apt-get as root in a container, whose other settings stay as they are."""
+    """Run apt-get as root in a running container."""
     # As variables of the command alone, the user's proxies (with their passwords) do not become the image's.
     proxies = engine.api._proxy_configs.get_environment() if engine.api._proxy_configs else {}  # noqa: SLF001 - docker-py's own builds ask it so
     program = ["sh", "-c", _APT.format(packages=shlex.join(packages))]
@@ -215,13 +215,13 @@ def _install_debian(engine: Engine, container: str, packages: Sequence[str], tag
 
 
 def _working_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for one build, which goes at its end."""
+    """A temporary folder for one build."""
     with cache.writing(cache.folder()):
         return tempfile.TemporaryDirectory(dir=cache.folder(), prefix="building-")
 
 
 def _contents(recipe: Recipe, facts: Facts, folder: str, say: Say) -> tuple[list[tuple[list[Entry], str]], Facts]:
-    """What each new layer has, the packages' first, with a name that says what it is; and what the image has with them."""
+    """The new layers as (entries, hash of the content), the packages' first; and the facts about the image with them."""
     contents = []
     if recipe.packages:
         with cache.writing(Path(folder)):
@@ -238,7 +238,7 @@ def _contents(recipe: Recipe, facts: Facts, folder: str, say: Say) -> tuple[list
 def _pushed(
     entries: Sequence[Entry], name: str, registry: Registry, repository: str, say: Say, progress: Progress
 ) -> Layer:
-    """The layer of these entries, packed while it is sent; where the registry has it from before, its name is enough."""
+    """Push a layer of these entries, packed while it is sent, unless the registry has it from an earlier build."""
     place = cache.folder("packed") / f"{name}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
         known = Layer(**json.loads(place.read_bytes()))
@@ -249,17 +249,17 @@ def _pushed(
     def blocks() -> Iterator[bytes]:
         nonlocal hasher
         hasher = hashlib.sha256()
-        return ahead(packed(_told(tar(entries), size, progress), hasher))
+        return ahead(packed(_with_progress(tar(entries), size, progress), hasher))
 
-    say(f"Pushing a layer of {size / _MIB:.1f} MiB to {registry.host}/{repository}, which is packed on its way.")
+    say(f"Pushing a layer of {size / _MIB:.1f} MiB to {registry.host}/{repository}; it is packed while it is sent.")
     digest, length = registry.upload(repository, blocks)
     layer = Layer(digest=digest, size=length, diff_id=f"sha256:{hasher.hexdigest()}")
     cache.write(place, json.dumps(dataclasses.asdict(layer)).encode())
     return layer
 
 
-def _told(blocks: Iterable[bytes], size: int, progress: Progress) -> Iterator[bytes]:
-    """The same blocks, and how far they are."""
+def _with_progress(blocks: Iterable[bytes], size: int, progress: Progress) -> Iterator[bytes]:
+    """Yield the same blocks, and report after each how many of `size` bytes are done."""
     done = 0
     for block in blocks:
         yield block
@@ -268,7 +268,7 @@ def _told(blocks: Iterable[bytes], size: int, progress: Progress) -> Iterator[by
 
 
 def _files(recipe: Recipe, facts: Facts) -> list[Entry]:
-    """The recipe's own files, where they really lie."""
+    """The layer's entries for the recipe's own files, at paths without symbolic links."""
     store = FolderStore(records.blobs_dir())
     entries = []
     for file in recipe.files:
@@ -277,12 +277,14 @@ def _files(recipe: Recipe, facts: Facts) -> list[Entry]:
             raise ImageError(
                 f"The bytes of {file.path} are no longer on this machine ({blob}). Give the recipe its `files=` again."
             )
-        entries.append(Entry(path=facts.place(posixpath.normpath(file.path)), content=blob, executable=file.executable))
+        entries.append(
+            Entry(path=facts.real_path(posixpath.normpath(file.path)), content=blob, executable=file.executable)
+        )
     return entries
 
 
 def _environment(recipe: Recipe, facts: Facts, there: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the recipe changes, and the PATH to the packages' scripts, behind the base's own."""
+    """The recipe's variables, and a PATH that ends with the packages' scripts."""
     changed = dict(recipe.environment)
     path = changed.get("PATH", there.get("PATH", _PATH))
     if facts.folders and packages.SCRIPTS not in path.split(":"):

@@ -14,17 +14,18 @@ from collections.abc import Callable, Iterator
 
 from kale_dist.errors import ImageError
 from kale_dist.image.reference import Reference
+from kale_dist.job import records
 from kale_dist.wire.blobs import fresh
 
 
 def folder(name: str = "") -> pathlib.Path:
-    """A folder of it, made with mode 0700 if it is not there; without a name the folder of it all.
+    """A folder of the cache, created with mode 0700 if it is missing; without a name, the cache's root.
 
     Raises:
-        ImageError: It cannot be made.
+        ImageError: The folder cannot be created.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification tells to ignore a relative path.
+    # The XDG specification says to ignore a relative path.
     root = pathlib.Path(base) if base.startswith("/") else pathlib.Path.home() / ".cache"
     path = root / "kale-dist" / name
     with writing(path):
@@ -34,10 +35,10 @@ def folder(name: str = "") -> pathlib.Path:
 
 @contextlib.contextmanager
 def writing(path: pathlib.Path) -> Iterator[None]:
-    """Explain that something of a build could not be written.
+    """Turn an `OSError` of the block into an error that says where images are built and how to make room.
 
     Raises:
-        ImageError: In the place of an `OSError`.
+        ImageError: The block raised an `OSError`.
     """
     try:
         yield
@@ -49,21 +50,19 @@ def writing(path: pathlib.Path) -> Iterator[None]:
 
 
 def write(path: pathlib.Path, data: bytes) -> None:
-    """Keep something: whole or not at all, and not where there is no room, for it can be found out again."""
+    """Write a file of the cache atomically. A failure is ignored: everything in the cache can be made again."""
     with contextlib.suppress(OSError), fresh(path) as file:
         file.write_bytes(data)
 
 
 @contextlib.contextmanager
 def alone(image: Reference, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold off other processes of this user that would make the same image, which is one with a tag."""
+    """Hold the lock of an image's tag, so that other processes of this user do not build the same image meanwhile."""
     path = folder("locks") / image.tag
     with writing(path):
         file = path.open("a")
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not records.try_lock(file):
             say(f"Another process on this machine makes the image {image}; waiting for it.")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -32,20 +32,20 @@ from urllib3.exceptions import (
 )
 
 from kale_dist.errors import ImageError
-from kale_dist.image.auth import Credentials, log_in
+from kale_dist.image.auth import Credentials, login_remedy
 from kale_dist.image.reference import DOCKER_HUB
 
 BLOCK_BYTES = 1 << 20
 MAX_JSON_BYTES = 4 << 20
-"""No answer that is read whole is longer; registries refuse longer manifests."""
+"""Limit of an answer that is read whole; registries refuse longer manifests."""
 
 Access = tuple[str, ...]
-"""What a request needs, as token servers name it: `repository:team/train:pull,push`."""
+"""The scopes that a request needs, as token servers name them: `repository:team/train:pull,push`."""
 
 _HUB_HOST = "registry-1.docker.io"
 _CERTIFICATES = ("/etc/docker/certs.d", "/etc/containers/certs.d")
 _CONNECT_S, _READ_S = 10.0, 300.0
-"""Registries check a whole blob before they answer the request that ends its upload."""
+"""The read timeout is long, because registries hash a whole blob before they answer the request that ends its upload."""
 
 _PATIENCE_S = 60.0
 _BUSY = (429, 502, 503, 504)
@@ -61,7 +61,7 @@ _CHALLENGE = re.compile(r'(?:(basic|bearer)\s+)?([a-z_]+)=(?:"([^"]*)"|([^",\s]+
 
 
 class _Patience(urllib3.Retry):
-    """Waits as long as a registry asks, but not forever."""
+    """urllib3's retries, which wait as long as a rate-limiting registry asks, but at most `_PATIENCE_S`."""
 
     def get_retry_after(self, response: urllib3.BaseHTTPResponse) -> float | None:
         wait_s = super().get_retry_after(response)
@@ -77,7 +77,7 @@ _REPEATED = _Patience(
     total=6, connect=1, read=4, other=0, status=5, backoff_factor=0.2, backoff_max=8.0, status_forcelist=_BUSY,
     allowed_methods=None, raise_on_status=False,
 )  # fmt: skip
-"""For what may be sent twice."""
+"""The retries of requests that may be sent twice."""
 
 _ONCE = _Patience(total=0, status=0, allowed_methods=None, raise_on_status=False)
 
@@ -86,10 +86,10 @@ class Connection:
     """Sends requests to a registry. Safe to use from threads.
 
     Args:
-        host: As in a reference; `docker.io` is reached where Docker Hub's registry is.
+        host: The registry part of a reference; `docker.io` stands for Docker Hub's own host.
         credentials: None for anonymous use.
-        insecure: Whether without TLS; None: only on this very machine. Trusted are the system's authorities (`SSL_CERT_FILE`
-            counts) and those in docker's `certs.d`.
+        insecure: Whether to connect without TLS; None does so for this machine only. TLS trusts the system's authorities
+            (`SSL_CERT_FILE` counts) and those in docker's `certs.d`.
 
     Raises:
         ImageError: A certificate cannot be read.
@@ -113,7 +113,7 @@ class Connection:
         self._tokens: dict[Access, tuple[str, float]] = {}
 
     def close(self) -> None:
-        """Close what is open. Calling it again does nothing."""
+        """Close the open connections. A second call does nothing."""
         while self._pools:
             self._pools.popitem()[1].clear()
 
@@ -135,21 +135,21 @@ class Connection:
         body: bytes | Callable[[], Iterable[bytes]] | None = None,
         repeat: bool = True,
     ) -> urllib3.BaseHTTPResponse:
-        """Send a request and give the answer, whose body has not been read: `read` it, stream it, or be `done` with it.
+        """Send a request and return the answer with its body unread: pass it to `read` or `done`, or stream it.
 
         Args:
-            method: HTTP's.
-            url: Path at this registry, or a whole URL; to other hosts no credentials are sent.
-            doing: For messages: `read the manifest of team/train:1`.
-            access: What is needed.
-            expect: Answers that are no error.
-            headers: Besides those for credentials.
-            body: Bytes, or what gives them in blocks, each time from the first; then without `repeat`.
-            repeat: Whether the same request may be sent again after the connection has ended, or while it is busy.
+            method: The HTTP method.
+            url: A path at this registry, or a whole URL; other hosts get no credentials.
+            doing: What the request does, for messages: `read the manifest of team/train:1`.
+            access: The scopes that the request needs.
+            expect: Status codes that are not errors.
+            headers: Headers besides those for credentials.
+            body: The bytes, or a function that yields them in blocks from the start; the latter needs `repeat=False`.
+            repeat: Whether the request may be sent again after a lost connection, or to a busy registry.
 
         Raises:
-            ImageError: Another answer. Or the registry cannot be reached, is busy for longer than one should wait, or the
-                connection ended, each time where it may be repeated.
+            ImageError: The registry gave another answer, cannot be reached, stays busy, or the connection was lost in
+                spite of the retries.
         """
         url, moves, asked = self.absolute(url), 0, False
         while True:
@@ -174,10 +174,10 @@ class Connection:
                 raise refused
 
     def read(self, answer: urllib3.BaseHTTPResponse, doing: str) -> bytes:
-        """The whole body of an answer.
+        """Read the whole body of an answer.
 
         Raises:
-            ImageError: It is too long, or the connection ended.
+            ImageError: The body is too long, or the connection was lost.
         """
         try:
             data = answer.read(MAX_JSON_BYTES + 1, decode_content=False)
@@ -192,13 +192,13 @@ class Connection:
         return data
 
     def done(self, answer: urllib3.BaseHTTPResponse) -> None:
-        """Let go of an answer whose body does not matter, so that its connection can be used again."""
+        """Discard the body of an answer, so that its connection can be used again."""
         with contextlib.suppress(HTTPError):
             answer.read(_MAX_ERROR_BYTES, decode_content=False)
         answer.close()
 
     def absolute(self, location: str, base: str = "") -> str:
-        """The URL that a `Location` means. Never without TLS where the registry itself is reached over TLS."""
+        """The absolute URL of a `Location`. A registry that is reached over TLS cannot redirect to a URL without it."""
         try:
             parts = urlsplit(urljoin(base or self.origin, location))
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -210,7 +210,7 @@ class Connection:
             raise ImageError(f"The registry {self.host} points to an address that HTTP cannot reach ({scheme!r}).")
         ours = urlsplit(self.origin)
         if ours.scheme == "https" and parts.scheme == "http":
-            # Registries behind a proxy that ends TLS take themselves to be reached without.
+            # A registry behind a proxy that ends TLS does not know that clients use TLS.
             if parts.hostname != ours.hostname:
                 raise ImageError(
                     f"The registry {self.host} points to {parts.hostname} without encryption; not followed."
@@ -233,7 +233,7 @@ class Connection:
     def _pool(self, url: str) -> urllib3.PoolManager:
         """Connections, kept open, directly or through the proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`)."""
         parts = urlsplit(url)
-        # As docker: what runs on this machine is never asked for through a proxy.
+        # Like docker: never through a proxy to this machine.
         direct = _is_here(parts.netloc) or urllib.request.proxy_bypass(parts.hostname or "")
         proxy = "" if direct else urllib.request.getproxies().get(parts.scheme, "")
         if proxy not in self._pools:
@@ -250,7 +250,7 @@ class Connection:
     # -- credentials: https://distribution.github.io/distribution/spec/auth/token/ and, for identity tokens, oauth/ --
 
     def _authorization(self, access: Access) -> str:
-        """What to send for this access; empty where nothing has been asked for yet."""
+        """The `Authorization` header for these scopes; empty if the registry has not asked for one yet."""
         if self._basic:
             return self._basic
         if self._credentials is not None and self._credentials.bearer:
@@ -259,7 +259,7 @@ class Connection:
         return f"Bearer {token}" if token and time.monotonic() < ends - _RENEW_BEFORE_S else ""
 
     def _log_in(self, challenge: str, access: Access, shown: str) -> bool:
-        """Whether there is something else to show than what was refused; requests at the same time log in once."""
+        """Log in as a challenge asks; concurrent requests log in once. False if there is nothing new to send."""
         with self._logging_in:
             if self._authorization(access) not in ("", shown):
                 return True
@@ -299,7 +299,7 @@ class Connection:
         if status in (400, 401, 403):
             refused = "refuses anonymous use" if known is None else "refuses the credentials"
             raise ImageError(
-                f"{server}, which gives the tokens for {self.host}, {refused} ({status}). {log_in(self.host)}"
+                f"{server}, which gives the tokens for {self.host}, {refused} ({status}). {login_remedy(self.host)}"
             )
         try:
             said = json.loads(body) if status == 200 else {}  # noqa: PLR2004 - HTTP's own number
@@ -310,13 +310,13 @@ class Connection:
         if not (isinstance(token, str) and token and token.isascii() and token.isprintable()):
             problem = f"{server}, which gives the tokens for {self.host}, gave none (status {status})"
             raise ImageError(f"{problem}. Try again later.", retryable=True)
-        # Counted from when it was asked for, because the answer may have taken long.
+        # The life counts from the request, because the answer may have taken long.
         return token, asked + max(life_s, 2 * _RENEW_BEFORE_S)
 
     # -- errors ------------------------------------------------------------------------------------------------------
 
     def _refusal(self, answer: urllib3.BaseHTTPResponse, doing: str) -> ImageError:
-        """What an unexpected answer means. Reads and closes it."""
+        """The error for an unexpected answer, whose body is read and closed."""
         try:
             data = answer.read(_MAX_ERROR_BYTES, decode_content=False)
         except HTTPError:
@@ -326,10 +326,10 @@ class Connection:
         code, said = _said(data)
         status = answer.status
         remedy = {
-            401: f"The credentials in use are wrong or do not allow it. {log_in(self.host)}"
+            401: f"The credentials in use are wrong or do not allow it. {login_remedy(self.host)}"
             if self._credentials is not None
-            else f"{log_in(self.host)} Check the name, too: registries may say so where there is nothing.",
-            403: f"The credentials in use do not allow it. {log_in(self.host)}",
+            else f"{login_remedy(self.host)} Check the name, too: registries may say so where there is nothing.",
+            403: f"The credentials in use do not allow it. {login_remedy(self.host)}",
             404: "Check the name; some registries say so too where credentials are missing.",
             413: "A proxy in front of the registry limits the size of requests: have its limit raised.",
             429: "It limits how often it is asked: wait, log in, or use a mirror.",
@@ -339,7 +339,7 @@ class Connection:
         return ImageError(text, status in _BUSY or status >= 500)  # noqa: PLR2004 - HTTP's own number
 
     def explain(self, error: HTTPError, doing: str, url: str) -> ImageError:
-        """What a failed connection means."""
+        """The error for a failed connection."""
         if isinstance(error, MaxRetryError) and isinstance(error.reason, HTTPError):
             error = error.reason
         server = urlsplit(url).netloc.rpartition("@")[2]
@@ -370,7 +370,7 @@ def _is_here(host: str) -> bool:
 
 
 def _trust(host: str) -> ssl.SSLContext:
-    """The system's authorities, those of docker's `certs.d`, and the certificate that is shown to a registry."""
+    """The TLS settings for a registry: the system's authorities, docker's `certs.d`, and a client certificate from there."""
     context = ssl.create_default_context()
     own = pathlib.Path(os.environ.get("XDG_CONFIG_HOME") or pathlib.Path.home() / ".config") / "docker" / "certs.d"
     folders = [path for path in (pathlib.Path(folder) / host for folder in (*_CERTIFICATES, own)) if path.is_dir()]
@@ -389,7 +389,7 @@ def _trust(host: str) -> ssl.SSLContext:
 
 
 def _challenges(header: str) -> dict[str, dict[str, str]]:
-    """The schemes in a `WWW-Authenticate` header that are known here, in lower case, each with its parameters."""
+    """The known schemes of a `WWW-Authenticate` header, in lower case, each with its parameters."""
     scheme, found = "", dict[str, dict[str, str]]()
     for started, name, quoted, bare in _CHALLENGE.findall(header):
         scheme = started.lower() or scheme
@@ -398,13 +398,13 @@ def _challenges(header: str) -> dict[str, dict[str, str]]:
 
 
 def _reason(error: HTTPError) -> str:
-    """What urllib3 says, without its objects and their addresses."""
+    """urllib3's message without its objects and their addresses."""
     pattern = r"^\(?\'?|<[^<>]* object at 0x[0-9a-f]+>:? ?|^HTTPS?Connection(?:Pool)?\([^()]*\): "
     return _plain(re.sub(pattern, "", str(error.args[-1] if error.args else error)))
 
 
 def _said(data: bytes) -> tuple[str, str]:
-    """Code and message of a registry's error; the start of the text where it is no such thing."""
+    """Code and message of a registry's error; the start of the body if it is not such an error."""
     with contextlib.suppress(ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         first = json.loads(data)["errors"][0]
         return _plain(str(first.get("code") or "")), _plain(str(first.get("message") or ""))

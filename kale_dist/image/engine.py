@@ -1,7 +1,7 @@
 """The Docker engine: how it is reached, and what its errors mean.
 
-The only module besides `backends.docker` and `image` that knows the docker package, which need not be
-installed to import this one. Rootless Docker and Podman answer the same API on other sockets.
+Besides this module only `places.docker` and `image` use the docker package, which need not be installed to import this
+module. Rootless Docker and Podman offer the same API on other sockets.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     import docker
 
 TIMEOUT_S = 60.0
-"""An engine that says nothing for so long while it answers a request counts as gone."""
+"""An engine that sends nothing for so long during a request counts as lost."""
 
 _MIB = 1 << 20
 _SAY_EACH_S = 2.0
-"""Progress of a pull: often enough to see that it moves."""
+"""Seconds between two lines about a pull's progress."""
 
 _POOL = 64
-"""Connections that are kept: each container that is followed holds one."""
+"""Connections in the pool: each followed container holds one."""
 
 _SPACE = "Free some: docker system df shows what is used, docker system prune removes what nothing uses"
 _NAME = "Check its spelling, or name one that is there with image=. docker images lists those of the engine"
@@ -55,7 +55,16 @@ _MEANINGS = (
     (r"bind source path does not exist|error while creating mount source path|statfs ", "a folder of volumes= is not there where the engine runs", "Name a folder of the engine's machine, or a named volume", False),
     (r"client version .* is too (?:new|old)", "client and engine are of too different versions", "Upgrade the engine, or the docker package", False),
 )  # fmt: skip
-"""What the engine's words mean: a pattern, the sentence, the remedy, whether it may pass. The first one counts."""
+"""Messages of the engine: a pattern, what it means, the remedy, whether a retry may help. The first match counts."""
+
+_UNREACHABLE = (
+    (r"permission denied", "This user may not open the Docker engine's socket {path} (permission denied). Have the user added to its group (sudo usermod -aG docker $USER, then log in again), or use rootless Docker or Podman and set DOCKER_HOST to its socket", False),
+    (r"no such file or directory", "There is no Docker engine at {url}: the socket is not there. Start the engine, or correct DOCKER_HOST or the docker context", False),
+    (r"connection refused", "No Docker engine answers at {url} (connection refused). Start it: sudo systemctl start docker", True),
+    (r"paramiko", "The Docker engine at {url} is reached by SSH, for which paramiko is missing. pip install paramiko, or forward its socket: ssh -L", False),
+    (r"", "The Docker engine at {url} cannot be reached: {text}. {remedy}", True),
+)  # fmt: skip
+"""Why no engine answers: a pattern, the sentence, whether a retry may help. The first match counts."""
 
 
 class Engine:
@@ -63,14 +72,14 @@ class Engine:
 
     Args:
         client: The library's client.
-        url: Where the engine answers.
+        url: The engine's address.
     """
 
     def __init__(self, client: docker.DockerClient, url: str) -> None:
         self.client = client
         """For containers, networks and images."""
         self.url = url
-        """Such as `unix:///var/run/docker.sock`."""
+        """The engine's address, such as `unix:///var/run/docker.sock`."""
         self._version: dict[str, Any] | None = None
         self._info: dict[str, Any] | None = None
 
@@ -86,7 +95,7 @@ class Engine:
 
     @property
     def version(self) -> str:
-        """Of the engine, such as `20.10.24`."""
+        """The engine's version, such as `20.10.24`."""
         return str(self._ask_version().get("Version", "unknown"))
 
     @property
@@ -102,10 +111,10 @@ class Engine:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the engine says of itself and its machine, asked once.
+        """The engine's description of itself and its machine, requested once.
 
         Raises:
-            BackendError: It does not answer.
+            BackendError: The engine does not answer.
         """
         if self._info is None:
             with explained("asking the Docker engine about itself"):
@@ -131,7 +140,7 @@ def connect(base_url: str | None = None) -> Engine:
             DOCKER_HOST says, then docker's context, then the usual sockets of Docker, rootless Docker and Podman.
 
     Raises:
-        BackendUnavailableError: None answers; says what was tried and what to do.
+        BackendUnavailableError: No engine answers; the message says what was tried and what to do.
     """
     try:
         import docker  # noqa: F401 - whether it is there
@@ -148,7 +157,7 @@ def connect(base_url: str | None = None) -> Engine:
         try:
             client = _open(url, tls=base_url is not None)
         except Exception as error:  # noqa: BLE001 - each part of the library raises its own
-            # The first socket is the usual one: what is wrong with it is what the user wants to know.
+            # The first socket is the usual one, so its failure is the one to report.
             failed = failed or _unreachable(error, url)
         else:
             return Engine(client, url)
@@ -161,11 +170,11 @@ def connect(base_url: str | None = None) -> Engine:
 
 
 def explain(error: BaseException, doing: str) -> BackendError:
-    """What an error of the engine or of the connection to it means.
+    """Translate an error of the engine, or of the connection to it.
 
     Args:
-        error: Anything that the docker package raises.
-        doing: What was being done, for after "while": `pulling the image x`.
+        error: An exception of the docker package.
+        doing: The operation, as it follows "while" in the message: `pulling the image x`.
     """
     import docker.errors
     import requests
@@ -190,10 +199,10 @@ def explained(doing: str) -> Iterator[None]:
     """Turn the docker package's errors into this library's.
 
     Args:
-        doing: As in `explain`.
+        doing: The operation, as for `explain`.
 
     Raises:
-        BackendError: The error that was raised inside, explained.
+        BackendError: The block raised an error of the docker package.
     """
     import docker.errors
     import requests
@@ -206,7 +215,7 @@ def explained(doing: str) -> Iterator[None]:
 
 
 def find_image(engine: Engine, name: str) -> dict[str, Any] | None:
-    """What the engine knows of an image; None where it does not have it."""
+    """The engine's description of an image; None if the engine does not have it."""
     import docker.errors
 
     with explained(f"looking for the image {name}"):
@@ -224,20 +233,20 @@ def ensure_image(
     auth_config: dict[str, str] | None = None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Have an image on the engine. One that is there is not asked for again, as with `docker run`.
+    """Pull an image unless the engine has it, as `docker run` does.
 
     Args:
-        engine: Where.
-        image: Its reference.
+        engine: The engine.
+        image: The image's reference.
         platform: Operating system and processor; empty for the engine's own.
-        auth_config: What the registry is shown; None: what `docker login` has kept.
-        say: Called when the image is pulled, and every two seconds while it is.
+        auth_config: Credentials for the registry; None for those that `docker login` has kept.
+        say: Called with a line when the pull begins, and every two seconds while it lasts.
 
     Returns:
-        What the engine knows of it.
+        The engine's description of the image.
 
     Raises:
-        BackendError: There is none, or it cannot be pulled; says what to do.
+        BackendError: The image does not exist or cannot be pulled; the message says what to do.
     """
     import docker.errors
 
@@ -270,7 +279,7 @@ def _open(url: str, *, tls: bool) -> docker.DockerClient:
     import docker
 
     if url.startswith("unix://"):
-        # The library leaves its socket open where it cannot connect.
+        # docker-py leaves its socket open if it cannot connect.
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(TIMEOUT_S)
             probe.connect(url.removeprefix("unix://"))
@@ -288,7 +297,7 @@ def _open(url: str, *, tls: bool) -> docker.DockerClient:
 
 
 def _context_url() -> str | None:
-    """What `docker context use` has chosen; None for its default."""
+    """The URL of the context that `docker context use` has chosen; None for the default one."""
     import docker.context
 
     with contextlib.suppress(Exception):
@@ -311,53 +320,20 @@ def _sockets() -> tuple[str, ...]:
 
 
 def _unreachable(error: BaseException, url: str) -> BackendUnavailableError:
-    causes = tuple(_chain(error))
-    path = url.removeprefix("unix://")
-    if any(isinstance(cause, PermissionError) for cause in causes):
-        return BackendUnavailableError(
-            f"This user may not open the Docker engine's socket {path} (permission denied). Have the user added to its "
-            "group (sudo usermod -aG docker $USER, then log in again), or use rootless Docker or Podman and set "
-            "DOCKER_HOST to its socket"
-        )
-    if any(isinstance(cause, FileNotFoundError) for cause in causes):
-        return BackendUnavailableError(
-            f"There is no Docker engine at {url}: the socket is not there. Start the engine, or correct DOCKER_HOST or "
-            "the docker context"
-        )
-    if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
-        return BackendUnavailableError(
-            f"No Docker engine answers at {url} (connection refused). Start it: sudo systemctl start docker",
-            retryable=True,
-        )
-    if "paramiko" in str(error):
-        remedy = "pip install paramiko, or forward its socket: ssh -L"
-        return BackendUnavailableError(
-            f"The Docker engine at {url} is reached by SSH, for which paramiko is missing. {remedy}"
-        )
-    text = _said(error)
+    text, path = _said(error), url.removeprefix("unix://")
+    sentence, retryable = next(
+        (sentence, retryable)
+        for pattern, sentence, retryable in _UNREACHABLE
+        if re.search(pattern, text, re.IGNORECASE)
+    )
     remedy = "Check DOCKER_HOST, DOCKER_TLS_VERIFY and DOCKER_CERT_PATH, and that the engine runs"
     if pathlib.PurePath(path).name == "podman.sock":
         remedy = "Start Podman's service: systemctl --user start podman.socket"
-    return BackendUnavailableError(f"The Docker engine at {url} cannot be reached: {text}. {remedy}", retryable=True)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what led to it, also where the library keeps the cause among the arguments alone."""
-    waiting, seen = [error], set()
-    while waiting:
-        found = waiting.pop()
-        if isinstance(found, BaseException) and id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            waiting += [
-                found.__cause__,
-                found.__context__,
-                *(arg for arg in found.args if isinstance(arg, BaseException)),
-            ]
+    return BackendUnavailableError(sentence.format(path=path, url=url, text=text, remedy=remedy), retryable)
 
 
 def _said(error: BaseException) -> str:
-    """The engine's own words, without HTTP around them."""
+    """The engine's own message, without the HTTP around it."""
     explanation = getattr(error, "explanation", None)
     if isinstance(explanation, bytes):
         explanation = explanation.decode(errors="replace")

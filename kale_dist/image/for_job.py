@@ -24,19 +24,19 @@ _SAY_EACH_S = 2.0
 _BAR_LENGTH = 24
 
 
-def settle(
+def freeze(
     recipe: Recipe, store: Store, *, imports: Iterable[str] | None, say: Callable[[str], None]
 ) -> tuple[Recipe, tuple[str, ...]]:
-    """Take in what the recipe names on this machine, so that later changes there cannot alter it.
+    """Copy everything that the recipe names on this machine, so that later changes there cannot alter the image.
 
     Args:
-        recipe: As `image_checks.check` gives it.
-        store: Where the bytes of its files go.
-        imports: What the call imports, if the packages behind it belong to the recipe; None: they do not.
-        say: Takes a line for the user, such as what was found for the imports.
+        recipe: A checked recipe (`image_checks.check`).
+        store: Keeps the bytes of the recipe's files.
+        imports: Modules that the call imports, whose packages are added to the recipe (`packages="auto"`); None adds none.
+        say: Called with each line for the user, such as the packages found for the imports.
 
     Returns:
-        The recipe, and what the user should be told, a sentence or two each.
+        The recipe, and notes for the user of a sentence or two each.
 
     Raises:
         StoreError: A file cannot be read any more, or the disk is full.
@@ -45,14 +45,14 @@ def settle(
         return keep_files(recipe, store), ()
     from kale_dist.image import auto
 
-    report = auto.find(imports)
+    report = auto.find_packages(imports)
     for line in report.lines:
         say(line)
     return keep_files(auto.with_packages(recipe, report.packages), store), report.notes
 
 
 def keep_files(recipe: Recipe, store: Store) -> Recipe:
-    """The recipe with its files by their digests, and their bytes in the store.
+    """Put the recipe's files into the store; the returned recipe names them by digest.
 
     Raises:
         StoreError: A file cannot be read any more, or the disk is full.
@@ -75,21 +75,21 @@ def make(
     ask: Ask | None = None,
     adds_torch: bool = True,
 ) -> str:
-    """The reference that a job pins, made first where there is a recipe, or where no image is named at all.
+    """Make the job's image if it has a recipe or names no image; return the reference that the job pins.
 
     Args:
-        recipe: What goes on top; None for nothing.
-        image: The base that the job would use without a recipe; empty if there is none.
-        settings: Where images go.
+        recipe: What to add to the base image; None for nothing.
+        image: The base image, which the job uses unchanged if there is no recipe; empty if there is none.
+        settings: The configuration, with the registry to push to.
         cuda: Whether the ranks have GPUs.
         in_engine: Whether the job runs in this machine's Docker engine, which can keep what has no registry.
         pull_secret_jsons: Texts of Kubernetes pull secrets.
-        ask: Runs an image to learn what it has, as a pod of the cluster; None: this machine's Docker engine does.
+        ask: Runs the base image in a pod of the cluster to inspect it; None uses this machine's Docker engine.
         adds_torch: Whether an image on Debian's slim Python gets torch.
 
     Raises:
         ConfigError: There is neither an image nor a registry to make one in, or a package is missing here.
-        ImageError: It cannot be made.
+        ImageError: The image cannot be made.
         BackendError: The Docker engine is needed and cannot be used.
     """
     python = loading.python_version()
@@ -109,7 +109,7 @@ def make(
     def in_registry(made_of: Recipe, base: str) -> str:
         return resolve.resolve(
             made_of, base=base, registry=settings.registry, pull=settings.registry_pull, python=python, say=say,
-            progress=Progress(), pull_secret_jsons=pull_secret_jsons, ask=ask,
+            progress=ProgressBar(), pull_secret_jsons=pull_secret_jsons, ask=ask,
         ).reference  # fmt: skip
 
     if recipe is None or (not image and not recipe.base):
@@ -121,7 +121,7 @@ def make(
 
 
 def describe(recipe: Recipe, image: str) -> str:
-    """What would be made, in one line, for a plan that makes nothing."""
+    """One line that says which image would be made, for a plan, which makes none."""
     parts = [
         *recipe.packages,
         *recipe.apt,
@@ -132,19 +132,19 @@ def describe(recipe: Recipe, image: str) -> str:
 
 
 def say(text: str) -> None:
-    """Tell the user of something that takes time."""
+    """Print a line about the build's progress on stderr."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
-class Progress:
-    """Says how far a step is, with a bar, every two seconds: above and below it come other lines of the build."""
+class ProgressBar:
+    """Prints a progress bar of one build step every two seconds, as a line of its own among the build's other lines."""
 
     def __init__(self) -> None:
         self._said = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        """Take the bytes done and the bytes in all."""
+        """Print the bar if two seconds have passed: `done` of `total` bytes."""
         if total > _MIB and time.monotonic() - self._said > _SAY_EACH_S:
             self._said = time.monotonic()
             full = min(_BAR_LENGTH, _BAR_LENGTH * done // max(total, 1))

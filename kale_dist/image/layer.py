@@ -41,7 +41,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """How a layer is named."""
+    """The names and the size of a layer."""
 
     digest: str
     """`sha256:...` of the compressed tar: its name in a registry."""
@@ -52,7 +52,7 @@ class Layer:
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries as they lie in a layer.
+    """Sort entries by path and check their paths.
 
     Raises:
         ImageError: A path is given twice, or is not a plain absolute path.
@@ -70,7 +70,7 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def tar(entries: Iterable[Entry]) -> Iterator[bytes]:
-    """The bytes of a tar of these entries, with nothing in it that tells when or by whom they were made."""
+    """The bytes of a tar of these entries, without times and owners, so that equal entries give equal bytes."""
     for entry in entries:
         header = tarfile.TarInfo(entry.path.lstrip("/"))
         header.mode = 0o755 if entry.executable or entry.content is None else 0o644
@@ -87,11 +87,11 @@ def tar(entries: Iterable[Entry]) -> Iterator[bytes]:
 
 
 def packed(blocks: Iterable[bytes], hasher: hashlib._Hash) -> Iterator[bytes]:
-    """Bytes, compressed.
+    """Compress blocks of bytes with gzip.
 
     Args:
-        blocks: What is packed.
-        hasher: Takes the same, so that one reading is enough for both names of a layer.
+        blocks: The uncompressed bytes.
+        hasher: Updated with the uncompressed bytes, so that one pass gives both digests of a layer.
     """
     compressor = isal_zlib.compressobj(_LEVEL, wbits=_WITH_GZIP_HEADER)
     for block in blocks:
@@ -102,7 +102,7 @@ def packed(blocks: Iterable[bytes], hasher: hashlib._Hash) -> Iterator[bytes]:
 
 
 def ahead(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """The same blocks: while one is used, another thread makes the next."""
+    """Yield the same blocks; while the caller uses one, another thread produces the next."""
     with ThreadPoolExecutor(1, "kale-dist-pack") as thread:
         coming = thread.submit(next, blocks, b"")
         while block := coming.result():

@@ -29,11 +29,11 @@ MANIFESTS = (OCI_MANIFEST, DOCKER_MANIFEST)
 CONFIGS = (OCI_CONFIG, DOCKER_CONFIG)
 
 _VARIANTS = {"arm64": "v8"}
-"""Variants that go without saying."""
+"""The variant of an architecture where an index names none."""
 
 
 def media_type(manifest: Mapping[str, Any]) -> str:
-    """What a manifest says that it is, else what its fields show; empty for what is no image."""
+    """A manifest's media type, as it declares it or else as its fields show it; empty if it is not an image."""
     said = manifest.get("mediaType")
     if isinstance(said, str) and said:
         return said
@@ -48,10 +48,10 @@ def choose(index: Mapping[str, Any], platform: str, what: str) -> Mapping[str, A
     Args:
         index: The index.
         platform: `os/architecture` or `os/architecture/variant`.
-        what: The image, for the message.
+        what: The image's name, for the message.
 
     Raises:
-        ImageError: There is none; the text names those there are.
+        ImageError: There is none; the message lists the platforms in the index.
     """
     wanted, there = (*platform.split("/"), "", "")[:3], []
     entries = index.get("manifests")
@@ -84,21 +84,21 @@ def put_on_top(
     environment: Mapping[str, str],
     labels: Mapping[str, str],
 ) -> tuple[bytes, bytes]:
-    """An image with more layers. The same arguments give the same bytes.
+    """Add layers to an image. The same arguments give the same bytes.
 
     Args:
-        manifest: Of the base; its layers stay as they are, in front.
-        config: Of the base; its user, entry point, command and folder stay.
-        layers: What comes on top.
-        history: What made the layers, in one line.
-        environment: Variables; one that the base has is replaced in its place.
-        labels: The same for labels.
+        manifest: The base's manifest; its layers stay unchanged, before the new ones.
+        config: The base's configuration; its user, entry point, command and working folder stay.
+        layers: The new layers, lowest first.
+        history: One line that says what made the layers.
+        environment: Variables to set; one that the base has already is replaced.
+        labels: Labels to set; one that the base has already is replaced.
 
     Returns:
-        The manifest's bytes and those of the configuration that it names.
+        The bytes of the new manifest, and of the configuration that it names.
 
     Raises:
-        ImageError: The base is no image that layers can be put on.
+        ImageError: The base is not an image.
     """
     if media_type(manifest) not in MANIFESTS or not isinstance(config.get("rootfs"), dict):
         raise ImageError(

@@ -32,30 +32,30 @@ from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import cache
 from kale_dist.image.base import FOLDER, Distribution, Facts
 from kale_dist.image.layer import Entry
+from kale_dist.image.requirements import hide_credentials
 from kale_dist.job.spec.recipe import Recipe
 
 PTH = "kale_dist.pth"
 SCRIPTS = f"{FOLDER}/bin"
-"""Goes behind the base's own PATH."""
+"""The folder of the packages' scripts, last on the image's PATH."""
 
 _KEPT = re.compile(r"torch|torchvision|torchaudio|triton|pytorch-triton|nvidia-.*")
-"""Packages that are kept in the base's versions: they are built for one another."""
+"""Packages that keep the base's versions, because they are built for one another."""
 
 _OWN_SCRIPTS = re.compile(r"python[\d.]*|pip[\d.]*|torchrun")
-"""Scripts that are the base's business."""
+"""Scripts that the base has itself."""
 
 _GLIBC = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
-"""Minor versions that uv knows."""
+"""Minor versions of glibc that uv knows."""
 
 _SHOWN_CHARACTERS = 2000
-_SECRET = re.compile(r"(?<=://)[^/@\s]+@")
-_TOLD = re.compile(r"\s*(?:Downloading|Building) ")
+_WORTH_SHOWING = re.compile(r"\s*(?:Downloading|Building) ")
 _PROGRESS = re.compile(r"\s*(?:Using CPython|Resolved|Prepared|Downloading|Downloaded|Building|Built) ")
 _UV_SETTINGS = re.compile(
     r"UV_(?:CACHE_DIR|DEFAULT_INDEX|INDEX(?:_.*)?|EXTRA_INDEX_URL|FIND_LINKS|INSECURE_HOST|NATIVE_TLS|SYSTEM_CERTS|HTTP_.*|"
     r"KEYRING_PROVIDER|OFFLINE|CONCURRENT_.*|LINK_MODE)"
 )
-"""Variables that say how this machine reaches packages; others say where packages go on it."""
+"""Variables of uv about how to reach packages; uv does not get the others, such as those about where to install."""
 
 _PTH_LINE = (
     "import os, sys, site; n = len(sys.path); list(map(site.addsitedir, {folders!r})); new = sys.path[n:]; del sys.path[n:]; "
@@ -67,27 +67,27 @@ _PTH_LINE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Packages:
-    """Packages as they lie in an image."""
+    """The installed packages as entries of a layer."""
 
     entries: tuple[Entry, ...]
-    """All files and folders."""
+    """All files and folders of the layer."""
     key: str
-    """Names the content: equal packages, put into an equal base, have equal ones."""
+    """Hash of the content: the same packages on the same base give the same key."""
     facts: Facts
-    """Of the image that has them."""
+    """The facts about the image with the packages installed."""
 
 
 def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, say: Callable[[str], None]) -> Packages | None:
-    """Find, fetch and unpack what the recipe's packages need beyond what the base has.
+    """Resolve, download and unpack the recipe's packages and their requirements, except those that the base has.
 
     Args:
-        recipe: Its packages, index URLs, and whether torch may change.
-        facts: What the base has.
-        folder: An empty folder for it, which has to stay until the layer is made.
+        recipe: The packages, index URLs, and whether torch may change.
+        facts: The inspected base.
+        folder: An empty folder to unpack into, which has to stay until the layer is packed.
         say: Takes a line for the user.
 
     Returns:
-        None: the base has all that was asked for.
+        The packages; None if the base has all of them.
 
     Raises:
         ConfigError: uv is not installed.
@@ -121,10 +121,12 @@ def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, say: Callable
     line = _PTH_LINE.format(folders=tuple(f"{FOLDER}/{one}" for one in reversed(folders)))
     entries.append(Entry(path=f"{facts.site}/{PTH}", content=line.encode()))
     places = {
-        facts.place(FOLDER),
+        facts.real_path(FOLDER),
         *(str(parent) for entry in entries for parent in pathlib.PurePosixPath(entry.path).parents),
     }
-    entries += [Entry(path=path, content=None) for path in places if f"{path}/".startswith(f"{facts.place(FOLDER)}/")]
+    entries += [
+        Entry(path=path, content=None) for path in places if f"{path}/".startswith(f"{facts.real_path(FOLDER)}/")
+    ]
     new = {one.name for one in found}
     distributions = (*(one for one in facts.distributions if one.name not in new), *found)
     facts_key = repr((line, facts.site, facts.executable))
@@ -141,7 +143,7 @@ def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, say: Callable
 
 
 def _lay_stubs(facts: Facts, target: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Metadata of what the base has; each lists itself, so that uv can remove it cleanly. Gives its folders by name."""
+    """Write stub metadata for each package of the base, with a RECORD by which uv can uninstall it; folders by name."""
     stubs = {}
     target.mkdir(parents=True)
     for one in facts.distributions:
@@ -173,9 +175,9 @@ def _run_uv(
     *,
     fresh: bool = False,
 ) -> None:
-    """Have uv install into a folder. What it remembers of indexes may be minutes old: it does not refuse because of that."""
+    """Run `uv pip install` into a folder; if uv finds no solution, once more without its cached copies of indexes."""
     configured = _pip_settings()
-    # Otherwise what this Python builds from source would not run there.
+    # What this Python builds from source runs only on a base like this machine.
     is_like_this = facts.machine == os.uname().machine and facts.minor == f"{sys.version_info[0]}.{sys.version_info[1]}"
     command = [
         _uv(), "pip", "install", "--target", str(target), "--python", sys.executable, "--python-version", facts.python,
@@ -186,7 +188,7 @@ def _run_uv(
         *(["--keyring-provider", "subprocess"] if shutil.which("keyring") else []),
         *_index_options(recipe, configured), "--", *recipe.packages,
     ]  # fmt: skip
-    # With its standard input closed: nothing is asked of a user who cannot see it.
+    # Standard input is closed, because a user would not see uv's question for a password.
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=_environment(configured),
         encoding="utf-8", errors="replace",
@@ -194,8 +196,8 @@ def _run_uv(
         lines: list[str] = []
         try:
             for line in process.stdout or ():
-                lines.append(_SECRET.sub("***@", line.rstrip()))
-                if _TOLD.match(line):
+                lines.append(hide_credentials(line.rstrip()))
+                if _WORTH_SHOWING.match(line):
                     say(lines[-1].strip())
         except BaseException:
             process.kill()
@@ -219,7 +221,7 @@ def _uv() -> str:
 
 
 def _platform(facts: Facts) -> str:
-    """The base's platform in uv's words: the nearest C library that uv knows and that is not newer."""
+    """The base's platform as uv names it, with the newest glibc that uv knows and the base has."""
     family, _, version = facts.libc.partition(" ")
     if family == "musl":
         return f"{facts.machine}-unknown-linux-musl"
@@ -228,7 +230,7 @@ def _platform(facts: Facts) -> str:
 
 
 def _index_options(recipe: Recipe, configured: Mapping[str, str]) -> list[str]:
-    """Where packages come from: as the recipe says, else as pip is configured here."""
+    """Options of uv for the indexes: the recipe's, else those of pip's configuration on this machine."""
     first, more = recipe.index_urls[:1], recipe.index_urls[1:]
     if not first:
         first, more = (
@@ -238,7 +240,7 @@ def _index_options(recipe: Recipe, configured: Mapping[str, str]) -> list[str]:
     options = [word for url in first for word in ("--default-index", url)]
     options += [word for url in more for word in ("--index", url)]
     for place in configured.get("find-links", "").split():
-        # As pip, and unlike uv: a folder that is not there is passed over.
+        # Like pip and unlike uv, a missing folder is ignored.
         if "://" in place or pathlib.Path(place).expanduser().exists():
             options += ["--find-links", place]
     if configured.get("no-index", "").lower() in {"1", "true", "yes", "on"} and not recipe.index_urls:
@@ -263,7 +265,7 @@ def _environment(configured: Mapping[str, str]) -> dict[str, str]:
 
 
 def _pip_settings() -> dict[str, str]:
-    """What pip is configured for on this machine, from its files and `PIP_*`: `{"index-url": ...}`."""
+    """The configuration of pip on this machine, from its files and `PIP_*`: `{"index-url": ...}`."""
     own = os.environ.get("PIP_CONFIG_FILE", "")
     config_home = pathlib.Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
     places = [pathlib.Path(folder) / "pip" for folder in os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":")]
@@ -288,7 +290,7 @@ def _pip_settings() -> dict[str, str]:
 
 
 def _certificate_file(configured: Mapping[str, str]) -> str:
-    """The file of certificates that package indexes are trusted by here; empty for the system's."""
+    """The file of certificate authorities for package indexes on this machine; empty for the system's."""
     names = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
     return next(filter(None, map(os.environ.get, names)), configured.get("cert", ""))
 
@@ -319,9 +321,9 @@ def _added(target: pathlib.Path, facts: Facts) -> Iterator[Distribution]:
 
 
 def _entries(target: pathlib.Path, place: str, facts: Facts) -> tuple[list[Entry], list[str]]:
-    """All files as they lie in the image, and digests of the packages' records."""
+    """The layer's entries for all installed files, and the digests of the packages' RECORD files."""
     entries, records = [], []
-    root = facts.place(place)
+    root = facts.real_path(place)
     for folder, _, names in os.walk(target):
         for name in names:
             path = pathlib.Path(folder, name)
@@ -337,12 +339,12 @@ def _entries(target: pathlib.Path, place: str, facts: Facts) -> tuple[list[Entry
     for path in sorted((target / "bin").glob("*")):
         if path.is_file() and not _OWN_SCRIPTS.fullmatch(path.name):
             script = _script(path, facts)
-            entries.append(Entry(path=facts.place(f"{SCRIPTS}/{path.name}"), content=script, executable=True))
+            entries.append(Entry(path=facts.real_path(f"{SCRIPTS}/{path.name}"), content=script, executable=True))
     return entries, sorted(records)
 
 
 def _record(path: pathlib.Path, target: pathlib.Path, facts: Facts) -> bytes:
-    """A package's list of its files, with its scripts where they lie in the image."""
+    """A package's RECORD, with the paths that its scripts have in the image."""
     rows = []
     for row in csv.reader(path.read_text(encoding="utf-8").splitlines()):
         name, kept = row[0], row
@@ -360,7 +362,7 @@ def _record(path: pathlib.Path, target: pathlib.Path, facts: Facts) -> bytes:
 
 
 def _script(path: pathlib.Path, facts: Facts) -> bytes:
-    """A script that names the base's Python where uv has named this one."""
+    """A script whose first line names the base's Python in place of this machine's."""
     data = path.read_bytes()
     found = re.match(rb"#!/bin/sh\n'''exec' .*\n' '''\n|#!.*\n", data)
     if found is None or b"python" not in found[0]:
@@ -369,7 +371,7 @@ def _script(path: pathlib.Path, facts: Facts) -> bytes:
 
 
 def _broken(facts: Facts, added: Sequence[Distribution]) -> Iterator[str]:
-    """A sentence for each package of the base that no longer gets the version of another one that it asks for."""
+    """A sentence for each package of the base whose requirement the new packages no longer meet."""
     new = {one.name: one for one in added}
     for one in facts.distributions:
         for text in () if one.name in new else one.requires:
@@ -398,10 +400,10 @@ _COMPILED = (
 
 
 def _explain(output: str, facts: Facts, recipe: Recipe) -> ImageError:
-    """What uv's refusal means, in its own words, with a remedy."""
-    told = "\n".join(line for line in output.splitlines() if not _PROGRESS.match(line))
-    # Older versions draw and wrap what they say.
-    output = " ".join(re.sub(r"^error: |[\u2500-\u257f\u25b6\u00d7]+", " ", told, flags=re.MULTILINE).split())
+    """The error for a failed uv: its message and a remedy."""
+    message = "\n".join(line for line in output.splitlines() if not _PROGRESS.match(line))
+    # Older versions of uv draw lines around their messages, and wrap them.
+    output = " ".join(re.sub(r"^error: |[\u2500-\u257f\u25b6\u00d7]+", " ", message, flags=re.MULTILINE).split())
     output = re.sub(r"No solution found when resolving dependencies:? (?:cause: )?", "", output)
     text = f"The packages for the image cannot be installed: {output[:_SHOWN_CHARACTERS].rstrip('.')}."
     torch = facts.find("torch")

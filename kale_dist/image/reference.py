@@ -13,7 +13,7 @@ _HUB_NAMES = (DOCKER_HUB, "index.docker.io", "registry-1.docker.io")
 
 _MAX_REPOSITORY = 255
 _SCHEMES = ("docker-pullable://", "docker://", "containerd://")
-"""What Kubernetes and skopeo put in front of a reference."""
+"""Schemes that Kubernetes and skopeo put in front of a reference."""
 
 _PART = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -33,10 +33,10 @@ def is_digest(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """Where an image lies.
+    """The name of an image in a registry.
 
     Raises:
-        ConfigError: `image` is not such a reference; the text says which part and why.
+        ConfigError: A part of the reference is malformed; the message says which part and why.
     """
 
     registry: str
@@ -45,7 +45,7 @@ class Reference:
     """Path within the registry: `library/python`."""
     tag: str = ""
     digest: str = ""
-    """`sha256:...`; where it is given, it decides and not the tag."""
+    """`sha256:...`; takes precedence over the tag."""
 
     def __post_init__(self) -> None:
         host = _HOST.fullmatch(self.registry)
@@ -69,10 +69,10 @@ class Reference:
         """Read a reference as docker does: `python:3.11` is `docker.io/library/python:3.11`.
 
         Args:
-            text: The reference; also with the scheme that Kubernetes puts before it in a pod's status.
+            text: The reference, with or without the scheme that Kubernetes puts before it in a pod's status.
 
         Raises:
-            ConfigError: It is none.
+            ConfigError: The text is not a reference.
         """
         if not isinstance(text, str):
             raise _wrong(f"a {type(text).__name__} is not a reference")
@@ -99,7 +99,7 @@ class Reference:
         return cls(registry=registry, repository=repository, tag=tag, digest=digest)
 
     def __str__(self) -> str:
-        """In full, as docker, Kubernetes and every registry tool understand it."""
+        """The full reference, as docker, Kubernetes and every registry tool understand it."""
         tag = f":{self.tag}" if self.tag else ""
         digest = f"@{self.digest}" if self.digest else ""
         return f"{self.name}{tag}{digest}"
@@ -111,15 +111,15 @@ class Reference:
 
     @property
     def target(self) -> str:
-        """What the registry is asked for: the digest, else the tag, else `latest`."""
+        """The part that selects the image in its repository: the digest, else the tag, else `latest`."""
         return self.digest or self.tag or "latest"
 
     def with_digest(self, digest: str) -> Self:
-        """The same repository by digest alone: what a job pins."""
+        """The same repository with this digest and no tag, as a job pins it."""
         return dataclasses.replace(self, tag="", digest=digest)
 
     def with_tag(self, tag: str) -> Self:
-        """The same repository under a tag, without a digest."""
+        """The same repository with this tag and no digest."""
         return dataclasses.replace(self, tag=tag, digest="")
 
 

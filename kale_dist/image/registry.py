@@ -23,6 +23,8 @@ from kale_dist.image.reference import is_digest
 _OK, _CREATED, _ACCEPTED, _ABSENT = 200, 201, 202, 404
 _ACCEPT = {"Accept": ", ".join((*manifest.MANIFESTS, *manifest.INDEXES))}
 _TRIES = 4
+"""How often the bytes of a blob are sent at most."""
+
 _BETWEEN_S = 0.1
 
 
@@ -31,11 +33,11 @@ class ImageManifest:
     """One image for one platform."""
 
     digest: str
-    """Of the manifest: what a job pins."""
+    """The manifest's digest, which a job pins."""
     manifest: dict[str, Any]
-    """As in the registry: `config` and `layers`, the base's first."""
+    """The manifest itself: `config` and `layers`, the base's first."""
     config: dict[str, Any]
-    """As in the registry: `architecture`, `os`, `config`, `rootfs`, `history`."""
+    """The image's configuration: `architecture`, `os`, `config`, `rootfs`, `history`."""
 
 
 class Registry(Connection):
@@ -48,7 +50,7 @@ class Registry(Connection):
     # -- manifests ---------------------------------------------------------------------------------------------------
 
     def head(self, repository: str, reference: str) -> str:
-        """The digest that a tag or digest names, without reading it; empty where there is nothing."""
+        """The digest of the manifest under a tag or digest, without reading the manifest; empty if there is none."""
         answer = self.send(
             "HEAD", f"/v2/{repository}/manifests/{reference}", doing=f"look up {_shown(repository, reference)}",
             access=_pull(repository), expect=(_OK, _ABSENT), headers=_ACCEPT,
@@ -66,15 +68,15 @@ class Registry(Connection):
         return self._json(repository, f"/v2/{repository}/manifests/{reference}", digest, doing, _ACCEPT)
 
     def image(self, repository: str, reference: str, platform: str = "linux/amd64") -> ImageManifest:
-        """The image for a platform, chosen from the index where there are several.
+        """The image for a platform, chosen from the index if the tag has one.
 
         Args:
-            repository: Where it lies.
+            repository: The image's repository.
             reference: Tag or digest.
             platform: `os/architecture` or `os/architecture/variant`.
 
         Raises:
-            ImageError: Also where there is none for this platform; the text names those there are.
+            ImageError: Also if there is none for this platform; the message lists the platforms in the index.
         """
         what = f"{self.host}/{_shown(repository, reference)}"
         body, digest = self.manifest(repository, reference)
@@ -101,7 +103,7 @@ class Registry(Connection):
         return ImageManifest(digest=digest, manifest=body, config=config)
 
     def put_manifest(self, repository: str, reference: str, body: bytes, media_type: str) -> str:
-        """Put a manifest under a tag or its own digest; gives its digest."""
+        """Upload a manifest under a tag or its own digest; returns its digest."""
         answer = self.send(
             "PUT", f"/v2/{repository}/manifests/{reference}", doing=f"push {_shown(repository, reference)}",
             access=_push(repository), expect=(_CREATED, _ACCEPTED), body=body,
@@ -113,7 +115,7 @@ class Registry(Connection):
     # -- blobs -------------------------------------------------------------------------------------------------------
 
     def blob(self, repository: str, digest: str) -> Iterator[bytes]:
-        """A blob's bytes, in blocks of at most 1 MiB, checked against its digest after the last."""
+        """Yield a blob's bytes in blocks of at most 1 MiB, and check the digest after the last one."""
         hasher, doing = hashlib.sha256(), f"read {digest[:19]} of {repository}"
         answer = self.send("GET", _blob_path(repository, digest), doing=doing, access=_pull(repository))
         try:
@@ -136,11 +138,11 @@ class Registry(Connection):
         return answer.status == _OK
 
     def mount(self, repository: str, digest: str, source_repository: str) -> bool:
-        """Take a blob over from another repository of this registry, without its bytes.
+        """Mount a blob from another repository of this registry, without sending its bytes.
 
         Returns:
-            Whether it is in the repository now; False where the source lacks it, may be somebody else's, or the registry
-            does not do this: then the bytes have to be sent.
+            Whether the blob is in the repository now. False if the source lacks it, the credentials may not read it, or
+            the registry does not support mounting: then the bytes have to be sent.
         """
         answer = self.send(
             "POST", f"/v2/{repository}/blobs/uploads/?mount={digest}&from={quote(source_repository, safe='')}",
@@ -149,30 +151,42 @@ class Registry(Connection):
             expect=(_CREATED, _ACCEPTED, 401, 403, _ABSENT, 405), headers={"Content-Length": "0"},
         )  # fmt: skip
         self.done(answer)
-        # Where it is not, the registry may have begun an upload instead, which it forgets by itself.
+        # Otherwise the registry may have begun an upload instead, which expires.
         return answer.status == _CREATED
 
     def upload(self, repository: str, blob: bytes | Callable[[], Iterable[bytes]]) -> tuple[str, int]:
-        """Put a blob into a repository. After a cut it is sent again from its beginning.
+        """Upload a blob. After a lost connection its bytes are sent again from the first, `_TRIES` times at most.
 
         Args:
-            repository: Where it goes.
-            blob: Its bytes, or what gives them in blocks, each time from the first.
+            repository: Where to put the blob.
+            blob: The bytes, or a function that yields them in blocks from the start.
 
         Returns:
-            Its digest and its size in bytes.
+            The blob's digest and its size in bytes.
         """
-        for tries in range(1, _TRIES):
+        tries = 1
+        while True:
+            where = self._begin_upload(repository)
             try:
-                return self._send_blob(repository, blob)
+                return self._send_blob(repository, where, blob)
             except ImageError as error:
-                if not error.retryable:
+                if not error.retryable or tries == _TRIES:
                     raise
             time.sleep(_BETWEEN_S * 2**tries)
-        return self._send_blob(repository, blob)
+            tries += 1
 
-    def _send_blob(self, repository: str, blob: bytes | Callable[[], Iterable[bytes]]) -> tuple[str, int]:
-        """One try: begin an upload, send the bytes as one piece, as docker does, and name them."""
+    def _begin_upload(self, repository: str) -> str:
+        """Begin an upload; returns the URL that takes the bytes. Repeated by the connection as any other request."""
+        start = f"/v2/{repository}/blobs/uploads/"
+        answer = self.send(
+            "POST", start, doing=f"upload into {repository}", access=_push(repository), expect=(_ACCEPTED,),
+            headers={"Content-Length": "0"},
+        )  # fmt: skip
+        self.done(answer)
+        return self.absolute(answer.headers.get("Location") or start)
+
+    def _send_blob(self, repository: str, where: str, blob: bytes | Callable[[], Iterable[bytes]]) -> tuple[str, int]:
+        """Send the bytes once, as one piece as docker does, and then their digest."""
         hasher, size = hashlib.sha256(), 0
 
         def counted(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -183,23 +197,19 @@ class Registry(Connection):
                 size += len(block)
                 yield block
 
-        told: dict[str, Any] = {"doing": f"upload into {repository}", "access": _push(repository)}
-        start = f"/v2/{repository}/blobs/uploads/"
-        answer = self.send("POST", start, expect=(_ACCEPTED,), headers={"Content-Length": "0"}, **told)
-        self.done(answer)
-        where = self.absolute(answer.headers.get("Location") or start)
-        headers, told["repeat"] = {"Content-Type": "application/octet-stream"}, False
+        once: dict[str, Any] = {"doing": f"upload into {repository}", "access": _push(repository), "repeat": False}
+        headers = {"Content-Type": "application/octet-stream"}
         if isinstance(blob, bytes):
             rest = b"".join(counted([blob]))
         else:
             rest, sent = b"", lambda: counted(blob())
-            answer = self.send("PATCH", where, expect=(_CREATED, _ACCEPTED, 204), headers=headers, body=sent, **told)
+            answer = self.send("PATCH", where, expect=(_CREATED, _ACCEPTED, 204), headers=headers, body=sent, **once)
             self.done(answer)
             where = self.absolute(answer.headers.get("Location") or where, where)
         digest = f"sha256:{hasher.hexdigest()}"
         url = f"{where}{'&' if '?' in where else '?'}digest={digest}"
         headers["Content-Length"] = str(len(rest))
-        self.done(self.send("PUT", url, expect=(_CREATED, 204), headers=headers, body=rest, **told))
+        self.done(self.send("PUT", url, expect=(_CREATED, 204), headers=headers, body=rest, **once))
         return digest, size
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -207,7 +217,7 @@ class Registry(Connection):
     def _json(
         self, repository: str, path: str, digest: str, doing: str, headers: Mapping[str, str]
     ) -> tuple[dict[str, Any], str]:
-        """A JSON object and its digest, which has to be the one that was asked for."""
+        """Read a JSON object; returns it with its digest, which is checked if `digest` is given."""
         data = self.read(self.send("GET", path, doing=doing, access=_pull(repository), headers=headers), doing)
         self._check(hashlib.sha256(data), digest or manifest.digest_of(data), doing)
         try:
@@ -235,12 +245,12 @@ def _blob_path(repository: str, digest: str) -> str:
 
 
 def _pull(repository: str) -> tuple[str, ...]:
-    """What a token has to allow for reading."""
+    """The scope for reading a repository."""
     return (f"repository:{repository}:pull",)
 
 
 def _push(repository: str) -> tuple[str, ...]:
-    """What a token has to allow for writing."""
+    """The scope for writing to a repository."""
     return (f"repository:{repository}:pull,push",)
 
 

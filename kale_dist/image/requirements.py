@@ -19,7 +19,7 @@ from kale_dist.wording import shorten
 PYPI = "https://pypi.org/simple"
 
 _OWN = "kale-dist"
-"""Is sent with every call, and so need not be in an image."""
+"""kale_dist itself is sent with every call and need not be in an image."""
 
 _COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
 _OPTION = re.compile(r"(--?[A-Za-z][A-Za-z-]*?)(?:\s*=\s*|\s+|(?<=^-[a-z])|$)(.*)")
@@ -36,21 +36,21 @@ def canonical(argument: str, listed: Iterable[str]) -> tuple[str, ...]:
     """Requirements, sorted and in one spelling.
 
     Args:
-        argument: What the user calls them, for messages.
-        listed: As pip takes them on its command line.
+        argument: The argument's name, for messages.
+        listed: Requirements as pip takes them on its command line.
 
     Raises:
-        ConfigError: One is no requirement, means something on this machine or holds a password.
+        ConfigError: An entry is not a requirement, refers to this machine or holds a password.
     """
     found = [_requirement(argument, text) for text in listed]
     return tuple(sorted({str(requirement) for requirement in found if requirement.name != _OWN}))
 
 
 def read(source: str | pathlib.Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What a requirements file, or the text of one, says: packages, and indexes if it names any.
+    """Parse a requirements file, or the text of one: the packages, and the URLs of the indexes that it names.
 
     Args:
-        source: A path, or text: anything that has more than one line or is a requirement. `-r` within it names
+        source: A path, or the text itself: anything that has more than one line or is a requirement. `-r` within it names
             other files, relative to it.
 
     Raises:
@@ -78,11 +78,16 @@ def read(source: str | pathlib.Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(sorted(packages)), tuple(dict.fromkeys(urls))
 
 
+def hide_credentials(text: str) -> str:
+    """A text with the user and password of each URL in it replaced by `***`."""
+    return _SECRET.sub("***@", text)
+
+
 def check_url(argument: str, url: str) -> None:
-    """Accept the URL of an index.
+    """Check that a text is the URL of a package index.
 
     Raises:
-        ConfigError: It is none, or holds a password.
+        ConfigError: It is not a URL, or it holds a password.
     """
     try:
         parts = urllib.parse.urlsplit(url)
@@ -90,7 +95,7 @@ def check_url(argument: str, url: str) -> None:
     except ValueError:
         valid = False
     if not valid or re.search(r"[\s\0]", url):
-        problem = f"{shorten(_SECRET.sub('***@', url))} is not a URL of an index"
+        problem = f"{shorten(hide_credentials(url))} is not a URL of an index"
         raise ConfigError(argument, problem, f"Write it as '{PYPI}'")
     _check_secret(argument, str(parts.hostname), url)
 
@@ -111,7 +116,7 @@ def _of_file(path: pathlib.Path, argument: str, within: tuple[pathlib.Path, ...]
 
 
 def _of_text(text: str, folder: pathlib.Path, name: str, within: tuple[pathlib.Path, ...]) -> Iterator[tuple[str, str]]:
-    """Lines that say something, each with where it is; those of other files in the place of their `-r`."""
+    """The lines that are not blank or comments, as (place, line); a `-r` line is replaced by the lines of its file."""
     # A line that is carried on counts as one, with the number of its first.
     joined = re.sub(
         r"((?:.*\\\r?\n)+)(.*)", lambda found: _unbroken(found[1]) + found[2] + "\n" * found[1].count("\n"), text
@@ -130,13 +135,13 @@ def _unbroken(text: str) -> str:
 
 
 def _requirement(argument: str, text: str) -> Requirement:
-    """One requirement with its name in canonical spelling."""
-    shown, stripped = shorten(_SECRET.sub("***@", text)), text.strip()
+    """Parse one requirement; its name comes out in canonical spelling."""
+    shown, stripped = shorten(hide_credentials(text)), text.strip()
     try:
         requirement = Requirement(stripped)
         link = urllib.parse.urlsplit(requirement.url or "https://")
     except ValueError as error:
-        reason = _SECRET.sub("***@", str(error).splitlines()[0].rstrip("."))
+        reason = hide_credentials(str(error).splitlines()[0].rstrip("."))
         if stripped.startswith("-") or re.search(r"\s--[a-z]", text):
             reason = "it has an option of pip"
         elif not stripped or _PATH.match(stripped):
@@ -158,7 +163,7 @@ def _check_secret(argument: str, name: str, url: str) -> None:
 
 
 def _is_path(text: str) -> bool:
-    """Whether a text of one line is meant as a path: `requirements.txt` could be a requirement, too."""
+    """Whether a text of one line is a path rather than a requirement (`requirements.txt` could be either)."""
     if len(text.strip().splitlines()) > 1 or "\0" in text or "://" in text or text.lstrip().startswith(("-", "#")):
         return False
     return text.rstrip().endswith((".txt", ".in", ".toml", ".yml", ".yaml", ".lock")) or "/" in text

@@ -1,7 +1,7 @@
-"""From a recipe to the image that a job pins: found by its tag, else made.
+"""Finds the image of a recipe by its tag, or makes it; the job pins it by its digest.
 
-The tag says what the image is made of, the base by its digest. So nothing has to be remembered: the same recipe on the same
-base finds the image, from any machine.
+The tag is a hash of the recipe and the base's digest, so that every machine finds the image of the same recipe on the same
+base without a record of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kale_dist.job import records
 from kale_dist.job.spec.recipe import Recipe
 
 NAME = "kale-dist"
-"""Last part of the repository's path: images of all recipes lie in one repository, under their tags."""
+"""Last part of the repository's path: one repository has the images of all recipes, by tag."""
 
 _PLAIN = "http://"
 _PYPI = "https://pypi.org/simple"
@@ -30,10 +30,9 @@ class Resolved:
     """The image of a recipe."""
 
     reference: str
-    """What a job pins: `repository@sha256:...`, as nodes pull it; or the engine's own name of an image that lies nowhere
-    else."""
+    """The reference that a job pins: `repository@sha256:...` as nodes pull it, or, without a registry, an image ID."""
     was_built: bool
-    """False: it was there."""
+    """Whether this call built the image; False if it existed already."""
     tag: str
 
 
@@ -52,19 +51,18 @@ def resolve(
     """Find the recipe's image in the registry, or make it and push it there.
 
     Args:
-        recipe: With the bytes of its files in this user's blobs.
-        base: What it is built on, if the recipe does not say so.
-        registry: Where images go, as in the configuration: `localhost:5000/team`; with `http://` in front if that has
-            no TLS.
-        pull: The same place as nodes reach it; empty: the same name.
+        recipe: The recipe; the bytes of its files are in this user's blobs.
+        base: The base image, if the recipe names none.
+        registry: Where to push, as in the configuration: `localhost:5000/team`; with `http://` in front if it has no TLS.
+        pull: The same place as nodes reach it; empty if they use the same name.
         python: The minor that the image's Python must have, such as `3.11`; empty for any.
         pull_secret_jsons: Texts of Kubernetes pull secrets, for the registries of base and image.
-        ask: Runs the base to learn what it has; None: this machine's Docker engine does.
+        ask: Runs the base to inspect it; None uses this machine's Docker engine.
         say: Takes a line for the user.
-        progress: Takes bytes done and bytes in all, of what is being copied or sent at the time.
+        progress: Called with the bytes done and the total bytes of the transfer in progress.
 
     Raises:
-        ConfigError: There is no registry or base, or one of them is no reference.
+        ConfigError: Registry or base are missing or malformed.
         ImageError: A registry refuses, the base does not fit, or the image cannot be made.
         BackendError: The Docker engine is needed and cannot be used.
     """
@@ -86,7 +84,7 @@ def resolve(
             elif recipe.apt:
                 say(f"Making the image {target} on {pinned.reference}.")
                 with bases.connected(recipe) as engine:
-                    # The base may lie in the engine alone, which therefore is asked.
+                    # The engine inspects the base, because only the engine may have it.
                     facts = bases.facts_of(pinned, recipe, ask=None, python=python, say=say)
                     builder.build_in_engine(engine, recipe, base=pinned, facts=facts, tag=str(target), say=say)
                     digest = builder.push(engine, target, say)
@@ -102,16 +100,7 @@ def resolve(
 def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", say: Say) -> Resolved:
     """Find the recipe's image in the Docker engine, or make it there: for jobs of that engine, without a registry.
 
-    Args:
-        recipe: With the bytes of its files in this user's blobs.
-        base: What it is built on, if the recipe does not say so.
-        python: As in `resolve`.
-        say: Takes a line for the user.
-
-    Raises:
-        ConfigError: There is no base, or one that is no reference.
-        ImageError: The image cannot be made.
-        BackendError: The engine cannot be used.
+    Arguments and errors are those of `resolve`.
     """
     from kale_dist.image.engine import find_image
 
@@ -132,14 +121,14 @@ def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", say: Say) 
 
 
 def repository_of(registry: str, argument: str = "registry") -> Reference:
-    """Where images lie in a registry.
+    """The repository of a registry in which kale_dist keeps its images.
 
     Args:
-        registry: As in the configuration.
-        argument: What the user calls it.
+        registry: The setting of the configuration.
+        argument: The setting's name, for messages.
 
     Raises:
-        ConfigError: It is empty, or is no place in a registry.
+        ConfigError: The setting is empty or malformed.
     """
     if not registry:
         raise ConfigError(
@@ -155,13 +144,13 @@ def repository_of(registry: str, argument: str = "registry") -> Reference:
 
 
 def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = False) -> Recipe:
-    """A recipe on Debian's slim Python with this torch, for those who have no image to build on.
+    """The recipe on Debian's slim Python with this torch, for users who have no base image.
 
     Args:
-        recipe: What else goes into it; its base is replaced.
+        recipe: What else to install; its base is replaced.
         python: A minor: `3.11`.
-        torch: A version, with its label if it has one: `2.13.0+cpu`; empty for none.
-        cuda: Whether the ranks have GPUs: then a label that says otherwise does not count.
+        torch: torch's version, with its local label if it has one: `2.13.0+cpu`; empty to leave torch out.
+        cuda: Whether the ranks have GPUs: the label `cpu` is then ignored.
     """
     version, _, label = torch.partition("+")
     ready = not torch or any(bases.names(package, ("torch",)) for package in recipe.packages)
@@ -176,10 +165,10 @@ def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = Fal
 
 
 def _as_pushed(base: Reference, home: Reference, pulled: Reference) -> Reference:
-    """A base that lies where nodes pull, by the name that this machine reaches."""
+    """The name by which this machine reaches a base that is named as nodes pull it."""
     if pulled.name == home.name:
         return base
-    there, here = (place.name.removesuffix(f"/{NAME}") for place in (pulled, home))
+    there, here = (image.name.removesuffix(f"/{NAME}") for image in (pulled, home))
     if base.name.startswith(f"{there}/"):
         moved = Reference.parse(here + base.name.removeprefix(there))
         return dataclasses.replace(moved, tag=base.tag, digest=base.digest)
@@ -188,6 +177,6 @@ def _as_pushed(base: Reference, home: Reference, pulled: Reference) -> Reference
     return base
 
 
-def _opened(place: Reference, pull_secret_jsons: tuple[str, ...] = (), *, plain: bool = False) -> Registry:
-    found = auth.find(place.registry, repository=place.repository, pull_secret_jsons=pull_secret_jsons)
-    return Registry(place.registry, found, insecure=plain or None)
+def _opened(image: Reference, pull_secret_jsons: tuple[str, ...] = (), *, plain: bool = False) -> Registry:
+    found = auth.find_credentials(image.registry, repository=image.repository, pull_secret_jsons=pull_secret_jsons)
+    return Registry(image.registry, found, insecure=plain or None)

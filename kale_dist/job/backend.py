@@ -1,8 +1,8 @@
-"""The protocols of backends, and the values they speak in. No third-party import.
+"""The protocols of backends and places, and the values that they exchange. No third-party import.
 
-`Backend` is what jobs, watchers and the command line talk to. `local` implements it directly. For jobs in containers
-`following.backend.FollowedBackend` implements it over a `Place`: docker and kubernetes only start containers, look at them,
-connect to them and end them; copying the log, deciding how a job ended and starting its next run are shared.
+Jobs, watchers and the command line call a `Backend`. `places.local` implements it directly. For jobs in containers
+`places.following` implements it over a `Place`: Docker and Kubernetes only start containers, look at them, connect to
+them and end them; copying the log, deciding how a job ended and starting its next run are shared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class JobRef:
 
     backend: str
     name: str
-    """With the namespace in front where the backend has namespaces."""
+    """The job's name, after `namespace/` if the backend has namespaces."""
 
     def __str__(self) -> str:
         """The form that `attach` takes."""
@@ -35,7 +35,7 @@ class JobRef:
 
     @property
     def record_name(self) -> str:
-        """The name of its record and folder on this machine: `name`, `kubernetes.namespace.name`."""
+        """The name of the job's record and folder on this machine: `name`, `kubernetes.namespace.name`."""
         return self.name if self.backend == "local" else f"{self.backend}.{self.name.replace('/', '.')}"
 
     @classmethod
@@ -58,7 +58,7 @@ class JobRef:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What `submit` would send. Same spec, same plan."""
+    """What `submit` would send. Equal specifications give equal plans."""
 
     backend: str
     spec: JobSpec
@@ -72,10 +72,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PlaceEvent:
-    """What a part of a cluster has said about a job."""
+    """An event of a cluster about one of a job's objects."""
 
     time: float
-    """When it was said last, in seconds since 1970."""
+    """When it happened last, in seconds since 1970."""
     about: str
     """The object: `pod/train-x3k9f-worker-0`."""
     is_warning: bool
@@ -83,29 +83,26 @@ class PlaceEvent:
     """One word, such as `FailedScheduling`."""
     message: str
     count: int
-    """How often it was said."""
+    """How often it happened."""
 
 
 class Backend(abc.ABC):
-    """How a job runs: plans, submits, tells how it is, reads logs, cancels.
+    """Plans, submits, cancels and deletes jobs, returns their statuses and reads their logs; waiting belongs to `watch`.
 
-    Results go through the store and images are resolved before; waiting belongs to `watch`. What has a body here is what a
-    backend does without namespaces, preparations and files that lie elsewhere.
+    The bodies here are for backends that have no namespaces, need no preparations, and keep their files on this machine.
     """
 
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """The word that `on=` takes."""
+    name: str
+    """The word that `on=` takes."""
 
     def listen(self, callback: Callable[[JobRef], None]) -> None:  # noqa: B027 - a backend without news of its own is asked
-        """Call `callback` from a thread of the backend's own whenever a job may have changed. It must be quick."""
+        """Call `callback`, which must be quick, from a thread of the backend whenever a job may have changed."""
 
     def warm_up(self) -> None:  # noqa: B027 - most have nothing to warm up
-        """Begin to get ready, in the background, before the call's snapshot is taken.
+        """Begin in the background to prepare for a job, before the call's snapshot is taken.
 
         Raises:
-            BackendUnavailableError: There is no way to get ready.
+            BackendUnavailableError: No job can be run.
         """
 
     def settle(self, request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
@@ -115,11 +112,11 @@ class Backend(abc.ABC):
             request: From the call; for a job that is submitted again, its own specification, whose image is made.
             name: The job's.
             image: Reference of the image that the call asks for; empty for the place's own.
-            recipe: What goes on top of an image, with the packages that the call imports; None if none is to be made.
-            submit: Whether a submission follows. Otherwise what cannot be reached is left open, and no image is made.
+            recipe: What goes on top of an image, with the packages that the call imports; None if no image is made.
+            submit: Whether a submission follows. Otherwise no image is made, and the place need not be reachable.
 
         Raises:
-            ConfigError: Something is left open that only the user can settle.
+            ConfigError: A value is missing, or the job needs more than the place has.
             ImageError: The image cannot be made.
             BackendError: The job could not run there; the message says why.
         """
@@ -128,24 +125,24 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, spec: JobSpec) -> Plan:
-        """The request for a spec. Pure: reads no clock, no environment, no disk."""
+        """The plan of a specification. Pure: reads no clock, no environment, no disk."""
 
     @abc.abstractmethod
     def submit(self, spec: JobSpec, key: bytes) -> JobRef:
         """Start a job and return at once.
 
         Args:
-            spec: Its request was settled by this backend.
+            spec: The job, settled by this backend.
             key: The job's 32 secret bytes, which sign its outcomes.
 
         Raises:
-            JobExistsError: A job of this name is there.
+            JobExistsError: A job has this name.
             BackendUnavailableError: Nothing can be started there.
         """
 
     @abc.abstractmethod
     def status(self, ref: JobRef) -> JobStatus:
-        """What is known now.
+        """The job's status now.
 
         Raises:
             JobNotFoundError: No such job.
@@ -189,11 +186,11 @@ class Backend(abc.ABC):
         """All jobs there are, oldest first."""
 
     def survey(self, *, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> Sequence[JobStatus]:
-        """How all jobs are, from all users where the place has several, oldest first. None of them is followed.
+        """The statuses of all jobs, those of other users too, oldest first. No job is followed for it.
 
         Args:
             namespace: None for the configured one, `*` for all.
-            labels: Those that have all of these; None for all.
+            labels: Only jobs that have all of these labels; None for all jobs.
 
         Raises:
             ConfigError: The backend's jobs have neither namespaces nor labels.
@@ -213,8 +210,8 @@ class Backend(abc.ABC):
 
         Args:
             ref: The job; a namespace that is left out is the configured one.
-            trust: Whether results may be loaded although another user submitted the job. None only looks: the job's key
-                is not taken, so the job does not become one of this user's.
+            trust: Whether results may be loaded although another user submitted the job. With None the job's key is not
+                read: the record is only for looking at the job.
 
         Returns:
             The full reference.
@@ -226,14 +223,14 @@ class Backend(abc.ABC):
         return ref
 
     def fetch(self, ref: JobRef, name: str) -> None:  # noqa: B027 - files of jobs on this machine are here
-        """Bring a file of a job up to date: `checkpoint`, or an outcome. What a running job cannot give is left as it is.
+        """Fetch a job's file as it is now: `checkpoint`, or an outcome. That of a running job need not exist yet.
 
         Raises:
-            KaleDistError: An ended job's file cannot be had; the message says why.
+            KaleDistError: The file of a job that has ended cannot be fetched; the message says why.
         """
 
     def describe(self, ref: JobRef) -> Mapping[str, object]:
-        """The job's object as it is now, such as a PyTorchJob with its status; empty where it is no object.
+        """The job's object as it is now, such as a PyTorchJob with its status; empty if the backend has none.
 
         Raises:
             JobNotFoundError: No such job.
@@ -242,11 +239,11 @@ class Backend(abc.ABC):
         return {}
 
     def events(self, ref: JobRef) -> Sequence[PlaceEvent]:
-        """What the place has said of the parts of the newest run, oldest first; empty where it says nothing.
+        """The cluster's events about the newest run, oldest first; empty if the backend has none.
 
         Raises:
             JobNotFoundError: No such job.
-            BackendError: It cannot be asked.
+            BackendError: They cannot be read.
         """
         del ref
         return ()
@@ -260,12 +257,12 @@ class Backend(abc.ABC):
 
 
 class NoConnectionError(BackendError):
-    """This user can never connect to the head: rights or the network forbid it. Its stdout is then the only way."""
+    """Rights or the network forbid this user to connect to the head: only its stdout can be read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunHandle:
-    """One run of a job: one head and its relays. All that a place needs to find them again."""
+    """Everything by which a place finds a run again: one life of a head, with its relays."""
 
     ref: JobRef
     object: str
@@ -274,7 +271,7 @@ class RunHandle:
     """From 1."""
     spec: JobSpec
     place: tuple[tuple[str, str], ...] = ()
-    """What else the place wrote down when it started the job; kept in the job's record."""
+    """The place's own values of the run, such as the cluster's address; kept in the job's record."""
 
     def get(self, name: str, default: str = "") -> str:
         """One value of `place`."""
@@ -283,18 +280,18 @@ class RunHandle:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Trouble:
-    """Something that is not as it should be, in a sentence for the user."""
+    """Why a pod or a whole run waits or has ended, as a sentence for the user."""
 
     sentence: str
     """Begins with a capital, without its full stop."""
     remedy: str = ""
-    """What you can do about it, as sentences; empty if nothing."""
+    """What the user can do about it, as sentences; empty if nothing."""
     cause: FailureCause | None = None
     """The cause of the job's failure, if this ends the job. None: it follows from how the pod ended."""
     heals: bool = False
-    """Whether it may end by itself, or because somebody acts."""
+    """Whether the trouble may end by itself, or because a person acts."""
     needs_action: bool = False
-    """Whether it ends only if somebody acts, such as by pushing the image."""
+    """Whether the trouble ends only if a person acts, such as by pushing the image."""
 
     def __str__(self) -> str:
         """The sentence and the remedy."""
@@ -313,37 +310,36 @@ class Part:
     """0 is the head."""
     name: str
     uid: str
-    """Names this very container: one that was made again under the same name has another."""
+    """The container's identity: another container of the same name has another UID."""
     state: PartState
     exit_code: int | None = None
     message: str = ""
-    """Its termination message, where the place keeps one."""
+    """Its termination message, if it left one."""
     trouble: Trouble | None = None
-    """Why it waits, or why it ended as it did."""
+    """Why the part waits, or why it ended as it did."""
     lost: LostBy = ""
-    """Why its end is not its own doing. Empty also where it simply ended."""
+    """What ended the part from outside; empty if it runs, or ended by itself."""
     node: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """A run, as its place sees it now. The place reports; the follower judges."""
+    """A place's report on a run. The place only reports, the follower decides."""
 
     parts: tuple[Part, ...] = ()
-    """Those that exist, by their numbers."""
+    """The parts that exist, by their numbers."""
     trouble: Trouble | None = None
-    """What keeps the whole from starting, or ended it: the one sentence that explains most. One of a waiting run that does
-    not heal means that it can never start."""
+    """Why the run does not start, or why it ended: the trouble that explains most. If it does not heal, a waiting run can never start."""
     suspended: str = ""
     """Why the run is suspended; empty if it is not."""
     queue_position: int | None = None
-    """Where it stands in the queue that it waits in, from 1; None if it waits in none, or if that is not known."""
+    """The run's place in the queue that it waits in, from 1; None if it waits in none, or if that is not known."""
     gone: bool = False
     """Whether the run's object has been deleted."""
     finished: Literal["", "succeeded", "failed", "cancelled"] = ""
-    """How the object itself says that the run ended; believed only where no pod says anything."""
+    """How the run ended by the state of its object; used only if no pod tells."""
     fresh: bool = True
-    """Whether all of this is up to date: a watch that lags must not end a job."""
+    """Whether the report is up to date: an old one must not end a job."""
 
     @property
     def head(self) -> Part | None:
@@ -352,41 +348,40 @@ class Look:
 
 
 class Connection(Protocol):
-    """Bytes to and from the head's byte server: a socket, or a tunnel that has its methods."""
+    """A connection to the head's byte server: a socket, or a tunnel that has its methods."""
 
     def sendall(self, data: bytes, /) -> object:
-        """Send all of it."""
+        """Send all of the data."""
 
     def recv(self, size: int, /) -> bytes:
-        """At most `size` bytes; none at the end. Raises `TimeoutError` when the timeout is over first."""
+        """Receive at most `size` bytes; none at the end. Raises `TimeoutError` when the timeout is over first."""
 
     def settimeout(self, seconds: float | None, /) -> None:
-        """How long `recv` and `sendall` wait."""
+        """Set how long `recv` and `sendall` wait."""
 
     def shutdown(self, how: int, /) -> None:
-        """With `SHUT_RDWR`: end it, also for a thread that waits in `recv`."""
+        """End the connection, also for a thread that waits in `recv`. `how` is always `SHUT_RDWR`."""
 
     def close(self) -> None:
-        """Free it; not while another thread uses it."""
+        """Close the connection, which no other thread may use any more."""
 
 
 class Place(Protocol):
     """Where containers of jobs run: a Docker engine, a Kubernetes cluster.
 
-    Everything may raise `BackendError`; `retryable` says that the same call may succeed later. What has a body here is what a
-    place does that derives from this class.
+    Every method may raise `BackendError`; `retryable` says that the same call may succeed later.
     """
 
     name: str
     """The word that `on=` takes."""
     noun: str
-    """What a part is called: `container`, `pod`."""
+    """The word for a part: `container`, `pod`."""
 
     def settle(self, request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
         """Look up what a request leaves open, check whether the job could run, and make its image; see `Backend`."""
 
     def render(self, spec: JobSpec) -> str:
-        """What `start` creates, for people. Pure."""
+        """The objects that `start` creates, as text. Pure."""
 
     def object_name(self, job: str, run: int) -> str:
         """Name of the object that `start` creates for a run: the job's name, `<name>-2` for the second. Pure."""
@@ -408,7 +403,7 @@ class Place(Protocol):
         """
 
     def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
-        """Send what did not fit into `start`'s objects. Called in a thread of the follower's; may return at once.
+        """Send the input that did not fit into the objects of `start`. Called in a thread of the follower's.
 
         Args:
             handle: The run.
@@ -418,18 +413,19 @@ class Place(Protocol):
         del handle, key, on_progress
 
     def look(self, handle: RunHandle) -> Look:
-        """How the run is now. Cheap: may be called several times a second."""
+        """Report on the run. Cheap: may be called several times a second."""
 
     def listen(self, handle: RunHandle, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call `changed` whenever `look` may have a new answer, from any thread. Returns the end of the subscription.
+        """Call `changed`, from any thread, whenever `look` may return something new; the follower also looks once a second.
 
-        A place without news of its own is looked at once a second.
+        Returns:
+            A function that ends the subscription.
         """
         del handle, changed
         return lambda: None
 
     def head_output(self, handle: RunHandle, *, follow: bool) -> contextlib.AbstractContextManager[Iterator[bytes]]:
-        """What the head's container printed, from its beginning or what the place still has of it.
+        """The output of the head's container, as far as the place still has it.
 
         Args:
             handle: The run.
@@ -437,18 +433,18 @@ class Place(Protocol):
         """
 
     def last_words(self, handle: RunHandle, part: Part, limit: int) -> bytes:
-        """The last bytes that a container printed, at most `limit`; empty where there are none any more."""
+        """The last bytes of a container's output, at most `limit`; empty if the place no longer has them."""
 
     def connect(self, handle: RunHandle) -> Connection:
         """Connect to the head's byte server.
 
         Raises:
             NoConnectionError: Rights or the network forbid it, now and later.
-            BackendError: Not possible now.
+            BackendError: It is not possible now.
         """
 
     def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
-        """Bring a file of an ended head (an outcome, `checkpoint`) here without a connection to it.
+        """Fetch a file (an outcome, `checkpoint`) without a connection to the head, which may have ended.
 
         Args:
             handle: The run.
@@ -456,49 +452,49 @@ class Place(Protocol):
             target: Where to write it.
 
         Returns:
-            Whether it is there now; False if the place has no such way or there is no such file.
+            Whether the place has it.
         """
 
     def kill(self, handle: RunHandle, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
-        """End all containers: SIGTERM, and SIGKILL after `grace_s`. What has ended stays as it is. None starts afterwards.
+        """End all containers: SIGTERM, and SIGKILL after `grace_s`. Those that have ended stay, and no other starts.
 
         Args:
             handle: The run.
-            grace_s: Seconds.
-            why: Why the run has failed, for those who look at it from elsewhere; empty if a user cancels it.
-            head_leaves: Whether the head ends by itself, or has: the others are ended when it has.
+            grace_s: Seconds between the signals.
+            why: Why the run has failed, for users of other machines; empty if a user cancels it.
+            head_leaves: Whether the head ends by itself, or has ended: the others are ended after it.
         """
 
     def remove(self, handle: RunHandle) -> None:
-        """Remove the run's objects and all that was made for them. What is gone already is no error.
+        """Remove the run's objects, which may be gone already, and everything that was made for them.
 
-        Returns when its pods are gone too, or after their grace: what they held (quota, GPUs, names) is free then.
+        Waits until the pods are gone, too, or until their grace is over: their quota, GPUs and names are then free.
         """
 
     def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
-        """How all jobs are, oldest first, in one request; see `Backend`."""
+        """The statuses of all jobs, oldest first, in one request; see `Backend`."""
 
     def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
         """Find a job that was submitted from another machine.
 
         Args:
             ref: The job.
-            trust: Whether its results may be loaded although another user submitted it; None: its key is not read.
+            trust: Whether its results may be loaded although another user submitted it; with None its key is not read.
 
         Returns:
-            Its newest run with the full reference, and the job's key; None for a user who may not read it.
+            The handle of its newest run, with the full reference, and the job's key; None if the key may not be read.
 
         Raises:
             JobNotFoundError: No such job.
         """
 
     def describe(self, handle: RunHandle) -> dict[str, Any]:
-        """The object itself, as its API shows it; empty where a run is no single object."""
+        """The run's object, as its API shows it; empty if a run is no single object."""
         del handle
         return {}
 
     def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:
-        """What the place has said of a run's parts, oldest first; empty where it says nothing."""
+        """The place's events about the run, oldest first; empty if the place has none."""
         del handle
         return ()
 
@@ -506,4 +502,4 @@ class Place(Protocol):
         """Names of the volumes that jobs can have, as the values of `volumes=` take them."""
 
     def close(self) -> None:
-        """Close connections that are kept; the next call makes new ones."""
+        """Close idle connections; the next call opens new ones."""

@@ -51,20 +51,17 @@ _KALE_STATES = {
     StateName.FAILED: "Failed",
     StateName.CANCELLED: "Failed",
 }
-_COUNTED = {
-    RankStateName.SUCCEEDED: "succeeded",
-    RankStateName.FAILED: "failed",
-}
+_COUNTED = {RankStateName.SUCCEEDED: "succeeded", RankStateName.FAILED: "failed"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Inside:
-    """What the library's own parts need of a job, and users do not."""
+    """The parts of a job that only the library itself uses."""
 
     files: JobFiles
     """The job's files on this machine."""
     key: bytes | None
-    """Its secret; a name may be used again after a deletion, a key is not."""
+    """The job's secret. It names the job for good: a name may be used again after a deletion."""
     targets: weights.Targets | None
     """The notebook's objects that the job trains; None if they are not known here."""
     after_wait: list[Callable[[], None]]
@@ -73,8 +70,8 @@ class Inside:
     """What was submitted, as text."""
     model_state: Callable[[], dict[str, Any]]
     """The trained weights of a job that has succeeded; the notebook's model is left alone."""
-    saying_why: Callable[[], contextlib.AbstractContextManager[None]]
-    """Around what reads the log until the job ends: prints why the job waits."""
+    reasons: watch.Reasons
+    """Prints why the job waits."""
 
 
 class Job(Generic[R]):
@@ -116,7 +113,6 @@ class Job(Generic[R]):
         self._again = again
         self._track = track
         self._watcher = watch.watcher(backend)
-        self._reasons = watch.Reasons(ref)
         self._inside = Inside(
             files=outcomes.files,
             key=outcomes.key,
@@ -124,7 +120,7 @@ class Job(Generic[R]):
             after_wait=[],
             plan=lambda: backend.plan(spec).text,
             model_state=lambda: outcomes.model_state(backend.status(ref).attempt),
-            saying_why=lambda: self._reasons.followed(self._watcher),
+            reasons=watch.Reasons(backend, ref),
         )
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -189,7 +185,7 @@ class Job(Generic[R]):
         """Wait for the job's end. After a success the notebook's model has its weights.
 
         A failed job does not raise here: one line says what happened, and `result()` raises. Why the job waits for its pods
-        is printed on stderr, each reason once.
+        is printed on stderr, each reason once, unless a widget shows it.
 
         Args:
             timeout: Seconds to wait at most; None for as long as it takes.
@@ -417,7 +413,7 @@ class Job(Generic[R]):
 
         unsubscribe = self.subscribe(show)
         try:
-            with self._interruptible(), self._inside.saying_why():
+            with self._interruptible(), self._inside.reasons.printed():
                 for line in self._backend.logs(self._ref, follow=True):
                     say(line)
             show(self.status)
@@ -527,7 +523,7 @@ class Job(Generic[R]):
         watch.check_timeout(timeout)
         try:
             with self._interruptible():
-                return self._watcher.wait(self._ref, timeout, self._reasons.say)
+                return self._watcher.wait(self._ref, timeout, self._inside.reasons.print)
         finally:
             for callback in tuple(self._inside.after_wait):
                 with contextlib.suppress(Exception):
@@ -623,11 +619,11 @@ def state_of(status: JobStatus) -> str:
 
 
 def resource(spec: JobSpec, status: JobStatus) -> dict[str, Any]:
-    """What a cluster would say of this job; rank 0 is its master.
+    """The custom resource by which a cluster would show a job; rank 0 is its master.
 
     Args:
         spec: What was submitted.
-        status: How it is.
+        status: The job's status now.
     """
     state = state_of(status)
     counts = {"Master": Counter[str](), "Worker": Counter[str]()}
@@ -635,17 +631,12 @@ def resource(spec: JobSpec, status: JobStatus) -> dict[str, Any]:
         ended = _COUNTED.get(replica.state) or ("active" if state in ("Running", "Restarting") else "")
         if ended:
             counts["Master" if replica.rank == 0 else "Worker"][ended] += 1
-    conditions = ["Created", *([state] if state != "Created" else [])]
+    conditions = [
+        {"type": name, "status": "True", "reason": f"PyTorchJob{name}", "message": status.reason * (name == state)}
+        for name in dict.fromkeys(("Created", state))
+    ]
     found: dict[str, Any] = {
-        "conditions": [
-            {
-                "type": name,
-                "status": "True",
-                "reason": f"PyTorchJob{name}",
-                "message": status.reason if name == state else "",
-            }
-            for name in conditions
-        ],
+        "conditions": conditions,
         "replicaStatuses": {kind: dict(count) for kind, count in counts.items() if kind == "Master" or count},
     }
     for name, moment in (("startTime", status.started), ("completionTime", status.ended)):
@@ -663,7 +654,7 @@ def resource(spec: JobSpec, status: JobStatus) -> dict[str, Any]:
 
 
 def inside(job: Job[Any]) -> Inside:
-    """What the library's own parts need of a job."""
+    """The parts of a job that only the library itself uses."""
     return job._inside  # noqa: SLF001 - the one way in
 
 

@@ -1,4 +1,4 @@
-"""What an interrupt does while a call waits for a job.
+"""Decides what an interrupt does while a call waits for a job.
 
 In a notebook the stop button is pressed to get the cell back: the first interrupt ends the waiting, and only a second
 one within `SECOND_WITHIN_S` ends the job. In a script, and in a kernel without a front end, the first one ends
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from kale_dist.errors import KaleDistError, tracebacks
 
@@ -23,22 +24,26 @@ _lock = threading.Lock()
 _last_interrupt = -math.inf
 
 
-def is_interactive() -> bool:
-    """Whether this is a kernel with somebody at its front end; false in scripts, terminals and executed notebooks."""
+def shell() -> Any:
+    """IPython's shell of this process; None without one. IPython is not imported to find out."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    kernel = getattr(shell, "kernel", None)
-    # Front ends say with each cell whether they can answer input(); those that execute whole notebooks cannot.
+    return ipython.get_ipython() if ipython is not None else None
+
+
+def is_interactive() -> bool:
+    """Whether this is a kernel with a person at its front end; False in scripts, terminals and executed notebooks."""
+    kernel = getattr(shell(), "kernel", None)
+    # A front end sends with each cell whether it can answer input(); tools that execute notebooks cannot.
     return kernel is not None and bool(getattr(kernel, "_allow_stdin", True))
 
 
 @contextlib.contextmanager
 def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
-    """Around every wait: decides what a KeyboardInterrupt does to the job, says so in one line, and raises it again.
+    """Handle a KeyboardInterrupt during a wait: cancel the job or let it run, print which, and raise it again.
 
     Args:
-        ref: The job's reference, for the line.
-        cancel: Ends the job without waiting.
+        ref: The job's reference, for the printed line.
+        cancel: Cancels the job without waiting.
     """
     try:
         yield

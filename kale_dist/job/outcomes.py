@@ -1,4 +1,4 @@
-"""Reads, in the notebook, what a job's ranks have left: values, exceptions, weights, checkpoints."""
+"""Reads the outcomes of a job's ranks in the notebook: values, exceptions, weights, checkpoints."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class OutcomeReader:
         ref: The job's reference.
         spec: What was submitted.
         files: Where the outcomes lie on this machine.
-        key: The job's secret bytes; None if this user may not read them: then no result can be had.
-        store: Where the snapshot's blobs are, for a job of another process.
-        originals: The notebook's own classes and functions that came with the snapshot; None in another process,
-            where they are made from the snapshot when they are first needed.
-        fetch: Brings a file of the job, by its name, to this machine; None where all are here.
+        key: The job's secret bytes; None if this user may not read them: then no result can be read.
+        store: Where the snapshot's blobs are.
+        originals: The notebook's own classes and functions in the snapshot; None in another process, which loads them
+            from the snapshot when a result needs them.
+        fetch: Fetches a file of the job by its name; None if all files are on this machine.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class OutcomeReader:
         return value.value if isinstance(value, Returned) else value
 
     def trained(self, attempt: int) -> Any:
-        """What rank 0 has trained, as `weights.load` takes it: a `TrainingResult`, or the models of a function's arguments."""
+        """The argument of `weights.load`: rank 0's `TrainingResult`, or the models of a function's arguments."""
         return self._outcome(0, attempt).value
 
     def error(self, status: JobStatus) -> JobError:
@@ -137,6 +137,7 @@ class OutcomeReader:
         """
         from kale_dist.worker.training import checkpoint
 
+        self._spec.check_version(self._ref)
         self._bring(self.files.checkpoint)
         found = [run.files.checkpoint for run in records.runs(self.files.folder.name) if run.files.checkpoint.exists()]
         if not found:
@@ -155,27 +156,28 @@ class OutcomeReader:
         return _copy(kept)
 
     def rebuilt_targets(self) -> weights.Targets:
-        """Model, optimizer and scheduler as the snapshot has them, for a process that is not the notebook's.
+        """Model, optimizer and scheduler built from the snapshot, for a process that is not the notebook's.
 
         Raises:
-            ResultUnavailableError: Bytes of the snapshot are gone.
+            ResultUnavailableError: Blobs of the snapshot are gone.
         """
         try:
             training: Training = self._load().args[0]
         except StoreError as error:
             raise ResultUnavailableError(
-                f"The model of {self._ref} cannot be built, for bytes of its snapshot are gone ({error}). "
+                f"The model of {self._ref} cannot be built, because blobs of its snapshot are gone ({error}). "
                 "job.state_dict() has the weights",
                 self._ref,
             ) from error
         return weights.remember(training.model, training.optimizer, training.scheduler, training.kept)
 
     def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:
+        self._spec.check_version(self._ref)
         if self.key is None:
             raise ResultUnavailableError(
-                f"The key of {self._ref} is not here ({self.files.key}), so a forged result could not be told from a real "
-                "one; status and log are there. On a cluster it is in the job's Secret: kale_dist.attach reads it if you may "
-                "get Secrets, and that of another user's job with trust=True",
+                f"Results of {self._ref} cannot be verified, because the job's key is not on this machine ({self.files.key}). "
+                "Its status and its log can be read. On a cluster the key is in the job's Secret: kale_dist.attach reads it if "
+                "you may get Secrets, and that of another user's job with trust=True",
                 self._ref,
             )
         with self._lock:
@@ -192,7 +194,7 @@ class OutcomeReader:
                     attempt=attempt - run.first_attempt,
                     rank=rank,
                 )
-                found = self._read[rank, attempt] = outcome.read(path, signer=signer, resolve=self._resolve)
+                found = self._read[rank, attempt] = outcome.read_outcome(path, signer=signer, resolve=self._resolve)
             return found
 
     def _bring(self, path: pathlib.Path) -> None:
@@ -200,7 +202,7 @@ class OutcomeReader:
             self._fetch(path.name)
 
     def _cause(self, status: JobStatus) -> tuple[BaseException, str]:
-        """The exception to blame, and its formatted traceback."""
+        """The exception of the rank that failed first, and its formatted traceback."""
         if status.failed_rank is not None and status.cause not in _TIME_CAUSES:
             try:
                 found = self._outcome(status.failed_rank, status.attempt)
@@ -208,7 +210,7 @@ class OutcomeReader:
                 pass
             else:
                 if found.error is not None:
-                    # Without frames it would only repeat the reason.
+                    # A traceback without frames would only repeat the reason.
                     return found.error, found.traceback if "\n  File " in found.traceback else ""
         return RankError(status.reason), ""
 
@@ -218,9 +220,10 @@ class OutcomeReader:
         return self._load().references.resolve(index)
 
     def _load(self) -> loading.Loaded:
+        self._spec.check_version(self._ref)
         with self._lock:
             if self._loaded is None:
-                # Without `fill_main`: this is somebody's session, whose names are not ours to overwrite.
+                # Without `fill_main`, which would overwrite the user's own names.
                 modules = self.files.modules if self.files.modules.is_dir() else None
                 self._loaded = loading.load(self._store, self._spec.snapshot, modules=modules, fill_main=False)
             return self._loaded

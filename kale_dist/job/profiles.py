@@ -1,4 +1,4 @@
-"""A job's profile in the notebook: the table of where time goes, and the traces of the ranks."""
+"""A job's profile in the notebook: a table of the parts of a training step, and the ranks' traces."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Profile:
     """Where the time of a step goes, in each rank. Made by `job.profile()`.
 
     Args:
-        status: The job's.
-        results: Waits for the job's success, and gives what its ranks returned.
+        status: The job's status.
+        results: Waits for the job's success, and returns the ranks' results.
     """
 
     def __init__(self, status: JobStatus, results: Callable[[], list[Any]]) -> None:
@@ -38,7 +38,7 @@ class Profile:
         """Write a rank's trace to a file, for Perfetto (https://ui.perfetto.dev) or `chrome://tracing`. Waits for the job's success.
 
         Args:
-            rank: Which.
+            rank: The rank.
             path: The file; None for `trace-RANK.json.gz` in the working folder. It is compressed by gzip.
 
         Returns:

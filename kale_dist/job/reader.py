@@ -1,6 +1,6 @@
 """Reads a job's folder, from any process and for all backends: its status and its log.
 
-A job's runs are read in order as one log; an attempt counts through all runs.
+A job's runs are read in order as one log; attempts are numbered through all runs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kale_dist.wire import BlockReader, FailureCause, JobFiles, LineBlock, LogLi
 
 _PIECE_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 18
-"""The last lines are looked for in so much of a log, and then in more and more of it."""
+"""How much of a log's end is first searched for its last lines; then eight times more, and so on."""
 
 
 class LogReader:
     """Reads a job's log, each line once.
 
     Args:
-        job: The files of the job; they may not be there yet.
+        job: The paths of the job's files, which may not exist yet.
     """
 
     def __init__(self, job: JobFiles) -> None:
@@ -41,10 +41,10 @@ class LogReader:
         self._begin(1)
 
     def read(self, ranks: Iterable[int] | None = None) -> Iterator[LogLine]:
-        """The lines that came since the last call. What is damaged (a disk was full) is left out.
+        """Yield the lines that were written since the last call. Damaged parts (after a full disk) are left out.
 
         Args:
-            ranks: Only these ranks' lines; None for all, and what agents say.
+            ranks: Only these ranks' lines; None for the lines of all ranks and of agents.
         """
         wanted = None if ranks is None else frozenset(ranks)
         for record in self._records():
@@ -52,9 +52,9 @@ class LogReader:
                 yield from self._of_run(record).lines()
 
     def end(self) -> tuple[int, int]:
-        """Where the last whole record of the first run ends, and the number of the line after it.
+        """The offset after the last whole record of the first run, and the number of the next line.
 
-        Lines that the notebook has added have no number: the one before them counts.
+        Lines that the notebook has added have no number; the line before them counts.
         """
         for _ in self._read_backwards():
             if self._next:
@@ -62,13 +62,13 @@ class LogReader:
         return self._offset, self._next
 
     def tail(self, count: int, ranks: Iterable[int] | None = None) -> Sequence[LogLine]:
-        """The last lines of those there are; `read` then gives what comes after them.
+        """The last lines so far; `read` then continues after them.
 
         A long log is read from its end, and whole only for a rank that has written fewer lines.
 
         Args:
-            count: How many lines at most.
-            ranks: As in `read`.
+            count: How many lines to return at most.
+            ranks: Only these ranks' lines, as for `read`.
         """
         wanted = None if ranks is None else frozenset(ranks)
         last = 1
@@ -96,13 +96,13 @@ class LogReader:
         self._next = 0
 
     def _of_run(self, record: LineBlock) -> LineBlock:
-        """With its attempt counted through all runs."""
+        """The block with its attempt's number within the job."""
         shift = self._first_attempt
         return dataclasses.replace(record, attempt=record.attempt + shift) if shift else record
 
     def _records(self) -> Iterator[LineBlock]:
         while True:
-            # Asked before reading: once a run has started, nothing is added to the one before.
+            # Checked before reading: once a run has started, nothing is added to the one before.
             is_over = self._job.run(self._number + 1).run_facts.exists()
             yield from self._records_of_run()
             if not is_over:
@@ -125,7 +125,7 @@ class LogReader:
                     yield block
 
     def _read_backwards(self) -> Iterator[list[LineBlock]]:
-        """The last records of one run, and then more and more of them; leaves the reader at its end."""
+        """Yield the last records of the present run, each time more of them; leaves the reader at the run's end."""
         span = _TAIL_BYTES
         while True:
             self._offset, self._next = _record_before_end(self._files.log, span), 0
@@ -136,7 +136,7 @@ class LogReader:
             span *= 8
 
     def _tail_of_run(self, count: int, wanted: frozenset[int] | None) -> list[LogLine]:
-        """The last lines of one run; leaves the reader at its end."""
+        """The last lines of the present run; leaves the reader at the run's end."""
         records: list[LineBlock] = []
         for found in self._read_backwards():
             records = [record for record in found if wanted is None or record.rank in wanted]
@@ -147,11 +147,11 @@ class LogReader:
 
 
 class JobReader:
-    """The status of one job, kept up to date with as little reading as can be. Safe to use from threads.
+    """Keeps the status of one job up to date, and reads only what is new. Safe to use from threads.
 
     Args:
-        name: The name of its record.
-        lives: Tells from the record whether the process that writes the job's files still does.
+        name: The name of the job's record.
+        lives: Whether the process that writes the job's files is alive, according to a record.
 
     Raises:
         JobNotFoundError: There is no such job.
@@ -175,11 +175,11 @@ class JobReader:
 
     @property
     def exists(self) -> bool:
-        """Whether this very job is still there; false after its deletion, even if its name was taken again."""
+        """Whether the job still exists; False after its deletion, even if its name was taken again."""
         return self._files.folder.exists() and self._identify_job() == self._identity
 
     def record(self) -> Record:
-        """The job's record as it is now: a replaced agent changes it.
+        """The job's current record: a new agent changes it.
 
         Raises:
             JobNotFoundError: The job was deleted.
@@ -191,11 +191,11 @@ class JobReader:
         return self._record
 
     def open_log(self) -> LogReader:
-        """A reader of the log, from its first line."""
+        """A reader at the first line of the job's log."""
         return LogReader(self._files)
 
     def status(self) -> JobStatus:
-        """What is known now.
+        """Read what is new, and return the job's status.
 
         Raises:
             JobNotFoundError: The job was deleted.
@@ -203,10 +203,10 @@ class JobReader:
         with self._lock:
             if not self.exists:
                 raise JobNotFoundError(f"{self._record.ref} was deleted")
-            # Asked first: an agent that has ended since has written all that it had to say by then.
+            # Checked before reading: an agent that had ended by then had written everything.
             agent_lives = self._status.is_final or self._lives(self.record())
             while True:
-                # Asked before reading: once a run has started, nothing is added to the one before.
+                # Checked before reading: once a run has started, nothing is added to the one before.
                 is_over = self._files.run(self._number + 1).run_facts.exists()
                 self._read_events()
                 if not is_over:
@@ -242,7 +242,7 @@ class JobReader:
         if identity is None or identity == self._progress_identity:
             return
         self._progress_identity = identity
-        # A damaged file tells nothing; the next one replaces it.
+        # A damaged file is ignored, because the next one replaces it.
         with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
             last: dict[str, dict[str, Any]] = json.loads(self._run.progress.read_bytes())
             self._reduce(last.values())
@@ -270,7 +270,7 @@ class JobReader:
         )
 
     def _identify_job(self) -> tuple[tuple[int, int] | None, int]:
-        """Tells this job from a later one of the same name: its key is written once, and the folder's inode recurs."""
+        """Identifies this job among those of its name, by key file and folder: a folder's inode alone may be used again."""
         with contextlib.suppress(OSError):
             return _identify(self._files.key), self._files.folder.stat().st_ino
         return None, 0
@@ -283,7 +283,7 @@ def _first_attempt(run: JobFiles) -> int:
 
 
 def _record_before_end(log: pathlib.Path, span: int) -> int:
-    """Where a record begins in the last bytes of a log; 0 for the whole log."""
+    """The offset of a record's beginning in the last `span` bytes of a log; 0 for the whole log."""
     with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
         offset = file.seek(0, io.SEEK_END) - span
         found = wire.lines_after(file, offset) if offset > 0 else None
@@ -292,7 +292,7 @@ def _record_before_end(log: pathlib.Path, span: int) -> int:
 
 
 def _identify(path: pathlib.Path) -> tuple[int, int] | None:
-    """Tells one file of a name from another that replaced it."""
+    """Identifies a file among those that had its name; None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -301,10 +301,10 @@ def _identify(path: pathlib.Path) -> tuple[int, int] | None:
 
 
 class FolderBackend(Backend):
-    """What backends share whose jobs are folders of this machine: readers, and telling those who wait of changes.
+    """Base of the backends: reads the jobs' folders on this machine, and notifies waiting callers of changes.
 
     Args:
-        lives: Tells from a record whether the process that writes the job's files still does.
+        lives: Whether the process that writes a job's files is alive, according to its record.
     """
 
     def __init__(self, lives: Callable[[Record], bool]) -> None:
@@ -322,7 +322,7 @@ class FolderBackend(Backend):
     def logs(
         self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
     ) -> Iterator[LogLine]:
-        """Lines of all ranks, only the last `tail` of those so far; with `follow` until the job has ended."""
+        """Yield the log's lines, or only the last `tail` of those so far; with `follow`, until the job has ended."""
         job = self._reader(ref)
         if not job.status().is_final:
             self._attend(ref)
@@ -335,7 +335,7 @@ class FolderBackend(Backend):
         if tail is not None:
             yield from log.tail(tail, ranks)
         while follow or tail is None:
-            # Asked before reading: what a job has written before it ended is then read for certain.
+            # Checked before reading, so that everything is read that the job wrote before its end.
             seen, is_last = self._changes, not follow or job.status().is_final
             yield from log.read(ranks)
             if is_last:
@@ -346,13 +346,13 @@ class FolderBackend(Backend):
 
     @abc.abstractmethod
     def _attend(self, ref: JobRef) -> float:
-        """See that news of an unfinished job come; gives the seconds after which to look even without."""
+        """Have changes of an unfinished job reported; returns the seconds after which to read without a report."""
 
     def _reader(self, ref: JobRef) -> JobReader:
-        """The reader of a job's folder.
+        """The reader of a job's folder, made on first use.
 
         Raises:
-            JobNotFoundError: No such job.
+            JobNotFoundError: There is no such job.
         """
         if ref.backend != self.name:
             raise JobNotFoundError(f"{ref} is not a job of the {self.name} backend")
@@ -364,13 +364,13 @@ class FolderBackend(Backend):
             return found
 
     def _wake_readers(self) -> None:
-        """A log has grown."""
+        """Wake the callers that wait for lines: a log has grown."""
         with self._changed:
             self._changes += 1
             self._changed.notify_all()
 
-    def _tell(self, ref: JobRef) -> None:
-        """A job may have changed, its log too."""
+    def _notify(self, ref: JobRef) -> None:
+        """Wake the callers that wait for lines, and call the listeners: a job may have changed."""
         self._wake_readers()
         for callback in tuple(self._listeners):
             callback(ref)

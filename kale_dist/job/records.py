@@ -1,9 +1,9 @@
-"""Jobs on disk: one private folder each, found again by any process of the same user.
+"""Jobs on disk: each has a private folder, which any process of the same user finds again.
 
 `$XDG_STATE_HOME/kale-dist/` (or `~/.local/state/kale-dist/`) holds
 
-    jobs/<name>/     a job's folder, named by `contract.JobFiles`; making it takes the name. Runs after the first have
-                     a folder of their own in it: `run-2`, `run-3`
+    jobs/<name>/     a job's folder with the files of `wire.JobFiles`; its creation takes the name. Runs after the first
+                     have folders of their own in it: `run-2`, `run-3`
     blobs/           the snapshots' bytes, by content, shared by all jobs
     lock             held shared from a snapshot's first byte to its record, and alone while blobs are deleted
 """
@@ -31,7 +31,7 @@ from kale_dist.wire.blobs import FolderStore, fresh
 from kale_dist.wording import listing
 
 BLOBS_WARNING_BYTES = 20 << 30
-"""From this size on a call warns that old snapshots fill the disk."""
+"""Above this size a call warns that old snapshots fill the disk."""
 
 _DELETED = ".deleted-"
 _FOLDER_NAME = re.compile(r"[a-z0-9-]{1,63}(?:\.[a-z0-9-]{1,63}){0,3}", re.ASCII)
@@ -39,11 +39,11 @@ _FOLDER_NAME = re.compile(r"[a-z0-9-]{1,63}(?:\.[a-z0-9-]{1,63}){0,3}", re.ASCII
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """What is written down of a job when it is submitted. Never holds the key."""
+    """The record of a job, written at its submission. Never contains the key."""
 
     ref: str
     name: str
-    """Of its folder: the job's own name, with the backend's name and the namespace in front for other backends."""
+    """The folder's name: the job's own, after the backend's name and the namespace for backends other than local."""
     created: float
     """Seconds since 1970."""
     spec: JobSpec
@@ -51,59 +51,59 @@ class Record:
     detach: bool
     agent_pid: int = 0
     agent_start: int = 0
-    """With the pid this names the agent's process for good: ticks since boot."""
+    """When the agent's process started, in ticks since boot: with the pid this identifies the process."""
     agent_socket: str = ""
-    """Where processes other than the notebook's reach the agent."""
+    """The socket by which processes other than the notebook's reach the agent."""
     place: tuple[tuple[str, str], ...] = ()
-    """What a backend that is not local needs to find the job again."""
+    """Facts by which a backend other than local finds the job again."""
 
     def to_json(self) -> dict[str, Any]:
-        """A plain object."""
+        """The record as a JSON object."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**values, "spec": self.spec.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """The inverse of `to_json`. Fields of later versions are passed over."""
+        """The inverse of `to_json`. Ignores fields of later versions."""
         known = {field.name: data[field.name] for field in dataclasses.fields(cls)}
         return decode(cls, {**known, "spec": JobSpec.from_json(data["spec"])})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What is written down of one run of a job: one head and what it did."""
+    """The record of one run of a job: one life of a head."""
 
     number: int
-    """From 1."""
+    """The run's number, from 1."""
     files: JobFiles
-    """Where its log, events and outcomes are."""
+    """The files with the run's log, events and outcomes."""
     object: str = ""
-    """Name of its PyTorchJob, or the prefix of its containers' names; empty for a local job."""
+    """The name of the run's PyTorchJob, or the prefix of its containers' names; empty for a local job."""
     uid: str = ""
-    """Of its head; empty before the head has been seen."""
+    """The uid of the head's pod; empty before the head was seen."""
     first_attempt: int = 0
-    """Attempts of all runs before it: what the head calls attempt 0."""
+    """The number of attempts in all earlier runs: this run's attempt 0 has this number in the job."""
     began: float = 0.0
-    """When it was submitted, or resumed after a suspension, in seconds since 1970; 0: when the record was written."""
+    """When the run was submitted, or resumed after a suspension, in seconds since 1970; 0 stands for `Record.created`."""
     is_started: bool = True
-    """Whether its object has been created."""
+    """Whether the run's object was created on the cluster."""
     is_free: bool = False
-    """Whether it does not count against `max_restarts`, as after a suspension."""
+    """Whether the run does not count against `max_restarts`, as after a suspension."""
     is_suspended: bool = False
-    """Whether it was suspended: the next head of the same object is the next run, which is free."""
+    """Whether the run was suspended: the next head of the same object is then the next run, with `is_free`."""
     place: tuple[tuple[str, str], ...] = ()
-    """What the backend needs to find it again; empty: what the record has."""
+    """Facts by which the backend finds the run again; empty if they are those of the record."""
 
 
 def state_dir() -> pathlib.Path:
-    """The folder of everything that outlives a process; made with mode 0700 if it is not there.
+    """The folder of all state that outlives a process; created with mode 0700 if it is missing.
 
     Raises:
-        StoreError: It cannot be made.
+        StoreError: The folder cannot be created.
     """
     base = os.environ.get("XDG_STATE_HOME", "")
     try:
-        # The XDG specification tells to ignore a relative path.
+        # The XDG specification says to ignore a relative path.
         root = pathlib.Path(base) if base.startswith("/") else pathlib.Path.home() / ".local" / "state"
     except RuntimeError as error:
         raise StoreError(f"{error} Set HOME, or XDG_STATE_HOME to a folder you can write to") from error
@@ -121,7 +121,7 @@ def blobs_dir() -> pathlib.Path:
 
 
 def files(name: str) -> JobFiles:
-    """The files of a job, whether it exists or not."""
+    """The paths of a job's files, whether the job exists or not."""
     return JobFiles(jobs_dir() / name)
 
 
@@ -133,7 +133,7 @@ def exists(name: str) -> bool:
 def exists_error(name: str) -> JobExistsError:
     """The error for a name that is taken."""
     ref = name
-    # The record is written a little after its name was taken.
+    # The record is written shortly after the name was taken.
     with contextlib.suppress(JobNotFoundError):
         ref = read(name).ref.removeprefix("local://")
     return JobExistsError(
@@ -163,7 +163,7 @@ def create(name: str, key: bytes) -> JobFiles:
 
 
 def write(record: Record) -> None:
-    """Write or replace a job's record; its folder has to be there.
+    """Write or replace a job's record; its folder has to exist.
 
     Raises:
         StoreError: The disk is full or read-only.
@@ -201,7 +201,7 @@ def read(name: str) -> Record:
 
 
 def runs(name: str) -> tuple[Run, ...]:
-    """All runs of a job, oldest first; at least one, also of a job that does not exist."""
+    """All runs of a job, oldest first; at least one, even if the job does not exist."""
     job = files(name)
     found = [_read_run(job, 1) or Run(number=1, files=job)]
     while (run := _read_run(job, len(found) + 1)) is not None:
@@ -210,7 +210,7 @@ def runs(name: str) -> tuple[Run, ...]:
 
 
 def write_run(run: Run) -> None:
-    """Write down a run, or what is new about it.
+    """Write or replace the record of a run.
 
     Raises:
         StoreError: The job's folder is gone, or the disk is full.
@@ -218,7 +218,7 @@ def write_run(run: Run) -> None:
     target = run.files.run_facts
     values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run) if field.name != "files"}
     try:
-        # Not its parents: a job that was deleted stays deleted.
+        # Without its parents, so that a deleted job stays deleted.
         if run.number > 1:
             run.files.folder.mkdir(mode=0o700, exist_ok=True)
         with fresh(target) as file:
@@ -237,7 +237,7 @@ def _read_run(job: JobFiles, number: int) -> Run | None:
 
 
 def read_key(name: str) -> bytes | None:
-    """The job's secret bytes; None if this user may not read them or they are gone."""
+    """The job's key; None if it is gone or this user may not read it."""
     try:
         return files(name).key.read_bytes() or None
     except OSError:
@@ -249,7 +249,7 @@ def all_records() -> list[Record]:
     found = []
     for folder in jobs_dir().iterdir():
         if not folder.name.startswith("."):
-            # Another process may delete a job between the list and the look.
+            # Another process may have deleted the job since the folder was listed.
             with contextlib.suppress(JobNotFoundError):
                 found.append(read(folder.name))
     return sorted(found, key=lambda record: (record.created, record.name))
@@ -261,7 +261,7 @@ def refs(backend: str) -> list[str]:
 
 
 def withdraw(name: str) -> None:
-    """Remove the folder of a job that was never handed over. Its blobs stay until the next deletion.
+    """Remove the folder of a job that was not submitted after all. Its blobs stay until the next `delete`.
 
     Unlike `delete` it may be called within `keeping_blobs`.
     """
@@ -269,7 +269,7 @@ def withdraw(name: str) -> None:
 
 
 def delete(name: str) -> None:
-    """Remove a job's folder, and all blobs that no other job needs. A job that is not there is left at that."""
+    """Remove a job's folder, if it exists, and all blobs that no other job needs."""
     with _locked(exclusive=True):
         _put_aside(name)
         for rubbish in jobs_dir().glob(f"{_DELETED}*"):
@@ -281,14 +281,14 @@ def delete(name: str) -> None:
 
 
 def _blobs_of(spec: JobSpec) -> Iterator[str]:
-    """What a job's ranks need, and what its image is made of."""
+    """Yield the blobs of a job's snapshot and of its recipe's files."""
     yield from spec.blobs
     yield from (file.digest for file in (spec.recipe.files if spec.recipe is not None else ()))
 
 
 @contextlib.contextmanager
 def keeping_blobs() -> Iterator[None]:
-    """Hold off the deletion of blobs, from a snapshot's first byte until its record is written."""
+    """Prevent the deletion of blobs while a snapshot is taken, until the job's record is written."""
     with _locked(exclusive=False):
         yield
 
@@ -304,7 +304,7 @@ def blobs_size() -> int:
 
 
 def _put_aside(name: str) -> pathlib.Path:
-    """Rename a job's folder: the name is free at once and for all, however long the removal of the files takes."""
+    """Rename a job's folder, so that the name is free at once, however long the removal of the files takes."""
     folder = files(name).folder
     gone = folder.with_name(f"{_DELETED}{name}-{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
@@ -342,11 +342,11 @@ def _store_error(path: pathlib.Path, error: OSError) -> StoreError:
     return StoreError(f"{path} could not be written ({error.strerror or error}). {remedy}")
 
 
-# -- what processes of one machine share: who follows a job, and that its user cancelled it ------------------------------
+# -- shared by the processes of one machine: which of them follows a job, and whether the user cancelled it ---------------
 
 
 def identity() -> str:
-    """The user and machine that submit or cancel a job: `ann@laptop`."""
+    """This user and machine: `ann@laptop`."""
     person = "somebody"
     with contextlib.suppress(Exception):
         person = getpass.getuser()
@@ -354,13 +354,13 @@ def identity() -> str:
 
 
 def mark_cancelled(files: JobFiles) -> None:
-    """Record that this user cancelled a job: it is then not restarted, however its pods end."""
+    """Record that this user cancelled a job, so that it is not restarted, however its pods end."""
     with contextlib.suppress(OSError):
         files.cancelled.write_text(identity())
 
 
 def canceller(files: JobFiles) -> str:
-    """Who cancelled a job on this machine; empty if it was not cancelled."""
+    """The user and machine that cancelled a job from this machine; empty if none did."""
     try:
         return files.cancelled.read_text() or "its user"
     except OSError:
@@ -368,7 +368,7 @@ def canceller(files: JobFiles) -> str:
 
 
 def opened_lock(files: JobFiles) -> TextIO:
-    """The file of the lock that makes one process of several the follower of a job.
+    """Open the file whose lock makes one process of several the follower of a job.
 
     Raises:
         StoreError: The job's folder is gone or cannot be written.
@@ -380,7 +380,7 @@ def opened_lock(files: JobFiles) -> TextIO:
 
 
 def try_lock(file: TextIO) -> bool:
-    """Whether this process is the one that follows the job, until the file is closed."""
+    """Lock a file exclusively until it is closed; False if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -132,7 +132,7 @@ def values_of(status: JobStatus, metric: str) -> list[float]:
 
 
 def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobStatus:
-    """The status after some events, in their order; fields as `contract` lists them.
+    """The status after some events, in their order; fields as `wire.events` lists them.
 
     A final state stays: what a dying job still says does not revive it. Events of an attempt before the status's own
     are passed over, and the first event of a later attempt sets the ranks back to `pending`. What is no event (a file

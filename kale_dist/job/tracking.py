@@ -1,4 +1,4 @@
-"""Follows a job and writes what it reports to its trackers, in one thread. What fails here never fails the job."""
+"""Follows a job and sends its metrics to its trackers, in a thread each. A failing tracker never fails the job."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any
 from kale_dist.errors import KaleDistError, say
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.status import JobStatus
-from kale_dist.trackers import TrackedRun, Tracker, Writer
+from kale_dist.trackers import TrackedJob, Tracker, Writer
 from kale_dist.wire import MetricRow, StateName
 from kale_dist.wire.blobs import fresh
 from kale_dist.worker.training.settings import Training
 
 _END_S = 60.0
-"""How long a wait for a job that has ended waits for its trackers, too: a server may be slow."""
+"""How long a wait for a job also waits for its trackers after the job's end: their servers may be slow."""
 _GIT_S = 10.0
 
 
@@ -35,25 +35,20 @@ def begin(job: Job[Any], trackers: Sequence[Tracker], params: Mapping[str, Any])
     Args:
         job: The job, just submitted.
         trackers: Settings, checked.
-        params: What decides the training.
+        params: The training's parameters (`params_of`).
     """
     for tracker in trackers:
-        _Tracking(job, tracker, _Place(params=params)).start()
+        _Tracking(job, tracker, _Bookmark(params=params)).start()
 
 
 def again(job: Job[Any], trackers: Sequence[Tracker]) -> None:
-    """Track a job that was found again. A tracker that had begun continues where it stopped.
-
-    Args:
-        job: The job, running or ended.
-        trackers: Settings, checked.
-    """
+    """Track a job that was found again, running or ended. A tracker that had begun continues where it stopped."""
     for tracker in trackers:
-        _Tracking(job, tracker, _Place.read(_file(job, tracker))).start()
+        _Tracking(job, tracker, _Bookmark.read(_file(job, tracker))).start()
 
 
 def params_of(training: Training) -> dict[str, Any]:
-    """What decides a training: its plain arguments, and what its objects are."""
+    """The parameters of a training, for trackers: its plain arguments, and the classes of its objects."""
     found: dict[str, Any] = {
         name: value for name, value in training.arguments() if isinstance(value, bool | int | float | str)
     }
@@ -68,17 +63,17 @@ def params_of(training: Training) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    """How far a tracker has come, in the job's folder."""
+class _Bookmark:
+    """How much a tracker was sent; kept in a file of the job's folder."""
 
     run_id: str = ""
     sent: int = 0
-    """Rows that the tracker has got."""
+    """Rows that were sent to the tracker."""
     params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def read(cls, file: pathlib.Path) -> _Place:
+    def read(cls, file: pathlib.Path) -> _Bookmark:
         try:
             return cls(**json.loads(file.read_text()))
         except (OSError, ValueError, TypeError):
@@ -86,18 +81,12 @@ class _Place:
 
 
 class _Tracking:
-    """One tracker of one job.
+    """Sends one job's metrics to one tracker."""
 
-    Args:
-        job: The job.
-        tracker: The tracker's settings.
-        place: How far it has come.
-    """
-
-    def __init__(self, job: Job[Any], tracker: Tracker, place: _Place) -> None:
+    def __init__(self, job: Job[Any], tracker: Tracker, bookmark: _Bookmark) -> None:
         self._job = job
         self._tracker = tracker
-        self._place = place
+        self._bookmark = bookmark
         self._last: MetricRow | None = None
         self._statuses: queue.SimpleQueue[JobStatus] = queue.SimpleQueue()
         self._problem = ""
@@ -110,7 +99,7 @@ class _Tracking:
         self._thread.start()
 
     def _finish(self) -> None:
-        """In the caller's thread, after each wait: the tracker has everything, and what went wrong is said."""
+        """After a wait for the job, in its caller's thread: let the tracker get all rows, and print its failure."""
         with contextlib.suppress(KaleDistError):
             if self._thread.is_alive() and (status := self._job.status).is_final:
                 self._statuses.put(status)
@@ -125,10 +114,10 @@ class _Tracking:
 
     def _follow(self) -> None:
         try:
-            place = self._place
-            tags = place.tags or _tags(self._job)
-            run = TrackedRun(name=self._job.name, ref=self._job.ref, params=place.params, tags=tags)
-            writer = self._tracker.open(run, place.run_id)
+            bookmark = self._bookmark
+            tags = bookmark.tags or _tags(self._job)
+            run = TrackedJob(name=self._job.name, ref=self._job.ref, params=bookmark.params, tags=tags)
+            writer = self._tracker.open(run, bookmark.run_id)
             self._keep(run_id=writer.run_id, tags=tags)
             while True:
                 status = self._newest()
@@ -142,7 +131,7 @@ class _Tracking:
             self._unsubscribe()
 
     def _newest(self) -> JobStatus:
-        """The next status; of several that have come, the last."""
+        """Wait for a status, and return the latest one."""
         status = self._statuses.get()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -150,7 +139,7 @@ class _Tracking:
         return status
 
     def _log(self, writer: Writer, rows: tuple[MetricRow, ...]) -> None:
-        sent = self._place.sent
+        sent = self._bookmark.sent
         if sent > len(rows) or (self._last is not None and rows[sent - 1] != self._last):
             # After a restart from a checkpoint, rows of epochs that are repeated are no longer there.
             last = self._last
@@ -170,12 +159,11 @@ class _Tracking:
             writer.end(state, model if model.exists() else None)
 
     def _keep(self, **changes: Any) -> None:
-        place = dataclasses.replace(self._place, **changes)
-        if place != self._place:
-            self._place = place
-            file = _file(self._job, self._tracker)
-            with fresh(file) as part:
-                part.write_text(json.dumps(dataclasses.asdict(place), default=str))
+        bookmark = dataclasses.replace(self._bookmark, **changes)
+        if bookmark != self._bookmark:
+            self._bookmark = bookmark
+            with fresh(_file(self._job, self._tracker)) as part:
+                part.write_text(json.dumps(dataclasses.asdict(bookmark), default=str))
 
 
 def _file(job: Job[Any], tracker: Tracker) -> pathlib.Path:
@@ -204,7 +192,7 @@ def _tags(job: Job[Any]) -> dict[str, str]:
 
 
 def _git(*arguments: str) -> bytes:
-    """What git says of the folder of the notebook; nothing where there is no git or no repository."""
+    """The output of a git command in the notebook's folder; empty without git or a repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", *arguments]
         return subprocess.run(command, capture_output=True, check=True, timeout=_GIT_S).stdout

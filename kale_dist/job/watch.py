@@ -1,12 +1,13 @@
 """Waiting: one thread for each backend follows its unfinished jobs and calls their subscribers.
 
-Only this thread polls. A backend says when to look; others, and jobs of other processes, are looked at every `_LOOK_S`.
+Only this thread polls: a job is looked at when its backend reports a change, and every `_LOOK_S`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import numbers
 import queue
@@ -60,7 +61,7 @@ class Watcher:
 
         Args:
             ref: The job.
-            callback: Called in the watcher's thread; what it raises is dropped. Slow ones hold up the others.
+            callback: Called in the watcher's thread; its exceptions are dropped. A slow one delays the others.
 
         Returns:
             A function that ends the subscription; more than one call of it is fine.
@@ -143,7 +144,7 @@ class Watcher:
                 time.sleep(_GATHER_S)
 
     def _look(self, ref: JobRef, watched: _Watched) -> None:
-        """Ask for one job's status and tell it on if it is new."""
+        """Get one job's status, and call its subscribers if it is new."""
         try:
             status = self.backend.status(ref)
         except KaleDistError as error:
@@ -169,47 +170,45 @@ class Reasons:
     A job on this machine waits for nothing, and prints no reason.
 
     Args:
+        backend: Where the job runs.
         ref: The job.
     """
 
-    def __init__(self, ref: JobRef) -> None:
+    def __init__(self, backend: Backend, ref: JobRef) -> None:
+        self.is_shown: Callable[[], bool] = lambda: False
+        """Whether a widget shows the reasons now: then nothing is printed."""
+        self._backend = backend
         self._ref = ref
         self._lock = threading.Lock()
         self._said: set[tuple[int | None, str]] = set()
 
-    def say(self, status: JobStatus) -> None:
+    def print(self, status: JobStatus) -> None:
         """Print the status's reason if it is a new one: one in which more has changed than seconds, MiB or counts of nodes."""
         reason = status.queue_position, re.sub(r"\d+", "", status.reason)
+        if status.is_final or not status.reason or self._ref.backend == "local" or self.is_shown():
+            return
         with self._lock:
-            if status.is_final or not status.reason or self._ref.backend == "local" or reason in self._said:
-                return
-            self._said.add(reason)
-            say(f"{self._ref}: {facts.clean(status.reason)}")
+            if reason not in self._said:
+                self._said.add(reason)
+                say(f"{self._ref}: {facts.clean(status.reason)}")
 
     @contextlib.contextmanager
-    def followed(self, watcher: Watcher) -> Iterator[None]:
-        """Print them as they come, from the watcher's thread, while the caller reads the job's log."""
+    def printed(self) -> Iterator[None]:
+        """Print reasons as they come, from the watcher's thread, while the caller reads the job's log."""
         with contextlib.ExitStack() as stack:
             if self._ref.backend != "local":
-                stack.callback(watcher.subscribe(self._ref, self.say))
+                stack.callback(watcher(self._backend).subscribe(self._ref, self.print))
             yield
 
 
-_watchers: dict[int, Watcher] = {}
-_watchers_lock = threading.Lock()
-
-
+@functools.cache
 def watcher(backend: Backend) -> Watcher:
     """The one watcher of a backend."""
-    with _watchers_lock:
-        found = _watchers.get(id(backend))
-        if found is None:
-            found = _watchers[id(backend)] = Watcher(backend)
-        return found
+    return Watcher(backend)
 
 
 def check_timeout(timeout: Any) -> None:
-    """Accept None and seconds; what is not above 0 only looks."""
+    """Refuse a timeout that is neither None nor a number of seconds; 0 and less only look."""
     number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
     if timeout is not None and (not number or math.isnan(timeout)):
         raise ConfigError(

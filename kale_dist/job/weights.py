@@ -1,4 +1,4 @@
-"""Puts a job's weights into the notebook's own objects: checked first, then written once, whole or not at all."""
+"""Loads a job's weights into the notebook's own objects: all of them or, if they do not fit, none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMED = 3
 
 _lock = threading.Lock()
 _last_loaded: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
-"""Id of a model to the reference of the job that was loaded into it last. By id: models may compare equal."""
+"""The id of each model to the reference of the job that was last loaded into it. By id, because models may compare equal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,34 +28,34 @@ class Targets:
     scheduler: Any
     """A learning-rate scheduler, or None."""
     marks: Mapping[str, tuple[str, int, int]]
-    """Name of a parameter or buffer to its device, its address and its count of in-place changes."""
+    """The name of each parameter and buffer to its device, its address and its count of in-place changes."""
     loaded_before: str
-    """Reference of the job that had been loaded into the model by then; empty if none."""
+    """The job whose weights the model had when the snapshot was taken; empty if none."""
     state: tuple[Any, ...] = ()
-    """Other objects that come back."""
+    """The objects of `state=`, whose state comes back, too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedObjects:
-    """What a job's user gets after its success."""
+    """The objects that a successful job returns to its user."""
 
     model: Any
     optimizer: Any
-    """None where the model is a new object: the notebook's optimizer has the parameters of its own model."""
+    """None if the model is a new object, because the notebook's optimizer has the parameters of the old one."""
     problem: str = ""
-    """Why the model has not got the weights, as a clause; empty if it has."""
+    """Why the weights were not loaded into the model, as a clause; empty if they were."""
     warnings: tuple[str, ...] = ()
-    """Sentences for the user."""
+    """Warnings for the user, a sentence each."""
 
 
 def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObjects:
-    """Bring the outcome of a training into the objects it was started with.
+    """Load the outcome of a training into the notebook's objects.
 
     Args:
         targets: The objects.
         trained: Rank 0's `TrainingResult`.
         ref: The job's reference.
-        check: Whether to look for changes since the job's start.
+        check: Whether to warn of changes to the model since the job's start.
     """
     if trained.model is not None:
         warning = f"{ref} gives a new model object, the notebook's own is as it was: {trained.reason}"
@@ -69,31 +69,25 @@ def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObj
     load_model(targets.model, trained.model_state, ref)
     if overwritten:
         warnings.append(f"The weights of {ref} were loaded into the notebook's model although {overwritten}")
-    if trained.optimizer_state is not None:
-        problem = load_optimizer(targets.optimizer, trained.optimizer_state)
-        if problem:
-            warnings.append(f"The optimizer state of {ref} was not loaded into the notebook's optimizer: {problem}")
-    if targets.scheduler is not None and trained.scheduler_state is not None:
-        problem = _load_state(targets.scheduler, trained.scheduler_state)
-        if problem:
-            warnings.append(f"The scheduler state of {ref} was not loaded into the notebook's scheduler: {problem}")
-    for value, state in zip(targets.state, trained.state, strict=False):
-        problem = _load_state(value, state)
-        if problem:
-            warnings.append(
-                f"The state of {type(value).__name__} of {ref} was not loaded into the notebook's: {problem}"
-            )
+    for word, value, state in (
+        ("optimizer", targets.optimizer, trained.optimizer_state),
+        ("scheduler", targets.scheduler, trained.scheduler_state),
+        *((type(value).__name__, value, state) for value, state in zip(targets.state, trained.state, strict=False)),
+    ):
+        load_one = load_optimizer if word == "optimizer" else _load_state
+        if value is not None and state is not None and (problem := load_one(value, state)):
+            warnings.append(f"The {word} state of {ref} was not loaded into the notebook's {word}: {problem}")
     return TrainedObjects(model=targets.model, optimizer=targets.optimizer, warnings=tuple(warnings))
 
 
 def remember(model: Any, optimizer: Any, scheduler: Any = None, state: Sequence[Any] = ()) -> Targets:
-    """Note how a model looks now, so that `changes` can tell later whether it was touched. Reads no values.
+    """Record how a model looks now, so that `changes` can later detect changes. Reads no values.
 
     Args:
         model: A module, or a dict of modules by name.
         optimizer: Its optimizer, or a dict of them.
         scheduler: A learning-rate scheduler, or None.
-        state: Other objects that come back.
+        state: The objects of `state=`.
     """
     from kale_dist.worker.training.result import one_model, one_optimizer
 
@@ -109,7 +103,7 @@ def remember(model: Any, optimizer: Any, scheduler: Any = None, state: Sequence[
 
 
 def changes(targets: Targets) -> str:
-    """Why loading a job into its model overwrites something, as a clause; empty if it does not."""
+    """Which changes since the job's start a load overwrites, as a clause; empty if none."""
     last = _last_job(targets.model)
     if last != targets.loaded_before:
         return f"{last} was loaded into it after this job had started"
@@ -121,7 +115,7 @@ def changes(targets: Targets) -> str:
 
 
 def mismatch(module: torch.nn.Module, state: Mapping[str, Any]) -> str:
-    """Why a state does not fit a module, as a clause with the first differences; empty if it does."""
+    """Why a state dict does not fit a module, as a clause with the first differences; empty if it fits."""
     import torch
 
     mine = module.state_dict()
@@ -167,7 +161,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def _load_state(target: Any, state: Mapping[str, Any]) -> str:
-    """Why `load_state_dict`, which may be the user's own, has failed, as a clause; empty if it has not."""
+    """Call `load_state_dict`, which may be the user's own; returns why it failed, as a clause, or an empty text."""
     from kale_dist.worker.training.result import load_state
 
     try:
@@ -196,7 +190,7 @@ def _marks(model: torch.nn.Module) -> dict[str, tuple[str, int, int]]:
 
 
 def _differs(before: tuple[str, int, int], now: tuple[str, int, int]) -> bool:
-    """Whether values may have changed; a move to another device alone does not change them."""
+    """Whether a tensor's values may have changed; a move to another device does not change them."""
     return before[2] != now[2] or (before[0] == now[0] and before[1] != now[1])
 
 

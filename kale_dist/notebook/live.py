@@ -1,14 +1,13 @@
-"""A job as output of a notebook's cell: a widget, or a picture that is replaced when a wait ends; and its ranks' own pictures.
+"""Shows a job below a notebook's cell, as a widget or a picture, and the figures that its ranks show.
 
-Nothing is ever printed from a thread, for such output would land in whichever cell runs at the time. The last picture is
-drawn in the caller's thread, so that it is the one which an executed notebook keeps.
+No thread prints, because its output would appear below the cell that runs at the time. The last picture is drawn in the
+caller's thread, so that an executed notebook keeps it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import pathlib
-import sys
 import time
 import uuid
 from typing import Any
@@ -23,18 +22,14 @@ from kale_dist.wire import EventKind
 def show(job: Job[Any]) -> None:
     """Show a job below the cell that runs.
 
-    As a widget, if its packages are installed and a person uses the notebook; else as a picture, which is replaced when a
-    wait for the job ends. In a terminal, and wherever pictures cannot be replaced, the present state is printed once.
-
-    Args:
-        job: The job.
+    A notebook that a person uses shows a widget, if `anywidget` is installed; other notebooks show a picture, which is
+    replaced when a wait for the job ends. A terminal prints the present state once.
     """
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    shell = interrupts.shell()
     try:
         status = job.status
     except JobNotFoundError:
-        print(repr(job))  # noqa: T201 - the job was deleted: there is nothing to be kept up to date
+        print(repr(job))  # noqa: T201 - the job was deleted, so there is nothing to update
         return
     if getattr(shell, "kernel", None) is None:
         print(view.text(status, list(job.logs(tail=view.LOG_LINES)), time.time()))  # noqa: T201 - a terminal's last value
@@ -62,7 +57,7 @@ def _show_picture(job: Job[Any], *, is_final: bool) -> None:
 
 
 class Pictures:
-    """Shows each picture that a job's ranks have shown (`plt.show()`, `display(figure)`) in the cell that waits for the job.
+    """Shows the figures of a job's ranks (`plt.show()`, `display(figure)`) in the cell that waits for the job.
 
     Args:
         events: The file of the job's events.
@@ -73,10 +68,8 @@ class Pictures:
         self._read = 0
 
     def show(self) -> None:
-        """Show those that have come since the last time. Called in the thread of a cell; elsewhere nothing happens."""
-        ipython = sys.modules.get("IPython")
-        shell = ipython.get_ipython() if ipython is not None else None
-        if not hasattr(shell, "kernel") or not self._events.exists():
+        """Show the figures that arrived since the last call. Called in a cell's thread; does nothing without a kernel."""
+        if not hasattr(interrupts.shell(), "kernel") or not self._events.exists():
             return
         from IPython.display import display
 

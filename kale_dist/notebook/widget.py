@@ -1,8 +1,8 @@
-"""A job as a live widget: the pictures of `view`, kept up to date part by part, its log as it comes, and buttons.
+"""A job as a live widget: the parts of its picture (`view`), updated one by one, its live log, and buttons.
 
-A thread of the library looks at the job and sends what has changed: lines at most thirty times a second, the rest four
-times; nothing while no page shows it. What is clicked arrives as messages, which the kernel handles in the thread that is
-free: beside a cell that runs where kernel and front end have subshells, else after it.
+A thread polls the job and sends changes: lines at most thirty times a second, the rest four times, and nothing while no
+page shows the widget. Clicks arrive as messages. The kernel handles them while a cell runs if kernel and front end have
+subshells, else after the cell.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from kale_dist.job.view import facts
 from kale_dist.wire import LogLine
 
 KEPT_LINES = 5000
-"""Lines of the log's end that pages can have; all are in the job's log."""
+"""How many of the log's last lines are kept for pages; the job's log has all of them."""
 
 MAX_DOWNLOAD_BYTES = 64 << 20
-"""Of a longer log the page gets the end."""
+"""The end of a longer log is downloaded."""
 
 _LINES_EACH_S = 0.03
 _PARTS_EACH_S = 0.25
 _PICTURE_EACH_S = 2.0
 _UNSEEN_EACH_S = 1.0
 _ANSWER_S = 8.0
-"""A page with widgets answers within this time, counted while it can; else a picture takes the widget's place."""
+"""A page with widgets answers within this time, while the kernel can receive it; else a picture replaces the widget."""
 
 _FIRST_PAGE = "the page of the cell"
 _NO_WIDGETS = (
@@ -59,7 +59,7 @@ R = TypeVar("R")
 
 
 def _of_no_cell(function: Callable[P, R]) -> Callable[P, R]:
-    """Have what a function sends belong to no cell.
+    """Detach the messages that a function sends from the cell that runs.
 
     ipykernel sends a page's answers to the subshell that wrote to its widget last, and takes a message that belongs to a
     cell for one of the main shell: a click would then wait for the cell that runs.
@@ -82,7 +82,7 @@ def _of_no_cell(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _has_subshells(kernel: Any) -> bool:
-    """Whether the page of the cell that runs can speak to the kernel beside it: its messages then name a subshell, or none."""
+    """Whether the page can send messages to the kernel while a cell runs: its requests then have a `subshell_id`."""
     parent = kernel.get_parent("shell") if getattr(kernel, "_supports_kernel_subshells", False) else {}
     return "subshell_id" in parent.get("header", {})
 
@@ -119,7 +119,7 @@ class JobWidget(anywidget.AnyWidget):
         super().__init__(identity=identity, model_id=identity)
         self._display_id = f"kale-dist-{identity}"
         self._lock = threading.RLock()
-        # The page of the cell sees it, and may be able to say so only when the cell has ended.
+        # The page of the cell shows the widget, but may be able to report that only after the cell.
         self._seen_by = {_FIRST_PAGE}
         self._woken = threading.Event()
         self._is_shown = False
@@ -130,7 +130,7 @@ class JobWidget(anywidget.AnyWidget):
         self.on_msg(self._receive)
 
     def show(self) -> None:
-        """Show it below the cell that runs; front ends without widgets get the picture as HTML or text."""
+        """Show the widget below the cell that runs; front ends without widgets get the picture as HTML or text."""
         from IPython.display import publish_display_data
 
         publish_display_data(self._bundle(), transient={"display_id": self._display_id})  # type: ignore[no-untyped-call]
@@ -151,7 +151,7 @@ class JobWidget(anywidget.AnyWidget):
         self._can_answer_since = time.monotonic()
 
     def _note_answer(self) -> None:
-        """A page with widgets has loaded this one: put it back where a picture took its place."""
+        """Record that a page has loaded the widget, and show the widget again if a picture had replaced it."""
         with self._lock:
             if self._has_answered:
                 return
@@ -161,7 +161,7 @@ class JobWidget(anywidget.AnyWidget):
                 self._replace()
 
     def _replace_if_unanswered(self) -> None:
-        """Put a picture in the widget's place if no page has answered though one could have."""
+        """Replace the widget by a picture if no page has answered in time."""
         with self._lock:
             is_late = time.monotonic() - self._can_answer_since >= _ANSWER_S
             if is_late and not self._has_answered and not self._is_picture:
@@ -169,11 +169,11 @@ class JobWidget(anywidget.AnyWidget):
                 self._replace()
 
     def _replace(self) -> None:
-        """Publish the present forms again; the last ones stay in the notebook's file, for viewers that know no widgets."""
+        """Publish the output again; the notebook's file keeps the last one, for viewers without widgets."""
         from IPython.display import publish_display_data
 
         if self._is_shown:
-            # Front ends may be gone.
+            # The front end may be gone.
             with contextlib.suppress(Exception):
                 publish_display_data(  # type: ignore[no-untyped-call]
                     self._bundle(), transient={"display_id": self._display_id}, update=True
@@ -192,9 +192,10 @@ class JobWidget(anywidget.AnyWidget):
             self._pictured_at = float("-inf")
         self._draw()
         inside(job).after_wait.append(self._draw)
+        inside(job).reasons.is_shown = lambda: self._has_answered or self._is_picture
 
     def _bundle(self) -> dict[str, Any]:
-        """All forms of the picture; a front end takes the best that it knows."""
+        """The output in all its formats, of which a front end shows the richest that it knows."""
         tail, now = tuple(self._lines)[-view.LOG_LINES :], time.time()
         bundle: dict[str, Any] = {}
         remark = ""
@@ -211,7 +212,7 @@ class JobWidget(anywidget.AnyWidget):
 
     @_of_no_cell
     def _draw(self) -> None:
-        """Bring the parts up to date; what has not changed is not sent."""
+        """Update the parts; traitlets sends only those that have changed."""
         with self._lock:
             if self._is_over:
                 return
@@ -221,7 +222,7 @@ class JobWidget(anywidget.AnyWidget):
                 self._is_over = True
                 return
             if status.is_final:
-                # Read after the status: the last lines are there then.
+                # Read after the final status, so that the last lines are there.
                 self._read_log()
             found, drawn_before = view.parts(status, time.time()), self._pictured_at
             with self.hold_sync():
@@ -244,7 +245,7 @@ class JobWidget(anywidget.AnyWidget):
 
     @_of_no_cell
     def _read_log(self) -> None:
-        """Take the lines that are new, and send them if a page shows them."""
+        """Read new lines, and send them if a page shows the widget."""
         with self._lock:
             fresh = list(self._log.read())
             if fresh:
@@ -254,7 +255,7 @@ class JobWidget(anywidget.AnyWidget):
                     self._send_lines(max(first, self._next - KEPT_LINES))
 
     def _send_lines(self, first: int) -> None:
-        """Send the lines from this number on, or from the first that is kept."""
+        """Send the kept lines from this number on."""
         oldest = self._next - len(self._lines)
         first = max(first, oldest)
         lines = [
@@ -268,7 +269,7 @@ class JobWidget(anywidget.AnyWidget):
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to follow the job; `show` does it too."""
+        """Start to follow the job; `show` does so, too."""
         threading.Thread(target=self._follow, name=f"kale_dist widget {self._job.name}", daemon=True).start()
 
     @_of_no_cell
@@ -276,7 +277,7 @@ class JobWidget(anywidget.AnyWidget):
         drawn = 0.0
         job = self._job
         while self._job is job and not (self._is_over and (self._has_answered or self._is_picture)):
-            # Front ends may be gone, or the kernel about to end.
+            # The front end may be gone, or the kernel about to end.
             with contextlib.suppress(Exception):
                 if self._seen_by:
                     self._read_log()
@@ -288,10 +289,10 @@ class JobWidget(anywidget.AnyWidget):
             self._woken.clear()
 
     def _has_new_state(self) -> bool:
-        """Whether the job's state is another one than what is drawn: a page that does not show it may stay after the kernel."""
+        """Whether the job's state has changed. A hidden page gets it, too, because it may outlive the kernel."""
         return self._status is None or self._job.status.state is not self._status.state
 
-    # -- what pages say -----------------------------------------------------------------------------------------------
+    # -- messages from pages ------------------------------------------------------------------------------------------
 
     @_of_no_cell
     def _receive(self, _widget: Any, message: dict[str, Any], _buffers: Any) -> None:

@@ -1,20 +1,6 @@
 """The notebook's side of an agent: starts one, gives it jobs, and learns when a job's files change.
 
-A backend uses it so:
-
-    client = AgentClient(on_wake=lambda job: ..., on_end=lambda: ...)
-    client.start()                       # returns in milliseconds; the agent gets ready in the background
-    ...                                  # capture the snapshot, write the job's record
-    changes = client.fingerprint.changes(Fingerprint.now())
-    if changes or not client.alive:      # variables that are read only at load, torch, or a dead agent
-        client.stop()                    # it ends by itself when its last job has ended
-        client = AgentClient(...)        # and the log of the next job may say why: "; ".join(changes)
-        client.start()
-    client.take(order)                   # returns at once; from here the job's folder tells everything
-    client.cancel(job)
-
-`on_wake` and `on_end` are called in a thread of the client's own. They should only set flags or wake another thread.
-Another process, which has no client, reaches an agent by `send(address, cancel_message(job))`.
+Another process of the user, which has no `AgentClient`, reaches an agent by `send(address, cancel_message(job))`.
 """
 
 from __future__ import annotations
@@ -50,7 +36,7 @@ _TAKE_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What an agent has taken in by being started, and cannot change afterwards."""
+    """What of a process's state an agent gets only when it starts: another state needs another agent."""
 
     environment: tuple[tuple[str, str], ...]
     """Variables with one of `LOAD_ONLY_PREFIXES`, sorted."""
@@ -76,7 +62,7 @@ class Fingerprint:
         )
 
     def changes(self, now: Fingerprint) -> tuple[str, ...]:
-        """What differs in `now`, each as a short clause without the variables' values; empty if nothing does."""
+        """The differences of `now`, each as a short clause without the variables' values."""
         before, after = dict(self.environment), dict(now.environment)
         found = [f"{name} was set" for name in sorted(after.keys() - before.keys())]
         found += [f"{name} was removed" for name in sorted(before.keys() - after.keys())]
@@ -93,12 +79,16 @@ class Fingerprint:
 class AgentClient:
     """One agent process, as the notebook sees it. Safe to use from several threads.
 
+    The callbacks run in the client's thread, so they must be quick.
+
     Args:
         on_wake: Called with a job's name when files of that job have changed, at most every 20 ms a job.
         on_end: Called once when the connection ends, for any reason.
     """
 
-    def __init__(self, on_wake: Callable[[str], None] | None = None, on_end: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, on_wake: Callable[[str], None] = lambda _: None, on_end: Callable[[], None] = lambda: None
+    ) -> None:
         self._on_wake = on_wake
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -108,23 +98,23 @@ class AgentClient:
         self._socket: socket.socket | None = None
         self._owner = os.getpid()
         self.fingerprint = Fingerprint.now()
-        """What the agent was started with; compare it with `Fingerprint.now()` before each job."""
+        """The fingerprint of this process when it started the agent."""
         self.pid = 0
         """Process id of the agent; 0 before `start`."""
         self.start_time = 0
-        """When that process began, in clock ticks since boot: with `pid` it names the process for good."""
+        """When the agent's process began, in clock ticks since boot: process ids are used again."""
         self.address = f"kale-dist-{secrets.token_hex(16)}"
         """Where other processes reach the agent."""
         self.disk_problems: dict[str, str] = {}
-        """Why ranks of a job wait for the disk of its folder, by the job's name; those folders cannot tell it."""
+        """Why ranks of a job wait for the disk of its folder, by the job's name: a status that cannot be written there."""
         self.last_words = ""
-        """What the agent had written to its stderr by its end: empty unless something in it went wrong."""
+        """What the agent had written to its stderr when it ended; empty unless the agent itself failed."""
 
     def start(self) -> None:
         """Start the agent and return; it imports torch in the background.
 
         Raises:
-            BackendUnavailableError: No process is to be had.
+            BackendUnavailableError: No process can be started.
         """
         ours, theirs = socket.socketpair()
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - the thread closes it
@@ -158,22 +148,22 @@ class AgentClient:
 
     @property
     def alive(self) -> bool:
-        """Whether the agent runs and can be told something."""
+        """Whether the agent runs and can be sent messages."""
         return self._socket is not None and self._process is not None and self._process.poll() is None
 
     def take(self, order: Order) -> None:
-        """Hand over a job and return; its folder has to be there.
+        """Send the agent a job's order and return at once. The job's folder has to exist.
 
         Raises:
-            BackendUnavailableError: The agent is gone (`retryable`: a new one may take the job).
+            BackendUnavailableError: The agent has ended (`retryable`: a new one may take the job).
         """
         self._send({"op": Op.TAKE, "order": order})
 
     def wait_until_taken(self, job: str) -> None:
-        """Wait until the agent has confirmed an order: only then may this process end without the job.
+        """Wait until the agent has confirmed an order: from then on the job runs even if this process ends.
 
         Raises:
-            BackendUnavailableError: It does not (`retryable`).
+            BackendUnavailableError: The agent does not confirm it (`retryable`).
         """
         with self._changed:
             self._changed.wait_for(lambda: job in self._taken or not self.alive, _TAKE_S)
@@ -185,20 +175,20 @@ class AgentClient:
         """End a job: SIGTERM to its ranks, SIGKILL after `grace_s`. A job that has ended is left as it is.
 
         Raises:
-            BackendUnavailableError: The agent is gone, and with it the job.
+            BackendUnavailableError: The agent has ended, and with it the job.
         """
         self._send(cancel_message(job, grace_s))
 
     def stop(self) -> None:
-        """Let the agent end as soon as no job is left. It still sends wakes. Without an agent, nothing happens."""
+        """Have the agent end with its last job, until which it still sends wakes. Without an agent, nothing happens."""
         with contextlib.suppress(BackendUnavailableError):
             self._send({"op": Op.STOP})
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Leave the agent: it runs its jobs to their end, then ends. Waits for that if it has none, then cleans up.
+        """Have the agent end with its last job, wait for that a moment, and close the connection.
 
         Args:
-            timeout_s: Seconds to wait at most. Jobs that keep running are not waited for longer.
+            timeout_s: Seconds to wait at most.
         """
         self.stop()
         if self._process is not None:
@@ -233,7 +223,7 @@ class AgentClient:
                 whole, _, pending = (pending + data).rpartition(b"\n")
                 for message in wire.decode_json_lines(whole):
                     self._handle(message)
-        # The agent closes its connection as its last act but one; without a wait it would stay as a zombie.
+        # The agent closes its connection just before it ends; without a wait it would stay a zombie.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5.0)
         with errors:
@@ -244,8 +234,7 @@ class AgentClient:
             self._changed.notify_all()
         with contextlib.suppress(OSError):
             connection.close()
-        if self._on_end is not None:
-            self._on_end()
+        self._on_end()
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         job = message.get("job", "")
@@ -256,12 +245,11 @@ class AgentClient:
                     self._changed.notify_all()
             case Op.WAKE:
                 self.disk_problems[job] = message.get("disk_problem", "")
-                if self._on_wake is not None:
-                    self._on_wake(job)
+                self._on_wake(job)
 
 
 def agent_environment() -> dict[str, str]:
-    """The environment an agent starts with: this process's, in which kale_dist and cloudpickle can be imported."""
+    """The environment of an agent: this process's, in which kale_dist and cloudpickle can be imported."""
     environment = dict(os.environ)
     folders = [str(folder) for folder in processes.import_folders()]
     folders += [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
@@ -283,7 +271,7 @@ def send(address: str, message: Mapping[str, Any], timeout_s: float = 5.0) -> bo
         timeout_s: Seconds to wait at most.
 
     Returns:
-        Whether the agent has received it; False if there is no agent any more.
+        Whether the agent has received it; False if the agent has ended.
     """
     deadline = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX) as connection:
@@ -291,7 +279,7 @@ def send(address: str, message: Mapping[str, Any], timeout_s: float = 5.0) -> bo
         try:
             connection.connect(wire.socket_address(address))
             connection.sendall(wire.encode_json(dict(message)))
-            # The agent answers the end of our messages by closing: only then has it read them all.
+            # The agent closes the connection once it has read all messages.
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(1 << 12):
                 connection.settimeout(max(0.01, deadline - time.monotonic()))

@@ -1,7 +1,7 @@
 """The local backend: ranks are processes of this machine, run by an agent that the notebook's process starts.
 
-A job's folder holds everything about it. This process's agent only says when to look again. A job of another process is
-read from its files alone, so `attach` needs no connection.
+A job's folder holds everything about it, and the agent's messages only say that it has changed. So `attach` needs no
+connection to the agent of another process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kale_dist.worker.rank import process_state
 
 _FOREIGN_POLL_S = 0.1
 _OWN_POLL_S = 1.0
-"""The agent wakes us; this only covers an agent that was killed."""
+"""How often a reader looks for changes without a message: its agent may have been killed."""
 
 _DELETE_TIMEOUT_S = 15.0
 
@@ -38,53 +38,40 @@ _DELETE_TIMEOUT_S = 15.0
 class LocalBackend(FolderBackend):
     """Runs jobs on this machine. One instance serves a whole process (`shared()`); it is safe to use from threads."""
 
+    name = "local"
+
     def __init__(self) -> None:
         super().__init__(_agent_lives)
         self._client: AgentClient | None = None
         self._note = ""
 
-    @property
-    def name(self) -> str:
-        """The word that `on=` takes."""
-        return "local"
-
     def warm_up(self) -> None:
-        """Have an agent that can run jobs of this process as its environment is now. Returns at once.
-
-        Raises:
-            BackendUnavailableError: None can be started.
-        """
+        """Start an agent, or another one if this process's environment has changed. Returns at once."""
         self._ready_client()
 
     def plan(self, spec: JobSpec) -> Plan:
-        """What would run: one line for each thing that the ranks get."""
+        """The ranks' processes, and everything that they get, one line each."""
         return Plan(backend=self.name, spec=spec, text=_plan_text(spec))
 
     def submit(self, spec: JobSpec, key: bytes) -> JobRef:
-        """Write the job down and hand it to the agent. Returns before any rank has started.
-
-        Raises:
-            JobExistsError: The name is taken.
-            StoreError: The job's folder cannot be written.
-            BackendUnavailableError: No agent can be started.
-        """
+        """Write the job's record and send its order to the agent. Returns before any rank has started."""
         ref = JobRef(self.name, spec.name)
         files = records.create(spec.name, key)
         try:
-            self._hand_over(spec, str(files.folder), key)
+            self._send_order(spec, str(files.folder), key)
         except BaseException:
             records.withdraw(spec.name)
             raise
         return ref
 
     def status(self, ref: JobRef) -> JobStatus:
-        """What the job's files say now, and why they cannot be written."""
+        """The status in the job's files, with the reason if they cannot be written."""
         status, client = self._reader(ref).status(), self._client
         problem = client.disk_problems.get(ref.name) if client is not None else ""
         return dataclasses.replace(status, reason=problem) if problem and not status.is_final else status
 
     def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S) -> None:
-        """End a job's ranks. If its agent is gone, so are they."""
+        """Have the job's agent, of this process or of another one, end its ranks."""
         reader = self._reader(ref)
         if reader.status().is_final:
             return
@@ -94,7 +81,7 @@ class LocalBackend(FolderBackend):
             with contextlib.suppress(BackendUnavailableError):
                 client.cancel(ref.name, grace_s)
         else:
-            # Its agent may not have its order yet.
+            # The agent may not have the job's order yet.
             records.mark_cancelled(records.files(ref.name))
             agent_client.send(record.agent_socket, agent_client.cancel_message(ref.name, grace_s))
 
@@ -116,14 +103,14 @@ class LocalBackend(FolderBackend):
         records.delete(ref.name)
         with self._lock:
             self._readers.pop(ref.name, None)
-        self._tell(ref)
+        self._notify(ref)
 
     def list(self) -> Sequence[JobRef]:
         """All jobs of this user on this machine, oldest first."""
         return [JobRef.parse(ref) for ref in records.refs(self.name)]
 
     def close(self) -> None:
-        """Leave the agent: it ends with its last job. Another job starts a new one."""
+        """Have the agent end with its last job. Another job starts a new agent."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
@@ -131,26 +118,26 @@ class LocalBackend(FolderBackend):
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> AgentClient:
-        client = AgentClient(on_wake=lambda job: self._tell(JobRef(self.name, job)), on_end=self._wake_all)
+    def _start_agent(self) -> AgentClient:
+        client = AgentClient(on_wake=lambda job: self._notify(JobRef(self.name, job)), on_end=self._wake_all)
         client.start()
         return client
 
     def _ready_client(self) -> AgentClient:
         with self._lock:
             if self._client is None or not self._client.alive:
-                self._client = self._start()
+                self._client = self._start_agent()
             elif changes := self._client.fingerprint.changes(Fingerprint.now()):
-                before, self._client = self._client, self._start()
+                before, self._client = self._client, self._start_agent()
                 before.stop()
                 self._note = f"A new agent was started for this job: {'; '.join(changes)}"
             return self._client
 
-    def _hand_over(self, spec: JobSpec, folder: str, key: bytes) -> None:
-        """Give the job's order to the agent, a new one if need be."""
+    def _send_order(self, spec: JobSpec, folder: str, key: bytes) -> None:
+        """Send the job's order to the agent, a new one if need be."""
         with self._lock:
             client = self._ready_client()
-            # Why the agent is new belongs to the first job that it gets.
+            # The log of an agent's first job says why the agent is new.
             note, self._note = self._note, ""
             self._write_record(spec, client)
             client.take(_order(spec, folder, key, note))
@@ -166,11 +153,11 @@ class LocalBackend(FolderBackend):
         records.write(record)
 
     def _wake_all(self) -> None:
-        """The agent's connection has ended, and its jobs may have with it."""
+        """Have all jobs looked at: the agent has ended, and jobs may have ended with it."""
         with self._lock:
             running = list(self._readers)
         for job in running:
-            self._tell(JobRef(self.name, job))
+            self._notify(JobRef(self.name, job))
 
     def _attend(self, ref: JobRef) -> float:
         client = self._client
@@ -202,7 +189,7 @@ def _order(spec: JobSpec, folder: str, key: bytes, note: str) -> Order:
 
 
 def _plan_text(spec: JobSpec) -> str:
-    """A spec for people, as YAML. Pure, so that equal specs give equal text."""
+    """A specification for people, as YAML."""
     world = spec.topology.number_of_processes
     policy = spec.policy
     training = spec.kind == "training"

@@ -13,10 +13,10 @@ def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
     """The order for a job.
 
     Args:
-        spec: The job. Its topology, limits and policies go into the order as they are.
+        spec: The job.
         used_restarts: How often earlier runs of the job have restarted the ranks.
         **site: Fields of `Order` that only the backend knows: where the head and the blobs are, how long to wait. They
-            go before what follows from the spec.
+            replace values that follow from the specification.
     """
     policy = spec.policy
     fields: dict[str, Any] = {

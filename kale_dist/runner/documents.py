@@ -1,4 +1,4 @@
-"""Notebooks as files, and papermill's parameters in them: read, given values, saved."""
+"""Reads and writes notebooks, and injects papermill's parameters."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _INJECTED_TAG = "injected-parameters"
 _PYTHON = ("python", "ipython")
 
 
-def read(path: pathlib.Path) -> Any:
-    """Read a notebook of any version of the format, as one of version 4.
+def read_notebook(path: pathlib.Path) -> Any:
+    """Read a notebook of any version of the format, and convert it to version 4.
 
     Args:
         path: The notebook's file.
 
     Raises:
-        ConfigError: It cannot be read, it is not a notebook, or its language is not Python.
+        ConfigError: The file cannot be read, is not a notebook, or is not in Python.
     """
     remedy = "Give the path of an .ipynb file"
     try:
@@ -52,7 +52,7 @@ def read(path: pathlib.Path) -> Any:
 
 
 def _complete(notebook: dict[str, Any]) -> None:
-    """Put in what some tools leave out or write as null."""
+    """Add fields that some tools leave out or write as null."""
     notebook["metadata"] = metadata = notebook.get("metadata") or {}
     for key in ("kernelspec", "language_info"):
         if not isinstance(metadata.get(key), dict) or not isinstance(metadata[key].get("name"), str):
@@ -69,11 +69,11 @@ def _complete(notebook: dict[str, Any]) -> None:
 
 
 def inject(notebook: Any, values: Mapping[str, Any]) -> None:
-    """Put a cell with these values after the cell tagged `parameters`, as papermill does. It replaces an earlier one.
+    """Insert a cell with values after the cell tagged `parameters`, as papermill does. It replaces an earlier such cell.
 
     Args:
-        notebook: Of version 4 of the format. It is changed.
-        values: Name to value: text, numbers, booleans, None, and lists and dicts of them.
+        notebook: The notebook, in version 4 of the format; changed in place.
+        values: The value of each name: text, numbers, booleans, None, and lists and dicts of them.
 
     Raises:
         ConfigError: The notebook has no such parameter, or a value cannot be written as Python.
@@ -105,7 +105,7 @@ def tags(cell: Any) -> set[str]:
 
 
 def _assigned(source: str) -> Sequence[str]:
-    """Names that a cell assigns at its top level; none if it is not plain Python."""
+    """The names that a cell assigns at its top level; empty if it is not plain Python."""
     try:
         statements = ast.parse(source).body
     except SyntaxError:
@@ -135,15 +135,15 @@ def _check(name: Any, value: Any, known: Sequence[str]) -> None:
 
 
 def check_target(option: str, file: pathlib.Path, source: pathlib.Path) -> None:
-    """See before anything runs that a file can be written; its folder is made.
+    """Check before anything runs that a file can be written, and create its folder.
 
     Args:
-        option: Which one, as the user wrote it.
-        file: Where it will go.
-        source: The notebook, which is left as it is.
+        option: The option that names the file, for messages.
+        file: The file to be written.
+        source: The notebook, which must not be overwritten.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written.
     """
     remedy = "Choose another file"
     if file.is_dir():
@@ -160,13 +160,13 @@ def check_target(option: str, file: pathlib.Path, source: pathlib.Path) -> None:
 
 
 def encode(notebook: Any) -> bytes:
-    """A notebook as its file has it."""
+    """A notebook as the bytes of its file."""
     text: str = nbformat.writes(notebook)  # type: ignore[no-untyped-call]
     # Half of a surrogate pair is not UTF-8; escaped it is JSON.
     return text.encode("utf-8", "backslashreplace")
 
 
 def write(file: pathlib.Path, content: bytes) -> None:
-    """Write a file so that readers find all of it or none."""
+    """Write a file atomically."""
     with fresh(file) as part:
         part.write_bytes(content)

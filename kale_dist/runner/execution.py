@@ -1,4 +1,4 @@
-"""`kale-dist run`: executes a notebook with nbclient and papermill's conventions, and shows what happens as it goes."""
+"""`kale-dist run`: executes a notebook with nbclient and papermill's conventions, and shows its output live."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from kale_dist.wire import prefix_of
 from kale_dist.wording import show
 
 ON_VARIABLE = "KALE_DIST_ON"
-"""Where jobs run whose calls do not say so: the setting `on` of the configuration."""
+"""The variable with the place of jobs whose calls name none: the setting `on` of the configuration."""
 
 SKIP_TAGS = {"skip", "skip-execution"}
 """A cell with one of these tags is not executed: Kale's word, and nbclient's."""
 
 _INTERRUPT_GRACE_S = 10.0
-"""After an interrupt the kernel has so long to end its cell; then it is killed."""
+"""How long the kernel may take to end its cell after an interrupt; then it is killed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CellRun:
-    """How one code cell went."""
+class CellResult:
+    """The result of one code cell."""
 
     number: int
-    """Its place in the notebook, from 1; text cells count."""
+    """The cell's number in the notebook, from 1; text cells count."""
     source: str
     state: str
     """`succeeded`, `failed`, `skipped` (by its tag) or `not run`."""
@@ -55,20 +55,20 @@ class CellRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """How the execution of a notebook went."""
+    """The result of a notebook's execution."""
 
     output: pathlib.Path
-    """The executed notebook, as far as it came."""
+    """The file of the executed notebook, with outputs up to where the execution ended."""
     failure: str = ""
-    """Which cell failed, and its traceback; empty after a success."""
+    """The failed cell and its traceback; empty after a success."""
     interrupted: bool = False
-    cells: tuple[CellRun, ...] = ()
-    """Its code cells, in their order."""
+    cells: tuple[CellResult, ...] = ()
+    """The notebook's code cells, in order."""
     jobs: tuple[JobEnd, ...] = ()
-    """The jobs that its cells started, in their order."""
+    """The jobs that the cells started, in order."""
 
     def to_json(self) -> dict[str, Any]:
-        """A plain object: what `--json` writes."""
+        """The result as a JSON object, as `--json` writes it."""
         result = "interrupted" if self.interrupted else "failed" if self.failure else "succeeded"
         return {"result": result, **dataclasses.asdict(self), "output": str(self.output)}
 
@@ -95,11 +95,11 @@ def run_notebook(
             every cell, and its folder is made.
         kernel: An installed kernel's name; None for the interpreter that runs this, even if the notebook names another one.
         timeout_s: Seconds that a cell may take; None for no limit.
-        on: Where jobs run whose calls do not say so; None for the configured place.
+        on: The place of jobs whose calls name none; None for the configured place.
         stream: Where to show what cells print, what ranks log, and a progress bar; None for standard output.
 
     Returns:
-        How it went. A cell's failure and an interrupt (Ctrl-C, passed on to the cell) do not raise.
+        The result. A cell's failure and an interrupt (Ctrl-C, passed on to the cell) do not raise.
 
     Raises:
         ConfigError: The notebook cannot be read, it has no such parameter, there is no such kernel, or the output cannot
@@ -127,15 +127,15 @@ def run_notebook(
 def prepare(
     path: pathlib.Path, parameters: Mapping[str, Any], output: str | pathlib.Path | None
 ) -> tuple[Any, pathlib.Path]:
-    """Read a notebook and put its parameters into it; see that its output can be written.
+    """Read a notebook, inject its parameters, and check that its output can be written.
 
     Returns:
-        The notebook, and where the executed one goes.
+        The notebook, and the file for the executed one.
 
     Raises:
-        ConfigError: As `run_notebook`.
+        ConfigError: Notebook, parameters or output are wrong, as for `run_notebook`.
     """
-    notebook = documents.read(path)
+    notebook = documents.read_notebook(path)
     documents.inject(notebook, parameters)
     target = pathlib.Path(f"{path.stem}.executed.ipynb" if output is None else output)
     documents.check_target("output", target, path)
@@ -157,7 +157,7 @@ def _check(kernel: str | None, timeout_s: float | None) -> None:
 
 def _execute(client: _Client, output: pathlib.Path, environment: Mapping[str, str]) -> Execution:
     failure: list[str] = []
-    # Not the thread's own end: a join that is interrupted takes the thread for ended.
+    # An event, because an interrupted join takes the thread for ended.
     ended = threading.Event()
 
     def execute() -> None:
@@ -168,14 +168,14 @@ def _execute(client: _Client, output: pathlib.Path, environment: Mapping[str, st
         finally:
             ended.set()
 
-    # In a thread of its own: an interrupt then arrives here, and a running event loop (of Jupyter) is no obstacle.
+    # A thread, so that interrupts arrive here, and so that Jupyter's event loop may run already.
     threading.Thread(target=execute, name="kale_dist notebook").start()
     interrupted = _wait(ended, client)
     if interrupted:
         client.jobs.cancel()
     jobs = client.jobs.stop()
     return Execution(
-        output=output, failure="".join(failure), interrupted=interrupted, cells=client.cell_runs(), jobs=jobs
+        output=output, failure="".join(failure), interrupted=interrupted, cells=client.cell_results(), jobs=jobs
     )
 
 
@@ -195,10 +195,10 @@ def _wait(ended: threading.Event, client: _Client) -> bool:
 
 
 class _ThisInterpreter(KernelSpecManager):
-    """Knows one kernel: the interpreter that runs this. The user's own list may name others that lack kale_dist."""
+    """Knows one kernel: this interpreter. The user's installed kernels may lack kale_dist."""
 
     def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-        # Frozen modules hide files from the debugger, of which the kernel would complain.
+        # The kernel would warn that frozen modules hide files from the debugger.
         argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         return KernelSpec(argv=argv, display_name="Python 3", language="python", name=kernel_name)
 
@@ -212,22 +212,22 @@ class ThisKernelManager(AsyncKernelManager):
 
 
 class _Client(NotebookClient):
-    """Executes a notebook; passes on what its cells print, and saves it after each of them."""
+    """Executes a notebook; shows what its cells print, and saves the notebook after each cell."""
 
     _terminal: Terminal
     _output: pathlib.Path
     jobs: KernelJobs
 
     def attach_output(self, output: pathlib.Path, terminal: Terminal) -> None:
-        """Say where the notebook is saved, and where its output is shown. Comes first."""
+        """Set where to save the notebook and where to show its output. Called before the execution."""
         self._output, self._terminal, self._errors = output, terminal, Terminal(sys.stderr)
         self._unfinished: dict[str, str] = {}
-        self._runs: dict[int, CellRun] = {}
+        self._results: dict[int, CellResult] = {}
         self._current = -1
         self.jobs = KernelJobs(self._kernel_pid, terminal)
 
     def execute_all(self, environment: Mapping[str, str]) -> str:
-        """Execute all cells; returns what failed, or nothing."""
+        """Execute all cells; returns the failure, or an empty text."""
         try:
             asyncio.run(self.async_execute(env=dict(environment)))
         except CellExecutionError as error:
@@ -243,20 +243,20 @@ class _Client(NotebookClient):
             self._save()
         return ""
 
-    def cell_runs(self) -> tuple[CellRun, ...]:
-        """How each code cell went."""
+    def cell_results(self) -> tuple[CellResult, ...]:
+        """The result of each code cell."""
         return tuple(
-            self._runs.get(index, CellRun(number=index + 1, source=cell.source, state="not run"))
+            self._results.get(index, CellResult(number=index + 1, source=cell.source, state="not run"))
             for index, cell in enumerate(self.nb.cells)
             if cell.cell_type == "code"
         )
 
     async def async_execute_cell(self, cell: Any, cell_index: int, *given: Any, **named: Any) -> Any:
-        """Execute one cell, unless its tags say otherwise."""
+        """Execute one cell, unless it is tagged to be skipped."""
         if cell.cell_type != "code":
             return cell
         if SKIP_TAGS & documents.tags(cell):
-            self._runs[cell_index] = CellRun(number=cell_index + 1, source=cell.source, state="skipped")
+            self._results[cell_index] = CellResult(number=cell_index + 1, source=cell.source, state="skipped")
             return cell
         self._current, began, error = cell_index, time.monotonic(), ""
         self.jobs.begin_cell()
@@ -269,7 +269,7 @@ class _Client(NotebookClient):
             error = facts.clean_lines(trace)
             raise
         finally:
-            self._runs[cell_index] = CellRun(
+            self._results[cell_index] = CellResult(
                 number=cell_index + 1,
                 source=cell.source,
                 state="failed" if error else "succeeded",
@@ -280,13 +280,13 @@ class _Client(NotebookClient):
             self._save()
 
     def output(self, outs: Any, msg: dict[str, Any], display_id: str | None, cell_index: int) -> Any:
-        """Show what a cell prints, beside keeping it."""
+        """Handle a cell's output: show what it prints, and keep it in the notebook."""
         if msg["msg_type"] == "stream":
             stream, text = msg["content"]["name"], msg["content"]["text"]
             *lines, rest = (self._unfinished.pop(stream, "") + text).split("\n")
             self._unfinished[stream] = rest
             for line in map(facts.clean, lines):
-                # What the library itself says, such as why a job waits.
+                # The library's own messages, such as why a job waits.
                 is_own = stream == "stderr" and line.startswith(prefix_of(None))
                 (self._errors.line if is_own else self.jobs.cell_line)(line)
         return super().output(outs, msg, display_id, cell_index)

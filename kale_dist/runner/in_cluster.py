@@ -1,7 +1,7 @@
-"""`kale-dist run --in-cluster`: the notebook itself runs in a pod of the cluster, and is brought back.
+"""`kale-dist run --in-cluster`: executes the notebook in a pod of the cluster, and fetches it back.
 
-It is an ordinary job of `launch` with one process, whose function executes the notebook. So it needs no other rights, and
-is checked, queued, explained and found again as any job is.
+The pod is an ordinary job of `launch` with one process, whose function executes the notebook. It needs no further rights,
+and is checked, queued, explained and found again like any job.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kale_dist.job.view import facts
 from kale_dist.runner import documents, execution
 from kale_dist.runner.execution import Execution
 from kale_dist.runner.kernel_jobs import Terminal
-from kale_dist.wire import StateName, Stream, decode, payload
+from kale_dist.wire import StateName, Stream, decode, payload, prefix_of
 from kale_dist.wording import closest
 from kale_dist.worker.rank import notebook_rank
 
 NOTEBOOK_GRACE_S = 30.0
-"""After Ctrl-C the pod has so long to end its cell, to cancel its jobs and to save the notebook."""
+"""How long the pod may take after Ctrl-C to end its cell, cancel its jobs and save the notebook."""
 
 _STAYS_HERE = {f"KALE_DIST_{key}" for key in ("CONTEXT", "IMAGE", "KUBECONFIG", "NAMESPACE")}
-"""Settings that the notebook finds in its pod by itself."""
+"""Settings that are not sent, because a pod has its own."""
 
 
 def run_notebook(
@@ -49,22 +49,12 @@ def run_notebook(
     keep: bool = False,
     stream: TextIO | None = None,
 ) -> Execution:
-    """Execute a notebook in a pod, as `kale_dist.run_notebook` does here.
+    """Execute a notebook in a pod, as `kale_dist.run_notebook` does on this machine.
 
-    Only the notebook is sent, not the files beside it. The pod is removed in the end, also after Ctrl-C.
+    The notebook is sent without the files beside it. The pod is removed at the end, also after Ctrl-C.
 
-    Args:
-        path: The notebook.
-        parameters: As for `kale_dist.run_notebook`, and so are the next three.
-        output: Where the executed notebook goes.
-        timeout_s: Seconds that a cell may take.
-        on: Where jobs run whose calls do not say so.
-        pod: Arguments of `kale_dist.Kubernetes`, and of `launch`, for the pod. With a service account, its token is there, too.
-        keep: Whether the job stays on the cluster, with its log.
-        stream: As for `kale_dist.run_notebook`.
-
-    Returns:
-        How it went.
+    Arguments and result are those of `kale_dist.run_notebook`, and two more. `pod` has arguments of `kale_dist.Kubernetes` and
+    of `launch` for the pod; a service account's token is mounted, too. With `keep` the job stays on the cluster, with its log.
 
     Raises:
         ConfigError: An argument is wrong; nothing was started.
@@ -79,13 +69,13 @@ def run_notebook(
     if "auto" in (packages := place.get("packages") or ()):
         place["packages"] = [*(name for name in packages if name != "auto"), *_packages(notebook, on, terminal)]
     source = documents.encode(notebook)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", KaleDistWarning)
         job = _launch(place, payload.library(), source, path.name, options, _variables(settings))
     try:
-        # The line of this library's code that the warning names would tell the user nothing.
-        for warning in told:
-            terminal.line(f"[kale-dist] {warning.message}")
+        # Python would print a line of this library's code with each warning.
+        for warning in caught:
+            terminal.line(f"{prefix_of(None)} {warning.message}")
         terminal.line(f"The notebook runs as {job.ref}")
         interrupted = _follow(job, terminal)
         if job.status.state is StateName.SUCCEEDED:
@@ -102,11 +92,11 @@ def run_notebook(
 
 
 def _launch(place: Mapping[str, Any], *arguments: Any) -> Job[tuple[bytes, bytes]]:
-    """The one call into the public API.
+    """Launch the job whose function executes the notebook.
 
     Args:
-        place: Arguments of `kale_dist.Kubernetes`, and of `launch`.
-        arguments: Of the function that runs in the pod.
+        place: Arguments of `kale_dist.Kubernetes` and of `launch`.
+        arguments: Arguments of the function that runs in the pod.
     """
     for name in place:
         if name not in verbs.SETTABLE:
@@ -117,30 +107,30 @@ def _launch(place: Mapping[str, Any], *arguments: Any) -> Job[tuple[bytes, bytes
 
 
 def _follow(job: Job[Any], terminal: Terminal) -> bool:
-    """Show the job until it has ended; returns whether it was interrupted."""
+    """Show the job's log until it has ended; returns whether the wait was interrupted."""
     ended = threading.Event()
 
     def show() -> None:
         try:
-            # Someone may delete the job meanwhile.
+            # The job may be deleted meanwhile.
             with contextlib.suppress(KaleDistError):
                 for line in job.logs(follow=True):
                     if line.rank is not None and line.stream is Stream.STDOUT:
                         terminal.line(facts.clean(line.text))
-                    # Why the process itself failed is reported at the end.
+                    # The failure of the process itself is reported at the end.
                     elif line.rank is None and not line.text.startswith("Rank 0 "):
                         terminal.line(facts.clean(str(line)))
         finally:
             ended.set()
 
-    # In a thread of its own: an interrupt then arrives here, and what the pod says afterwards is shown, too.
+    # A thread, so that interrupts arrive here and the pod's later lines are still shown.
     threading.Thread(target=show, name="kale_dist notebook log", daemon=True).start()
     try:
-        with inside(job).saying_why():
+        with inside(job).reasons.printed():
             ended.wait()
         job.exception()  # waits, where the log could not be read
     except KeyboardInterrupt:
-        terminal.line("[kale-dist] Interrupted: the pod ends its cell and its jobs, and saves the notebook")
+        terminal.line(f"{prefix_of(None)} Interrupted: the pod ends its cell and its jobs, and saves the notebook")
         ref = JobRef.parse(job.ref)
         places.get(ref.backend).cancel(ref, grace_s=NOTEBOOK_GRACE_S)
         # A second interrupt waits for nothing.
@@ -151,7 +141,7 @@ def _follow(job: Job[Any], terminal: Terminal) -> bool:
 
 
 def _saved(job: Job[Any], terminal: Terminal) -> bytes:
-    """The notebook as the pod saved it last; empty if nothing came back."""
+    """The notebook as the pod last saved it; empty if none came back."""
     ref = JobRef.parse(job.ref)
     backend, file = places.get(ref.backend), records.files(ref.record_name).checkpoint
     if not file.exists():
@@ -159,22 +149,22 @@ def _saved(job: Job[Any], terminal: Terminal) -> bytes:
             backend.fetch(ref, file.name)
     try:
         saved = file.read_bytes()
-        # A checkpoint is not signed: anyone who can write to the job's store could have made it.
+        # A checkpoint is not signed: everyone who can write to the job's store may have written it.
         if isinstance(json.loads(saved).get("cells"), list):
             return saved
     except FileNotFoundError:
         return b""
     except (ValueError, AttributeError, RecursionError):
         pass
-    terminal.line("[kale-dist] What the pod had saved is left out: it is not a notebook")
+    terminal.line(f"{prefix_of(None)} The file that the pod saved is not a notebook, and is ignored")
     return b""
 
 
 def _failure(job: Job[Any]) -> str:
-    """How a pod has failed that returned nothing.
+    """The failure of a pod that returned no notebook.
 
     Raises:
-        KaleDistError: The rank's own, such as that of an image that cannot execute notebooks.
+        KaleDistError: The rank raised it, for an image that cannot execute notebooks, say.
     """
     error = job.exception()
     if error is not None and isinstance(error.__cause__, KaleDistError):
@@ -198,36 +188,36 @@ def _leave(job: Job[Any], terminal: Terminal, *, keep: bool) -> None:
 
 
 def _variables(settings: config.Config) -> dict[str, str]:
-    """What is configured here, for the calls of the notebook."""
+    """This machine's configuration as variables, for the calls of the notebook."""
     return {name: value for name, value in settings.as_environment().items() if name not in _STAYS_HERE}
 
 
 def _in_pod(notebook: str, output: str, summary: str, options: str) -> None:
-    """Execute a notebook in its pod: what `notebook_rank` starts.
+    """Execute a notebook in its pod; `notebook_rank` starts this.
 
     Args:
-        notebook: Its file.
-        output: Where the executed notebook goes.
-        summary: Where to write how it went.
+        notebook: The notebook's file.
+        output: The file for the executed notebook.
+        summary: The file for the result, as JSON.
         options: Other arguments of `run_notebook`, as JSON.
     """
-    # A job that is cancelled ends as Ctrl-C ends it elsewhere: the cell first, and then the notebook is saved.
+    # A cancelled job ends as after Ctrl-C: first the cell ends, then the notebook is saved.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = execution.run_notebook(notebook, output=output, **json.loads(options))
     documents.write(pathlib.Path(summary), json.dumps(result.to_json()).encode())
 
 
 def _packages(notebook: Any, on: str | None, terminal: Terminal) -> Sequence[str]:
-    """What executes notebooks, and what this one imports, as it is installed here."""
+    """The requirements for executing notebooks and for this one's imports, in the versions installed here."""
     from kale_dist.image import auto
 
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     named = set(re.findall(r"^\s*(?:import|from)\s+([A-Za-z_]\w*)", text, re.MULTILINE))
     if on == "kubernetes" or "kubernetes" in text.lower():
         named |= {"kubernetes", "yaml"}
-    report = auto.find({*notebook_rank.NEEDED, *named})
+    report = auto.find_packages({*notebook_rank.NEEDED, *named})
     for line in (*report.lines, *report.notes):
-        terminal.line(f"[kale-dist] {line}")
+        terminal.line(f"{prefix_of(None)} {line}")
     return report.packages
 
 

@@ -1,6 +1,6 @@
-"""The jobs that a kernel starts, shown in a terminal: their logs as they grow, their progress, and how they end.
+"""Shows the jobs that a kernel starts in a terminal: their live logs, their progress, and their ends.
 
-They are found by their records, which name the kernel; the notebook need not display them.
+It finds them by their records, which name the kernel; the notebook need not display them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts, plain
 
 _LOOK_S = 0.2
-_SETTLE_S = 1.0
+_ENDED_LOG_S = 1.0
 _END_S = 5.0
-"""Jobs that end with their kernel have so long to do so."""
+"""How long to wait for jobs that end with their kernel."""
 
 _STEP_PERCENT = 10
 _REMEMBERED_LINES = 100_000
 
 
 class Terminal:
-    """Writes whole lines from several threads. If its reader goes away (`| head`), the output ends, not the program."""
+    """Writes whole lines from several threads. A closed pipe (`| head`) ends the output, but not the program."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -47,7 +47,7 @@ class Terminal:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobEnd:
-    """How a job of the notebook was when the notebook had ended."""
+    """The state of a notebook's job at the notebook's end."""
 
     ref: str
     state: str
@@ -59,7 +59,7 @@ class KernelJobs:
     """Follows every job that one kernel starts.
 
     Args:
-        kernel_pid: Gives the kernel's process id; None before it has started.
+        kernel_pid: Returns the kernel's process id; None before its start.
         terminal: Where to show the jobs.
     """
 
@@ -67,11 +67,11 @@ class KernelJobs:
         self._kernel_pid = kernel_pid
         self._terminal = terminal
         self._lock = threading.Lock()
-        # Kernels of the past may have had the same process id.
+        # Jobs of earlier kernels with the same process id.
         self._seen = {folder.name for folder in records.jobs_dir().iterdir()}
         self._jobs: dict[Job[Any], threading.Thread] = {}
         self._last: dict[Job[Any], JobStatus] = {}
-        # A cell that streams a log prints its lines, too: each is shown once.
+        # A cell that streams a log prints the same lines; each line is shown once.
         self._from_log: collections.Counter[str] = collections.Counter()
         self._from_cell: collections.Counter[str] = collections.Counter()
         self._stopping = threading.Event()
@@ -79,18 +79,18 @@ class KernelJobs:
         self._thread.start()
 
     def begin_cell(self) -> None:
-        """What is printed from now on comes from another cell."""
-        self._settle()
+        """Note that the next cell begins."""
+        self._await_ended_logs()
         with self._lock:
             self._from_cell.clear()
 
     def cell_line(self, text: str) -> None:
         """Show a line that a cell has printed."""
-        self._settle()
+        self._await_ended_logs()
         self._show(text, self._from_log, self._from_cell if wire.PREFIX.match(text) else None)
 
     def cancel(self) -> None:
-        """End the jobs that still run, except those that are meant to outlive the kernel (`detach=True`)."""
+        """Cancel the running jobs, except those that may outlive the kernel (`detach=True`)."""
         self._find()
         for job in self._running():
             # It may be deleted meanwhile.
@@ -99,7 +99,7 @@ class KernelJobs:
                     job.cancel()
 
     def stop(self) -> tuple[JobEnd, ...]:
-        """Show what is left, wait a little for jobs that end with the kernel, and say how each job is."""
+        """Wait shortly for jobs that end with the kernel, show the rest of their logs, and return each job's state."""
         self._stopping.set()
         self._thread.join()
         self._find()
@@ -130,7 +130,7 @@ class KernelJobs:
                     )
 
     def _find(self) -> None:
-        """Begin to follow the jobs that are new."""
+        """Start to follow new jobs."""
         pid = self._kernel_pid()
         with self._lock:
             for folder in records.jobs_dir().iterdir() if pid is not None else ():
@@ -158,7 +158,7 @@ class KernelJobs:
             self._terminal.line(f"{job.ref}: {error}")
 
     def _show(self, text: str, others: collections.Counter[str], own: collections.Counter[str] | None) -> None:
-        """Show a line, unless the other side has shown it."""
+        """Show a line unless the other source (log or cell) has shown it."""
         with self._lock:
             if others[text] > 0:
                 others[text] -= 1
@@ -167,20 +167,20 @@ class KernelJobs:
                 own[text] += 1
             self._terminal.line(text)
 
-    def _settle(self) -> None:
-        """Wait for the logs of jobs that have ended: what a cell prints after a job's end is shown after its log."""
+    def _await_ended_logs(self) -> None:
+        """Wait for the logs of ended jobs, so that lines that a cell prints after a job's end are shown after its log."""
         self._find()
         for job in self._running():
             status = self._status(job)
             if status is not None and status.is_final:
-                self._jobs[job].join(_SETTLE_S)
+                self._jobs[job].join(_ENDED_LOG_S)
 
     def _running(self) -> list[Job[Any]]:
-        """Those whose log has not ended."""
+        """The jobs whose log has not ended."""
         return [job for job, thread in list(self._jobs.items()) if thread.is_alive()]
 
     def _status(self, job: Job[Any]) -> JobStatus | None:
-        """How a job is; of one that was deleted, how it had ended."""
+        """A job's status; of a deleted job, its last status."""
         try:
             return job.status
         except JobNotFoundError:

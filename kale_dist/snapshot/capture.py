@@ -1,4 +1,4 @@
-"""Take a snapshot: the pickled call, the memory of its tensors, local modules and cell sources, as blobs in a store."""
+"""Takes a snapshot: the pickled call, the memory of its tensors, local modules and cell sources, as blobs in a store."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ PACK_BYTES = 4 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """What runs: immutable, named by its digest."""
+    """A snapshot in a store: immutable, named by its digest."""
 
     digest: str
-    """Name of the manifest, which names everything else."""
+    """The digest of the manifest, which lists everything else."""
     size_bytes: int
-    """Bytes of all blobs."""
+    """Bytes of all blobs together."""
     blobs: tuple[str, ...]
     """Digests of all blobs, the manifest's first."""
     notes: tuple[str, ...]
-    """What the user should be told, a sentence or two each."""
+    """Notes for the user, a sentence or two each."""
     compiled: tuple[str, ...] = ()
-    """Paths of local modules' files that hold machine code."""
+    """Paths of local modules that are machine code."""
     imports: tuple[str, ...] = ()
-    """Names, with dots, of what the call imports from outside the notebook's own code."""
+    """Dotted names of modules that the call imports and that are not the notebook's own code."""
     originals: References
-    """The notebook's own functions and classes by number, by which results refer to them."""
+    """The notebook's own functions and classes by the numbers by which results refer to them."""
 
 
 def capture(
@@ -58,19 +58,19 @@ def capture(
     script: modules.Script | None = None,
     roots: Iterable[unpicklable.Step] | None = None,
 ) -> Snapshot:
-    """Take a snapshot of a call. When this returns, nothing that happens in the notebook can change it.
+    """Take a snapshot of a call. Later changes in the notebook do not alter it.
 
     Args:
         fn: The function that every rank calls.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        store: Where the blobs go.
-        label: What is called, for people.
-        script: A script whose files are sent along.
-        roots: What paths to unpicklable things begin with; None: the arguments' names and `fn`'s own.
+        store: Receives the blobs.
+        label: A name for the call, for people.
+        script: A script whose files are sent, too.
+        roots: First steps of paths to unpicklable objects; None for the arguments' names and `fn`'s own.
 
     Raises:
-        NotSerializableError: Something cannot be pickled; names the path to it and a remedy.
+        NotSerializableError: An object cannot be pickled; the message has the path to it and a remedy.
         StoreError: The disk is full, or the store cannot be written.
     """
     file = io.BytesIO()
@@ -81,10 +81,10 @@ def capture(
         roots = roots or unpicklable.roots_of_call(fn, args, kwargs)
         raise unpicklable.explain(error, pickler.last, roots) from error
     with _Writer(store) as writer:
-        storages = writer.place(pickler.storages)
-        buffers = writer.place([(buffer.raw(),) for buffer in pickler.buffers])
+        storages = writer.put_all(pickler.storages)
+        buffers = writer.put_all([(buffer.raw(),) for buffer in pickler.buffers])
         local = modules.collect(pickler.modules, script)
-        # One file may lie under several names; its bytes are read and kept once.
+        # Blobs are named by their content: a file that is sent under several names is stored once.
         files = [(file.path, writer.put((file.read(),)), file.mode) for file in local.files]
         texts = writer.put((json.dumps(_cell_sources(pickler.codes, pickler.classes)).encode(),))
         pickled = writer.put((file.getbuffer(),))
@@ -115,12 +115,12 @@ def capture(
         )
 
 
-Place = tuple[concurrent.futures.Future[str], int, int]
-"""The blob that has a source, from which byte on, and how many."""
+BlobRange = tuple[concurrent.futures.Future[str], int, int]
+"""A blob's digest, the first byte in it, and how many bytes."""
 
 
 class _Writer:
-    """Hands buffers to a store from two threads, so that one hashes while the other writes."""
+    """Writes buffers to a store in two threads, so that one hashes while the other writes."""
 
     def __init__(self, store: blobs.Store) -> None:
         self._store = store
@@ -141,26 +141,26 @@ class _Writer:
         self.sizes[digest] = _size(buffers)
         return digest
 
-    def place(self, sources: Iterable[Sequence[blobs.Buffer]]) -> list[Place]:
-        """Put each source into a blob of its own, or into one with other small ones."""
-        places: dict[int, Place] = {}
+    def put_all(self, sources: Iterable[Sequence[blobs.Buffer]]) -> list[BlobRange]:
+        """Write each source as a blob of its own; small ones share blobs. Returns where each source is, in order."""
+        ranges: dict[int, BlobRange] = {}
         small: dict[int, bytes] = {}
         packed = 0
         for number, source in enumerate(sources):
             size = _size(source)
             if size >= PACKED_BYTES:
-                places[number] = self.put(source), 0, size
+                ranges[number] = self.put(source), 0, size
                 continue
             small[number] = b"".join(source)
             packed += size
             if packed >= PACK_BYTES:
-                places |= self._pack(small)
+                ranges |= self._pack(small)
                 small, packed = {}, 0
-        places |= self._pack(small)
-        return [places[number] for number in sorted(places)]
+        ranges |= self._pack(small)
+        return [ranges[number] for number in sorted(ranges)]
 
-    def _pack(self, sources: dict[int, bytes]) -> dict[int, Place]:
-        """Small sources in one blob, each aligned as torch's memory is; equal ones once."""
+    def _pack(self, sources: dict[int, bytes]) -> dict[int, BlobRange]:
+        """Write small sources as one blob, each aligned as torch's memory is; equal ones once."""
         if not sources:
             return {}
         data, offsets = bytearray(), dict[bytes, int]()
@@ -174,20 +174,20 @@ class _Writer:
 
 
 def _size(source: Sequence[blobs.Buffer]) -> int:
-    """Bytes of a source. One that makes its buffers when asked knows its size without."""
+    """Bytes of a source; `DeviceMemory` knows its size without copying its buffers."""
     known: int | None = getattr(source, "nbytes", None)
     return sum(len(buffer) for buffer in source) if known is None else known
 
 
 def _cell_sources(codes: Iterable[types.CodeType], classes: Iterable[type]) -> dict[str, tuple[str, str]]:
-    """Texts of the cells (or scripts) from which code is sent by value.
+    """The texts of the cells (or scripts) whose functions and classes are sent by value.
 
     Args:
         codes: Code of functions.
         classes: Classes; those without methods are looked for by name.
 
     Returns:
-        File name in the code objects, to the text and to what the user calls it ("Cell In[3]", or "").
+        File name in the code objects, to the text and the cell's label ("Cell In[3]", or "").
     """
     found: dict[str, tuple[str, str]] = {}
     names = [code.co_filename for code in codes]

@@ -1,4 +1,4 @@
-"""What a dataset brings along: bytes in memory, and paths of files of this machine that it will look for elsewhere."""
+"""Examines a dataset before it is sent: its bytes in memory, and the paths of local files that it will try to read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 _DEPTH = 5
 _LOOKED_AT = 20
-"""Items of a list that are looked at: lists of paths have millions."""
+"""Items of a list that are examined; lists of paths may have millions."""
 
 _LONGEST_PATH = 4096
 _NAMES = ("root", "path", "dir", "folder", "file")
@@ -19,16 +19,16 @@ _NAMES = ("root", "path", "dir", "folder", "file")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a dataset brings along."""
+    """What a dataset holds."""
 
     memory_bytes: int = 0
-    """Of its tensors and arrays."""
+    """Bytes of the dataset's tensors and arrays."""
     paths: tuple[str, ...] = ()
-    """Files and folders that are there on this machine, as they are written in the dataset."""
+    """Files and folders that exist on this machine, spelt as in the dataset."""
 
 
 def examine(dataset: Any) -> Found:
-    """Look through a dataset's attributes, and those of datasets within it. Reads no file.
+    """Examine a dataset's attributes, and those of datasets within it. Reads no file.
 
     A dataset that has as many rows in memory as it has samples reads no files, even if it has paths.
     """
@@ -47,17 +47,17 @@ def examine(dataset: Any) -> Found:
 
 
 def uncovered(paths: Iterable[str], mounts: Iterable[str]) -> list[str]:
-    """Those of the paths that no volume provides in the rank."""
+    """The paths that are below none of the volumes' mount paths."""
     roots = [pathlib.PurePosixPath(mount) for mount in mounts]
     return [path for path in paths if not any(pathlib.PurePosixPath(path).is_relative_to(root) for root in roots)]
 
 
 def _walk(owner: Any, name: str, value: Any, depth: int, seen: dict[int, Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Values with the object whose attribute they are (or are in) and the attribute's name."""
+    """Yield (owner, attribute's name, value) for values in the dataset's attributes and in collections there."""
     if id(value) in seen:
         return
     if not isinstance(value, str | int | float | bool):
-        # Kept, so that no other object gets its identity.
+        # The reference keeps the id from being used again.
         seen[id(value)] = value
     yield owner, name, value
     if depth >= _DEPTH or isinstance(value, str | bytes | type) or hasattr(value, "nbytes"):

@@ -1,4 +1,4 @@
-"""Models that a function of `launch` was given as arguments: their trained weights go back with its value."""
+"""Models among the arguments of a `launch`ed function: their trained weights return with the function's value."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Returned:
-    """What a function returned, and the weights of its models."""
+    """A function's return value, and the weights of its models."""
 
     value: Any
     model_state: dict[str, Any]
-    """Of `together(models)`, on the CPU."""
+    """The state dict of `together(models)`, on the CPU."""
     model: None = None
     optimizer_state: None = None
     scheduler_state: None = None
@@ -21,7 +21,7 @@ class Returned:
 
 
 def models_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The modules among arguments, and in lists, tuples and dicts among them, each once."""
+    """The modules among the arguments, and in lists, tuples and dicts there, each once."""
     import torch
 
     found = {id(value): value for value in _flat((*args, *kwargs.values())) if isinstance(value, torch.nn.Module)}
@@ -29,7 +29,7 @@ def models_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 def together(models: list[Any]) -> Any:
-    """Models as one module."""
+    """Combine models into one module."""
     import torch
 
     return models[0] if len(models) == 1 else torch.nn.ModuleList(models)
@@ -45,12 +45,12 @@ def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
 
 
 class GivenModels:
-    """Tells whether the models of a call have changed while it ran.
+    """Detects whether the models among a call's arguments changed while the call ran.
 
     Args:
-        args: The call's.
-        kwargs: The call's.
-        rank: Only the models of rank 0 go back.
+        args: The call's positional arguments.
+        kwargs: The call's keyword arguments.
+        rank: This rank; only rank 0 returns its models.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rank: int) -> None:
@@ -59,7 +59,7 @@ class GivenModels:
         self._before = self._marks()
 
     def with_weights(self, value: Any) -> Any:
-        """The call's value, with the weights of its models if they have changed."""
+        """The call's return value, with the weights of its models if they have changed."""
         import torch
 
         if not self._models or self._marks() == self._before:
@@ -67,7 +67,7 @@ class GivenModels:
         state = {}
         for name, one in together(self._models).state_dict().items():
             try:
-                # Of weights that `fully_shard` or `parallelize_module` has divided, each rank gives its part.
+                # Each rank has a part of weights that `fully_shard` or `parallelize_module` has divided.
                 whole = one.full_tensor() if hasattr(one, "full_tensor") else one
             except Exception as error:  # noqa: BLE001 - what the function returned is not lost for this
                 print(f"kale_dist: the model does not come back, because {name} is divided over ranks: {error}")  # noqa: T201

@@ -1,9 +1,9 @@
-"""From a snapshot in a store back to the call: in a rank, in its DataLoader workers, and wherever a job is attached.
+"""Loads a call from a snapshot in a store: in a rank, in its DataLoader workers, and where a job is attached.
 
 A snapshot is a manifest (JSON, a blob; its digest names the snapshot) and the blobs it lists:
 
-    contract, python, torch, cloudpickle   versions it was taken with
-    label       what was called, for people
+    contract, python, torch, cloudpickle   versions of the notebook
+    label       a name for the call, for people
     pickle      digest of the pickled (function, arguments, keywords)
     buffers     [blob, offset, bytes] of each out-of-band buffer of the pickle, in its order
     storages    [blob, offset, bytes] of each tensor storage, by number
@@ -40,7 +40,7 @@ from kale_dist.snapshot.reducers import References
 from kale_dist.wire import blobs, context
 
 MAIN_VARIABLE = "KALE_DIST_SNAPSHOT"
-"""Tells a rank's own child processes (spawned DataLoader workers) where their `__main__` comes from."""
+"""From this variable a rank's child processes (spawned DataLoader workers) learn from which snapshot to fill `__main__`."""
 
 MAIN_SPEC = "kale_dist.snapshot.main_module"
 """Name of the module that multiprocessing runs in place of the notebook's `__main__`."""
@@ -48,13 +48,13 @@ MAIN_SPEC = "kale_dist.snapshot.main_module"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """A call, loaded."""
+    """A loaded call."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     references: References
-    """The functions and classes made here, by the numbers they have in the notebook too."""
+    """The functions and classes that were made here, by the same numbers as in the notebook."""
 
 
 def load(
@@ -67,22 +67,22 @@ def load(
 ) -> Loaded:
     """Load a snapshot.
 
-    Everything that can run code is checked against its digest first. Tensors are mapped and checked by size alone.
+    Everything that can run code is checked against its digest first. Tensors are mapped, and only their size is checked.
 
     Args:
-        store: Where the blobs are.
-        digest: The snapshot's name, from someone who is trusted.
-        modules: Folder with the snapshot's local modules (`stage_modules`); goes to the front of `sys.path`.
-        fill_main: Make a `__main__` like the notebook's, as a rank does. Without it this process's own `__main__`
-            keeps what it has, and gets only classes and functions under names that are free.
-        device: Where tensors and generators go that were on an accelerator. None: the rank's own device, which is
+        store: The store with the blobs.
+        digest: The snapshot's digest, from a trusted source.
+        modules: Folder with the snapshot's local modules (`stage_modules`); it is put at the front of `sys.path`.
+        fill_main: Whether to replace `__main__` by one like the notebook's, as a rank does. Otherwise this process's own
+            `__main__` stays and gets the snapshot's classes and functions under names that are free.
+        device: The device of tensors and generators that were on an accelerator. None: the rank's own device, which is
             "cpu" in a job without CUDA and outside of jobs.
 
     Raises:
         ContractError: The snapshot was taken with another Python, torch or contract version.
-        SnapshotDamagedError: Bytes do not have the digest that names them.
+        SnapshotDamagedError: A blob's bytes do not have its digest.
         StoreError: A blob is missing.
-        SnapshotError: Something the snapshot refers to is not here, such as an uninstalled package.
+        SnapshotError: The snapshot refers to something that is missing here, such as an uninstalled package.
     """
     manifest = read_manifest(store, digest)
     device = context.context().device if device is None else device
@@ -91,7 +91,7 @@ def load(
     sources.install(json.loads(_checked(store, manifest["sources"])))
     if fill_main:
         main = _make_main(manifest).__dict__
-        _tell_children(store, digest)
+        _prepare_children(store, digest)
         if has_torch():
             reducers.copy_out_on_resize()
         return _load(store, manifest, main, device)
@@ -118,12 +118,12 @@ def fill_spawned(main: dict[str, Any]) -> None:
 
 
 def read_manifest(store: blobs.Store, digest: str) -> dict[str, Any]:
-    """A snapshot's manifest, checked.
+    """Read a snapshot's manifest, and check its digest and versions.
 
     Raises:
-        ContractError: Its versions are not the ones here.
-        SnapshotDamagedError: Its bytes do not have this digest.
-        StoreError: It is missing.
+        ContractError: The manifest's versions differ from those of this process.
+        SnapshotDamagedError: The manifest's bytes do not have this digest.
+        StoreError: The manifest is missing.
     """
     manifest: dict[str, Any] = json.loads(_checked(store, digest))
     if found := _differences(manifest):
@@ -139,7 +139,7 @@ def version_differences(store: blobs.Store, digest: str) -> list[str]:
 
     Raises:
         SnapshotDamagedError: The manifest's bytes do not have this digest.
-        StoreError: It is missing.
+        StoreError: The manifest is missing.
     """
     return _differences(json.loads(_checked(store, digest)))
 
@@ -157,17 +157,17 @@ def _differences(manifest: dict[str, Any]) -> list[str]:
 
 
 def python_version() -> str:
-    """Python's version as far as pickled code depends on it, such as "3.11"."""
+    """Python's minor version, on which pickled code depends, such as "3.11"."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def has_torch() -> bool:
-    """Whether torch can be imported; it is not imported to find out."""
+    """Whether torch is installed; it is not imported to find out."""
     return "torch" in sys.modules or importlib.util.find_spec("torch") is not None
 
 
 def torch_version() -> str:
-    """Version of the torch that is installed, without importing it; "" if none is."""
+    """The version of the installed torch, without importing it; "" if torch is not installed."""
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
     return installed_torch()[0]
@@ -199,15 +199,15 @@ def _torch_version(_written: str) -> str:
 
 
 def stage_modules(store: blobs.Store, digest: str, folder: pathlib.Path) -> None:
-    """Lay out the notebook's local modules in a folder for `sys.path`. Done before, nothing happens.
+    """Write the notebook's local modules into a folder for `sys.path`, unless the folder exists already.
 
     Args:
-        store: Where the blobs are.
-        digest: The snapshot's name.
-        folder: Made complete or not at all.
+        store: The store with the blobs.
+        digest: The snapshot's digest.
+        folder: The folder; it appears complete or not at all.
 
     Raises:
-        SnapshotDamagedError: Bytes do not have their digest.
+        SnapshotDamagedError: A blob's bytes do not have its digest.
         StoreError: A blob is missing, or the folder cannot be written.
     """
     if folder.exists():
@@ -227,7 +227,7 @@ def stage_modules(store: blobs.Store, digest: str, folder: pathlib.Path) -> None
             path.chmod(mode)
         pathlib.Path(temporary).rename(folder)
     except OSError as error:
-        # Another agent may have laid out the same modules meanwhile.
+        # Another agent may have written the same modules meanwhile.
         if not folder.exists():
             raise StoreError(f"The notebook's modules could not be written to {folder}: {error.strerror}.") from error
     finally:
@@ -236,7 +236,7 @@ def stage_modules(store: blobs.Store, digest: str, folder: pathlib.Path) -> None
 
 
 def _checked(store: blobs.Store, digest: str) -> bytes:
-    """A blob's bytes, after they were found to be the ones that its name says."""
+    """A blob's bytes, checked against its digest."""
     data = bytes(store.open(digest))
     if blobs.digest_of((data,)) != digest:
         raise SnapshotDamagedError(
@@ -247,10 +247,10 @@ def _checked(store: blobs.Store, digest: str) -> bytes:
 
 def _load(store: blobs.Store, manifest: dict[str, Any], main: dict[str, Any], device: str) -> Loaded:
     data = _checked(store, manifest["pickle"])
-    places = _Places(store)
+    ranges = _BlobRanges(store)
     references = References()
     surroundings = reducers.Loading(
-        storage=lambda index: places.view(*manifest["storages"][index]),
+        storage=lambda index: ranges.view(*manifest["storages"][index]),
         main=main,
         references=references,
         resolve=references.resolve,
@@ -258,7 +258,7 @@ def _load(store: blobs.Store, manifest: dict[str, Any], main: dict[str, Any], de
     )
     with reducers.loading(surroundings):
         try:
-            fn, args, kwargs = pickle.loads(data, buffers=(places.view(*place) for place in manifest["buffers"]))
+            fn, args, kwargs = pickle.loads(data, buffers=(ranges.view(*found) for found in manifest["buffers"]))
         except (ImportError, AttributeError) as error:
             if isinstance(error, ModuleNotFoundError) and error.name == "torch":
                 raise ContractError("The image has no torch. Give one that has, with image=") from error
@@ -271,12 +271,12 @@ def _load(store: blobs.Store, manifest: dict[str, Any], main: dict[str, Any], de
     return Loaded(fn=fn, args=args, kwargs=kwargs, references=references)
 
 
-class _Places:
-    """Buffers of a snapshot by blob, offset and size, each time in memory of its own."""
+class _BlobRanges:
+    """Reads ranges of blobs; each call returns memory of its own."""
 
     def __init__(self, store: blobs.Store) -> None:
         self._store = store
-        # Packs of small buffers are read many times; large buffers are mapped again for each caller.
+        # A blob of many small buffers is opened once; large buffers are mapped for each call.
         self._pack = functools.cache(store.open)
 
     def view(self, blob: str, offset: int, size: int) -> memoryview:
@@ -294,7 +294,7 @@ class _Places:
 
 
 def _make_main(manifest: dict[str, Any]) -> types.ModuleType:
-    """A fresh `__main__` for this process, with the attributes of the notebook's."""
+    """Replace this process's `__main__` by a new module with the attributes of the notebook's."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     main.__package__ = manifest["main"]["package"]
@@ -311,8 +311,8 @@ def _make_main(manifest: dict[str, Any]) -> types.ModuleType:
 _former: list[types.ModuleType] = []
 
 
-def _tell_children(store: blobs.Store, digest: str) -> None:
-    """Let spawned children find the snapshot, kale_dist and cloudpickle."""
+def _prepare_children(store: blobs.Store, digest: str) -> None:
+    """Set the variable and the `sys.path` by which spawned children find the snapshot, kale_dist and cloudpickle."""
     if not isinstance(store, blobs.FolderStore):
         return
     os.environ[MAIN_VARIABLE] = json.dumps({"store": str(store.root.absolute()), "snapshot": digest})

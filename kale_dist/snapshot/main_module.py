@@ -1,4 +1,4 @@
-"""Run by multiprocessing in a child that a rank spawned, in place of the notebook, which is no file to be run.
+"""multiprocessing runs this module in a child that a rank spawned, in place of the notebook, which is not a file.
 
 Its globals become the child's `__main__`, so it defines nothing but what the snapshot brings.
 """

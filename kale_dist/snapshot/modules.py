@@ -26,10 +26,10 @@ _NEVER = frozenset({"kale_dist", "cloudpickle", "torch", "__main__", "__mp_main_
 """Top-level names that are in every rank."""
 
 _FINDS_ITSELF = ("__file__", "__path__", "resources", "pkgutil", "__spec__", "getsourcefile", "getfile")
-"""A module whose text has one of these may read files that lie beside it."""
+"""A module whose text contains one of these words may read files beside it."""
 
 _HOME = frozenset({"__pycache__", "node_modules"})
-"""Folders that stay home, like hidden ones."""
+"""Folders that are not sent, like hidden ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,16 +37,16 @@ class ModuleFile:
     """One file of local code or of data beside it."""
 
     path: str
-    """Where it goes, relative to the folder on the rank's `sys.path`."""
+    """The file's path in the rank, relative to the folder on `sys.path`."""
     source: pathlib.Path
-    """Where it is."""
+    """The file on this machine."""
     mode: int
 
     def read(self) -> bytes:
-        """Its bytes.
+        """Read the file.
 
         Raises:
-            SnapshotError: It cannot be read.
+            SnapshotError: The file cannot be read.
         """
         try:
             return self.source.read_bytes()
@@ -58,33 +58,32 @@ class ModuleFile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LocalModules:
-    """What is sent, and what the user should know about it."""
+    """The files to send, and notes for the user."""
 
     files: tuple[ModuleFile, ...]
     notes: tuple[str, ...]
     others: tuple[str, ...] = ()
-    """Names, with dots, of what is imported and is not local: installed packages, the standard library, and what is not
-    here."""
+    """Dotted names of imported modules that are not local: installed packages, the standard library, missing modules."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Script:
-    """A script that runs elsewhere."""
+    """A script that is sent to the ranks."""
 
     path: pathlib.Path | None
-    """Its file; None for a module that is run by its name."""
+    """The script's file; None for a module that is run by its name."""
     module: str = ""
     """The name of the module."""
     words: tuple[str, ...] = ()
-    """Its arguments. Those that name files are sent with it."""
+    """The script's arguments. The files that they name are sent, too."""
 
 
 def collect(names: Iterable[str], script: Script | None = None) -> LocalModules:
-    """The local modules among `names`, and those that they import, whole packages at a time.
+    """Collect the local modules among `names`, and those that they import, as whole packages.
 
     Args:
-        names: Modules that a call refers to. Names that are no modules are passed over.
-        script: A script that is sent, too, with the modules that it imports and the files that it names.
+        names: Modules that a call refers to. Names that are not modules are ignored.
+        script: A script to send, too, with the modules that it imports and the files that it names.
     """
     collector = _Collector()
     waiting = sorted(set(names))
@@ -111,14 +110,14 @@ class _Collector:
         self._foreign = _foreign_folders()
 
     def add(self, name: str) -> list[str]:
-        """Take in a module, with the whole of its top-level package, and return the names that its files import."""
+        """Add a module with its whole top-level package, and return the names that its files import."""
         top = name.partition(".")[0]
         if name in self._compared or not self._is_local(top):
             return []
         # The live module is compared by its own name, its package is taken once.
         self._compared.add(name)
         self.notes += notes_on_edits(name)
-        spec = find(top)
+        spec = find_spec(top)
         if top in self._taken or spec is None:
             return []
         self._taken.add(top)
@@ -130,7 +129,7 @@ class _Collector:
         return [found for file in added for found in _imports(file)]
 
     def add_script(self, path: pathlib.Path, words: Iterable[str]) -> list[str]:
-        """Take in a script, and return the names that it imports.
+        """Add a script, and return the names that it imports.
 
         Files that its text or `words` name are sent, too, if they lie below its folder or the current one.
         """
@@ -144,13 +143,13 @@ class _Collector:
         return list(_imports(script))
 
     def has_taken(self, name: str) -> bool:
-        """Whether a name is that of a local module, or within one."""
+        """Whether a name is a local module, or a member of one."""
         return name.partition(".")[0] in self._taken
 
     def _is_local(self, top: str) -> bool:
         if top in _NEVER or top in sys.stdlib_module_names or top in sys.builtin_module_names:
             return False
-        spec = find(top)
+        spec = find_spec(top)
         if spec is None:
             return False
         places = list(spec.submodule_search_locations or (spec.origin or "",))
@@ -179,7 +178,7 @@ class _Collector:
         return ModuleFile(path=str(relative), source=path, mode=0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644)
 
     def _keep(self, code: list[ModuleFile], data: Iterable[ModuleFile], place: pathlib.Path) -> list[ModuleFile]:
-        """Have code sent, and the files that belong to it if they are not too large; gives those that are new."""
+        """Add code, and the files beside it unless they are too large; returns the files that are new."""
         found, size = {file.path: file for file in code}, 0
         # One by one: a folder with data may have millions of files.
         for file in data:
@@ -198,8 +197,8 @@ class _Collector:
         return new
 
 
-def find(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Where a top-level module is or would come from; nothing is run."""
+def find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
+    """The spec of a top-level module, imported or not; nothing is executed."""
     module = sys.modules.get(name)
     if isinstance(module, types.ModuleType):
         if isinstance(module.__spec__, importlib.machinery.ModuleSpec):
@@ -238,7 +237,7 @@ def _walk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _below(place: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A file itself, or the files below a folder."""
+    """Yield a file itself, or the files below a folder."""
     if place.is_dir():
         yield from _walk(place)
     elif place.is_file():
@@ -265,14 +264,14 @@ def _tree(path: pathlib.Path) -> ast.AST | None:
 
 
 def _literals(path: pathlib.Path) -> set[str]:
-    """String literals of a Python file."""
+    """The string literals of a Python file."""
     tree = _tree(path)
     nodes = ast.walk(tree) if tree is not None else ()
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def _plain(literal: str) -> bool:
-    """Whether a literal may be the name of something below the folder of its file."""
+    """Whether a literal may be a relative path below the folder of its file."""
     parts = pathlib.PurePath(literal).parts if literal and "\0" not in literal and len(literal) < 256 else ()  # noqa: PLR2004 - longer than a file name may be
     return (
         bool(parts) and not pathlib.PurePath(literal).is_absolute() and not any(part.startswith(".") for part in parts)
@@ -280,7 +279,7 @@ def _plain(literal: str) -> bool:
 
 
 def _imports(file: ModuleFile) -> Iterator[str]:
-    """Absolute names of the modules that a file's import statements name, those within functions included."""
+    """Yield the absolute names in a file's import statements, including those within functions."""
     tree = _tree(file.source)
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.Import):
@@ -298,13 +297,13 @@ def _imports(file: ModuleFile) -> Iterator[str]:
 
 
 def notes_on_edits(name: str) -> list[str]:
-    """A warning if a module of this process was edited since its import, else nothing.
+    """A warning if the file of an imported module was edited since its import.
 
-    The notebook then runs the old code, and the ranks would run the new.
+    The notebook then runs the old code, and the ranks run the new.
     """
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
-    # Other loaders (pytest's) compile something else than what the file says.
+    # Other loaders (pytest's) compile something else than the file's text.
     if (
         not isinstance(module, types.ModuleType)
         or type(getattr(spec, "loader", None)) is not importlib.machinery.SourceFileLoader
@@ -329,7 +328,7 @@ def notes_on_edits(name: str) -> list[str]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """All functions in a compiled file."""
+    """Yield the code of all functions in a compiled file."""
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield constant
@@ -345,5 +344,5 @@ def _undecorated(value: Any) -> Any:
 
 
 def _members(value: Any, module: types.ModuleType) -> Iterable[Any]:
-    """What is in a class that a module defines."""
+    """The members of a class that a module defines; empty for other values."""
     return vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else ()

@@ -1,9 +1,9 @@
-"""What a rank leaves behind: its return value or its exception, signed, in a file of its own.
+"""A rank's outcome: its return value or its exception, signed, in a file of its own.
 
-The file is a bundle (`blobs`): the header says whose outcome it is, the first buffer is a pickle, the others are the
+The file is a bundle (`blobs`): the header names job, attempt and rank, the first buffer is a pickle, the others are the
 buffers and tensors of the value, which stay mapped when it is read. The signature, an HMAC-SHA256 with the job's key
-over job, attempt, rank and all bytes, is checked before anything is unpickled. It guards against others who can write
-where outcomes lie, not against the user's own code in a rank, which has the key's process to itself.
+over job, attempt, rank and all bytes, is checked before anything is unpickled. It protects against other people who can
+write to the outcome's folder, not against the user's own code in the rank, whose process has the key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kale_dist.snapshot.reducers import References
 from kale_dist.wire import blobs, context
 
 _SIGNED_AT_ONCE = 1 << 24
-"""Bytes after which a rank that signs a large result tells its agent that it is not stalled."""
+"""Bytes after which a rank that signs a large result reports progress, so that it does not count as stalled."""
 
 _MOST_CAUSES = 100
 """Longer chains of causes are cut."""
@@ -37,31 +37,31 @@ _MOST_CAUSES = 100
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How one rank ended."""
+    """The outcome of one rank."""
 
     ok: bool
     value: Any = None
-    """What the function returned."""
+    """The function's return value."""
     error: BaseException | None = None
-    """What it raised, with its causes and notes; a `RemoteError` where that cannot be loaded here."""
+    """The exception with its causes and notes; a `RemoteError` if it cannot be loaded here."""
     traceback: str = ""
-    """Of the error, as the rank would have printed it, with the lines of the cells."""
+    """The error's traceback as the rank would have printed it, with the lines of the cells."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Signer:
-    """Whose outcome it is, and what it is signed with."""
+    """Identifies an outcome (job, attempt, rank) and signs it."""
 
     key: bytes = dataclasses.field(repr=False)
     """The job's secret."""
     job: str
     """Name of the run's object: `Order.job`."""
     attempt: int
-    """From 0, as the run's head counts."""
+    """The attempt's number within the run, from 0."""
     rank: int
 
     def header(self, *, ok: bool) -> dict[str, Any]:
-        """What the bundle's header says."""
+        """The bundle's header."""
         return {
             "contract": wire.VERSION, "job": self.job, "attempt": self.attempt, "rank": self.rank, "ok": ok
         }  # fmt: skip
@@ -88,7 +88,7 @@ class Signer:
 
 
 class _OutcomePickler(TensorPickler):
-    """Sends what came with the snapshot back as a reference."""
+    """Pickles functions and classes that came with the snapshot as their numbers."""
 
     def __init__(self, file: IO[bytes], references: References) -> None:
         super().__init__(file)
@@ -102,17 +102,17 @@ class _OutcomePickler(TensorPickler):
 
 
 def write_success(path: str | os.PathLike[str], *, signer: Signer, value: object, references: References) -> None:
-    """Write what a rank's function returned.
+    """Write the return value of a rank's function.
 
     Args:
-        path: Where to (`contract.JobFiles.outcome`).
-        signer: Whose it is.
-        value: Anything that can be pickled. Tensors are written from where they are; those on an accelerator arrive
+        path: The file (`wire.JobFiles.outcome`).
+        signer: Signs for the job, attempt and rank.
+        value: Anything that can be pickled. Tensors are written without a copy; those on an accelerator arrive
             in main memory.
-        references: Of the snapshot that was loaded.
+        references: Functions and classes of the loaded snapshot.
 
     Raises:
-        NotSerializableError: The value cannot be pickled; names the path within it.
+        NotSerializableError: The value cannot be pickled; the message has the path to the culprit.
         StoreError: The disk is full.
     """
     try:
@@ -128,13 +128,13 @@ def write_success(path: str | os.PathLike[str], *, signer: Signer, value: object
 def write_failure(
     path: str | os.PathLike[str], *, signer: Signer, error: BaseException, references: References
 ) -> None:
-    """Write what a rank's function raised. However odd the exception is, something readable is written.
+    """Write the exception of a rank's function. An exception that cannot be pickled is written as text.
 
     Args:
-        path: Where to (`contract.JobFiles.outcome`).
-        signer: Whose it is.
-        error: The exception, with its traceback.
-        references: Of the snapshot that was loaded.
+        path: The file (`wire.JobFiles.outcome`).
+        signer: Signs for the job, attempt and rank.
+        error: The exception with its traceback.
+        references: Functions and classes of the loaded snapshot.
 
     Raises:
         StoreError: The disk is full.
@@ -142,7 +142,7 @@ def write_failure(
 
     def dump(value: object) -> bytes:
         data, pickler = _pickle(value, references, inline=True)
-        # What is out of band in a value would have to be in the file once more for each exception.
+        # An exception with buffers out of band would need a list of buffers for each of its causes.
         if pickler.storages:
             raise pickle.PicklingError("an exception with tensors in it")
         return data
@@ -151,29 +151,29 @@ def write_failure(
     _write(path, signer, signer.header(ok=False), [json.dumps(described).encode()])
 
 
-def read(path: str | os.PathLike[str], *, signer: Signer, resolve: Callable[[int], Any]) -> Outcome:
-    """Read a rank's outcome, after its signature was checked.
+def read_outcome(path: str | os.PathLike[str], *, signer: Signer, resolve: Callable[[int], Any]) -> Outcome:
+    """Check the signature of a rank's outcome, and read the outcome.
 
     Args:
-        path: Where it is.
-        signer: Whose it is.
-        resolve: Gives this process's own function or class for a number of the snapshot (`References.resolve`).
+        path: The file.
+        signer: Identifies the expected job, attempt and rank.
+        resolve: Returns this process's own function or class for a number of the snapshot (`References.resolve`).
 
     Raises:
-        ResultUnavailableError: There is no outcome, or its value cannot be loaded here.
-        SnapshotDamagedError: It is cut short or was not signed with this key for this job, attempt and rank.
+        ResultUnavailableError: There is no file, or its value cannot be loaded here.
+        SnapshotDamagedError: The file is cut short, or the signature is not this job's for this attempt and rank.
     """
     rank, job = signer.rank, signer.job
     try:
         header, buffers = blobs.open_bundle(path)
     except StoreError as error:
         raise ResultUnavailableError(f"Rank {rank} of {job} has left no outcome: {error}", job) from error
-    # The first buffer is what can run code: from here on it is a copy that no other process can write to.
+    # The first buffer can run code, so it is copied before the check: no other process can write to the copy.
     data = bytes(buffers[0]) if buffers else b""
     if not signer.has_signed(header, [data, *buffers[1:]]):
         raise SnapshotDamagedError(
             f"The outcome of rank {rank} of {job} was not signed by this job (attempt {signer.attempt}): it is damaged, or "
-            "somebody else wrote it. It has not been loaded."
+            "another process wrote it. It has not been loaded."
         )
     if not header["ok"]:
         with reducers.loading(_surroundings(lambda _: memoryview(b""), resolve)):
@@ -199,7 +199,7 @@ def _pickle(value: object, references: References, *, inline: bool = False) -> t
     try:
         pickler.dump(value)
     except Exception as error:
-        error.culprit = pickler.last  # type: ignore[attr-defined] # for the search, which needs to know where it stopped
+        error.culprit = pickler.last  # type: ignore[attr-defined] # for the search for the path to it
         raise
     if inline and pickler.buffers:
         raise pickle.PicklingError("an exception with arrays in it")
@@ -207,7 +207,7 @@ def _pickle(value: object, references: References, *, inline: bool = False) -> t
 
 
 def _joined(source: Sequence[blobs.Buffer]) -> blobs.Buffer:
-    """One buffer. Only memory of accelerators comes in several."""
+    """The buffers of a storage as one; only memory of accelerators has several."""
     return source[0] if len(source) == 1 else b"".join(source)
 
 
@@ -226,7 +226,7 @@ def _surroundings(storage: Callable[[int], memoryview], resolve: Callable[[int],
 
 
 def describe_error(error: BaseException, dump: Callable[[object], bytes]) -> dict[str, Any]:
-    """A description of an exception and all it is linked to, for JSON. Never raises, however odd they are.
+    """Describe an exception and its causes for JSON. Never raises, whatever the exceptions' own methods do.
 
     Args:
         error: The exception.
@@ -263,10 +263,10 @@ def describe_error(error: BaseException, dump: Callable[[object], bytes]) -> dic
 
 
 def rebuild_error(described: dict[str, Any], load: Callable[[bytes], Any]) -> tuple[BaseException, str]:
-    """The exception of a description, linked as it was.
+    """Rebuild the exception of a description, with its causes.
 
     Args:
-        described: What `describe_error` gave.
+        described: The value of `describe_error`.
         load: Unpickles, or raises.
 
     Returns:
@@ -295,7 +295,7 @@ def _rebuild_one(one: dict[str, Any], load: Callable[[bytes], Any], traceback: s
 
 
 def _pickles(error: BaseException, dump: Callable[[object], bytes]) -> list[bytes]:
-    """The exception pickled as it is, or else its class and arguments alone; nothing if neither can be."""
+    """The pickled exception, or else its pickled class and arguments alone; empty if neither can be pickled."""
     with contextlib.suppress(Exception):
         return [dump(error)]
     with contextlib.suppress(Exception):
@@ -319,7 +319,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _quietly(function: Callable[..., Any], *args: Any) -> Any:
-    """The function's value, or None if it raises."""
+    """The function's return value, or None if it raises."""
     with contextlib.suppress(Exception):
         return function(*args)
     return None

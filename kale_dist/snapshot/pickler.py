@@ -1,4 +1,4 @@
-"""The notebook's pickler: numbers objects that are sent by value, and notes which modules and sources the call needs."""
+"""The notebook's pickler: numbers objects that are sent by value, and records which modules and sources the call needs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kale_dist.snapshot import reducers
 from kale_dist.snapshot.pickling import TensorPickler
 
 _CLASS_TRACKER = {internals._make_skeleton_class: 4, internals._make_skeleton_enum: 5}  # noqa: SLF001
-"""Where cloudpickle's class makers take the id by which they find a class that this process has already."""
+"""Position of the argument by which cloudpickle's class makers find a class that exists in this process already."""
 
 
 class CapturePickler(TensorPickler):
     """Pickles a call.
 
     Args:
-        file: Where the pickle goes.
+        file: Receives the pickle.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         self.originals = reducers.References()
-        """The notebook's own functions and classes, by number."""
+        """The notebook's own functions and classes, by their numbers."""
         self.modules: set[str] = set()
         """Names of modules that the call refers to."""
         self.codes: list[types.CodeType] = []
@@ -37,7 +37,7 @@ class CapturePickler(TensorPickler):
         """Classes that are sent by value."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Called by pickle for every object that is not a plain builtin one."""
+        """Reduce an object; pickle calls this for every object that is not a plain builtin one."""
         if isinstance(obj, types.ModuleType):
             self.last = obj
             return self._reduce_module(obj)
@@ -59,13 +59,13 @@ class CapturePickler(TensorPickler):
         return internals._dynamic_class_reduce(obj)  # noqa: SLF001
 
     def _number(self, obj: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Let the object have the same number in the notebook and in the ranks."""
+        """Reduce a function or class so that it has the same number in the notebook and in the ranks."""
         constructor, args, state, _, _, setter = reduced
         if isinstance(obj, type):
             self.classes.append(obj)
             tracker = _CLASS_TRACKER.get(constructor)
             if tracker is not None:
-                # Loaded in the notebook itself, the id would find the notebook's class and overwrite its methods.
+                # In the notebook itself, a load by this id would find the notebook's class and overwrite its methods.
                 args = (*args[:tracker], None, *args[tracker + 1 :])
         index = self.originals.index_of(obj)
         if index is None:
@@ -75,7 +75,7 @@ class CapturePickler(TensorPickler):
         return reducers.make, (index, module, obj.__qualname__, constructor, args), state, None, None, setter
 
     def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
-        """As cloudpickle's, but functions of one module share its globals in the rank too."""
+        """Reduce a function as cloudpickle does, but so that functions of one module share its globals in the rank."""
         self.codes.append(func.__code__)
         self.modules.update(imports_of(func.__code__, func.__globals__.get("__package__") or ""))
         constructor, args, state, *rest = super()._dynamic_function_reduce(func)
@@ -103,9 +103,9 @@ class CapturePickler(TensorPickler):
 
 
 def hooks_of(value: Any) -> tuple[list[Any], ...]:
-    """The user's hooks on the gradient of a tensor, which torch's own pickle leaves out: those before it is summed, and after.
+    """The user's hooks on a tensor's gradient, before and after accumulation, which torch's own pickle leaves out.
 
-    What installed packages have registered (`wandb.watch`) may not work in another process, and stays out.
+    Hooks of installed packages (`wandb.watch`) are left out, because they may not work in another process.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor) or not value.is_leaf:
@@ -121,7 +121,7 @@ def _is_installed(function: Any) -> bool:
 
 
 def without_file(name: object) -> bool:
-    """Whether a module of this process cannot be imported elsewhere, because it was made by hand."""
+    """Whether a module was made in this process without a file, so that ranks cannot import it."""
     module = sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
     if module is None or getattr(module, "__file__", None) or hasattr(module, "__path__"):
         return False
@@ -134,7 +134,7 @@ def without_file(name: object) -> bool:
 
 
 def namespace_of(func: types.FunctionType) -> tuple[str, str]:
-    """Whose globals a function has: the module's name, and "main", "value" or "import"; "" if they are no module's."""
+    """The module whose globals a function has, and its kind: "main", "value" or "import"; two "" if there is none."""
     name = func.__globals__.get("__name__")
     module = sys.modules.get(name) if isinstance(name, str) else None
     if name == "__mp_main__":
@@ -147,11 +147,11 @@ def namespace_of(func: types.FunctionType) -> tuple[str, str]:
 
 
 def imports_of(code: types.CodeType, package: str) -> Iterator[str]:
-    """Names of the modules that import statements in a code object name, functions within it included."""
+    """Yield the modules that import statements in a code object and in its inner functions name."""
     instructions = list(dis.get_instructions(code))
     for position, instruction in enumerate(instructions):
         if instruction.opname == "IMPORT_NAME":
-            # The compiler puts level and names on the stack by the two instructions before.
+            # The two instructions before put level and names on the stack.
             level, names = (instructions[position - back].argval for back in (2, 1))
             base = instruction.argval
             if isinstance(level, int) and level and package:
@@ -166,7 +166,7 @@ def imports_of(code: types.CodeType, package: str) -> Iterator[str]:
 
 
 def _stand_in(name: str, value: Any) -> Any:
-    """What a rank gets for the names that IPython puts into every notebook, which lead to the whole shell."""
+    """A function without effect in place of IPython's `get_ipython` and `exit`, which refer to the whole shell."""
     if name not in {"get_ipython", "exit", "quit"}:
         return value
     shell = getattr(value, "__self__", None) or getattr(value, "_ip", None)

@@ -36,7 +36,7 @@ Reduced = Any
 
 
 class _Token:
-    """Stands for an object that is to be pickled once, wherever it is met."""
+    """Stands for an object that is pickled once, however often the pickler meets it."""
 
     __slots__ = ("reduced",)
 
@@ -45,7 +45,7 @@ class _Token:
 
 
 class DeviceMemory(Sequence[Buffer]):
-    """Memory on an accelerator as a sequence of buffers of `CHUNK_BYTES`, each copied when it is asked for."""
+    """Memory on an accelerator as a sequence of buffers of `CHUNK_BYTES`, each copied when it is accessed."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -68,20 +68,20 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
     """Pickles with protocol 5 and everything large out of band.
 
     Args:
-        file: Where the pickle goes.
+        file: Receives the pickle.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self.buffers: list[pickle.PickleBuffer] = []
         self.storages: list[Sequence[Buffer]] = []
         self.last: object = None
-        """The object that was met last: after a failure, the one that could not be pickled."""
+        """The object that the pickler met last: after a failure, the one that cannot be pickled."""
         self._tokens: dict[int, tuple[_Token, object]] = {}
         self._reducers: dict[type, Callable[[Any], Reduced] | None] = {_Token: lambda token: token.reduced}
         super().__init__(file, protocol=5, buffer_callback=self.buffers.append)
 
     def reducer_override(self, obj: Any) -> Reduced:
-        """Called by pickle for every object that is not a plain builtin one."""
+        """Reduce an object; pickle calls this for every object that is not a plain builtin one."""
         self.last = obj
         kind = type(obj)
         try:
@@ -91,9 +91,9 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         return super().reducer_override(obj) if reduce is None else reduce(obj)
 
     def _choose(self, kind: type) -> Callable[[Any], Reduced] | None:
-        """Our reducer for a type, or None. A class with pickling of its own keeps that."""
+        """Our reducer for a type, or None. A class with its own pickling methods keeps them."""
         if issubclass(kind, multiprocessing.context.BaseContext):
-            return _reduce_context
+            return lambda context: (reducers.make_context, (getattr(context, "_name", None),))
         if issubclass(kind, BaseException) and _is_plain_error(kind):
             return _reduce_error
         if kind in _STANDARD:
@@ -126,7 +126,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         return None
 
     def _token(self, original: object, key: int, make: Callable[[], tuple[Any, ...]]) -> _Token:
-        """One token for everything with this key. The original is held, so that the key stays its own."""
+        """The token of a key, created on first use. It keeps the original alive, so that the key stays unique."""
         if key not in self._tokens:
             self._tokens[key] = (_Token(make()), original)
         return self._tokens[key][0]
@@ -148,7 +148,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         return reducers.make_typed_storage, (storage._untyped_storage, storage.dtype)  # noqa: SLF001
 
     def _function_reduce(self, obj: types.FunctionType) -> Reduced:
-        """As cloudpickle's, but a function that was given to `torch.compile` is sent as it was before."""
+        """Reduce a function as cloudpickle does, but a compiled one (`torch.compile`) as its original."""
         reduced = super()._function_reduce(obj)
         original = getattr(obj, "_torchdynamo_orig_callable", None)
         if reduced is NotImplemented or original is None:
@@ -157,7 +157,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         return reduced if settings is None else (reducers.make_compiled, (settings, original))
 
     def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
-        """As cloudpickle's, but functions that share a variable of the function around them keep sharing it."""
+        """Arguments as cloudpickle's, but functions that share a variable of an enclosing function keep sharing it."""
         code, base_globals, name, defaults, _ = super()._function_getnewargs(func)
         return code, base_globals, name, defaults, self._cells(func)
 
@@ -171,14 +171,14 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
 
 
 def _view(storage: Any) -> memoryview:
-    """The bytes of a storage in main memory, where they are; they stay while the view does."""
+    """A view of a storage's bytes in main memory, without a copy; it keeps the storage alive."""
     array = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
     array.storage = storage  # holds the memory
     return memoryview(array).cast("B")
 
 
 def _synchronize(device: Any) -> None:
-    """Wait for work that still writes to a device's memory: it is read from other threads, on other streams."""
+    """Wait for kernels that still write to a device's memory, which other threads read on other streams."""
     import torch
 
     if device.type == "cuda":
@@ -186,14 +186,14 @@ def _synchronize(device: Any) -> None:
 
 
 def _pickles_itself(kind: type, base: type) -> bool:
-    """Whether a class brings pickling of its own, beyond what torch's base class has."""
+    """Whether a class defines pickling methods beyond those of torch's base class."""
     return any(
         getattr(kind, name) is not getattr(base, name) for name in ("__getstate__", "__reduce_ex__", "__reduce__")
     )
 
 
 def _is_plain_error(kind: type[BaseException]) -> bool:
-    """Whether an exception has a constructor of its own, which pickle would call with arguments that it may not take."""
+    """Whether an exception has its own constructor, which pickle would call with `args` that it may not accept."""
     return (
         isinstance(kind.__init__, types.FunctionType)
         and kind.__reduce__ is BaseException.__reduce__
@@ -212,32 +212,31 @@ def _reduce_cached(cached: Any) -> Reduced:
     return reducers.make_cached, (cached.__wrapped__, parameters["maxsize"], parameters["typed"])
 
 
-def _reduce_cached_property(cached: Any) -> Reduced:
-    return reducers.make_cached_property, (cached.func, cached.attrname)
-
-
 def _reduce_new_type(new: Any) -> Reduced:
     if _is_importable(new):
         return NotImplemented
     return reducers.make_new_type, (new.__name__, new.__module__, new.__supertype__)
 
 
-def _reduce_weak_keys(weak: Any) -> Reduced:
-    return weakref.WeakKeyDictionary, (), dict(weak), None, None, reducers.set_weak_items
-
-
 def _is_importable(value: Any) -> bool:
-    """Whether an object that pickles by its name can be imported by it: not if it was made in a cell."""
+    """Whether an object that pickles by name can be imported by that name; one that was made in a cell cannot."""
     return internals._lookup_module_and_qualname(value) is not None  # noqa: SLF001
 
 
 _STANDARD: dict[type, Callable[[Any], Reduced]] = {
     functools._lru_cache_wrapper: _reduce_cached,  # noqa: SLF001 - the type of what lru_cache gives
-    functools.cached_property: _reduce_cached_property,
+    functools.cached_property: lambda one: (reducers.make_cached_property, (one.func, one.attrname)),
     typing.NewType: _reduce_new_type,
-    weakref.WeakKeyDictionary: _reduce_weak_keys,
+    weakref.WeakKeyDictionary: lambda weak: (
+        weakref.WeakKeyDictionary,
+        (),
+        dict(weak),
+        None,
+        None,
+        reducers.set_weak_items,
+    ),
 }
-"""What the standard library puts around functions of cells, and cannot pickle there. `singledispatch` has weak keys."""
+"""Wrappers of the standard library that do not pickle around functions of cells. `singledispatch` uses weak keys."""
 
 
 _SUMMARY_WRITERS = ("torch.utils.tensorboard.writer.SummaryWriter", "tensorboardX.writer.SummaryWriter")
@@ -251,13 +250,14 @@ def _reduce_summary_writer(writer: Any) -> Reduced:
     )
 
 
-def _reduce_context(context: Any) -> Reduced:
-    return reducers.make_context, (getattr(context, "_name", None),)
-
-
 def _reduce_generator(generator: Any) -> Reduced:
     state = bytes(generator.get_state().numpy())
     return reducers.make_generator, (state, generator.device.type != "cpu", generator.initial_seed())
+
+
+def _bare(kind: type, attributes: dict[str, Any], set_state: Callable[..., None] = reducers.set_attributes) -> Reduced:
+    """Reduce to an instance without attributes, which `set_state` then fills."""
+    return reducers.make_bare, (kind,), attributes, None, None, set_state
 
 
 def _reduce_optimizer(optimizer: Any) -> Reduced:
@@ -265,25 +265,22 @@ def _reduce_optimizer(optimizer: Any) -> Reduced:
     # A scheduler replaces `step` by a wrapper around a weak reference; its own reducer puts a new one there.
     if hasattr(attributes.get("step"), "_wrapped_by_lr_sched"):
         del attributes["step"]
-    return reducers.make_bare, (type(optimizer),), attributes, None, None, reducers.set_optimizer_state
+    return _bare(type(optimizer), attributes, reducers.set_optimizer_state)
 
 
 def _reduce_scheduler(scheduler: Any) -> Reduced:
-    return reducers.make_bare, (type(scheduler),), dict(scheduler.__dict__), None, None, reducers.set_scheduler_state
+    return _bare(type(scheduler), dict(scheduler.__dict__), reducers.set_scheduler_state)
 
 
 def _reduce_loader(loader: Any) -> Reduced:
-    attributes = dict(loader.__dict__)
     # The iterator of persistent workers holds processes and queues of the notebook.
-    attributes["_iterator"] = None
-    return reducers.make_bare, (type(loader),), attributes, None, None, reducers.set_attributes
+    return _bare(type(loader), {**loader.__dict__, "_iterator": None})
 
 
 def _reduce_bare(module: Any) -> Reduced:
-    """Pickle would call the class's own `__new__` without the arguments that it may take (that of `ema_pytorch` does)."""
-    return reducers.make_bare, (type(module),), dict(module.__dict__), None, None, reducers.set_attributes
+    """Reduce a module whose class has its own `__new__`, which pickle would call without arguments (`ema_pytorch`)."""
+    return _bare(type(module), dict(module.__dict__))
 
 
 def _reduce_parametrized(module: Any) -> Reduced:
-    original = type(module).__bases__[0]
-    return reducers.make_bare, (original,), dict(module.__dict__), None, None, reducers.set_parametrized_state
+    return _bare(type(module).__bases__[0], dict(module.__dict__), reducers.set_parametrized_state)

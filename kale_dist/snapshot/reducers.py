@@ -1,6 +1,6 @@
-"""What the pickles of kale_dist call when they are loaded: makers of functions, tensors' memory, optimizers, loaders.
+"""The functions that the pickles of kale_dist call when they are loaded: they make functions, storages, optimizers, loaders.
 
-A pickle names these functions, so their names and arguments are a part of the format (`contract.VERSION`). What they
+A pickle names these functions, so their names and arguments are a part of the format (`wire.VERSION`). What they
 need beyond their arguments (which globals, which buffers, which device) is in the `Loading` of the load in progress.
 """
 
@@ -64,16 +64,16 @@ class References:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Loading:
-    """What one load needs beyond its bytes."""
+    """What the functions of this module need during one load."""
 
     storage: Callable[[int], memoryview]
     """The bytes of a tensor storage by its number; each call gives memory of its own."""
     main: dict[str, Any]
     """Globals of functions that came from the notebook's `__main__`."""
     references: References
-    """Filled with the functions and classes that are made."""
+    """Receives the functions and classes that are made."""
     resolve: Callable[[int], Any]
-    """The object meant by a reference of a result."""
+    """Returns the object of a number in a result."""
     device: str = "cpu"
     """Where tensors go that were on an accelerator: "cpu", or a device of the loading process."""
 
@@ -98,7 +98,7 @@ def loading(surroundings: Loading) -> Iterator[None]:
 
 
 def make(index: int, module: str, qualname: str, constructor: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Make a function or class that is sent by value, give it its number, and its name in `__main__`."""
+    """Make a function or class that was sent by value; register its number, and its name in `__main__`."""
     now = _current.get()
     # A class that its own metaclass or base keeps in a registry is in the pickle twice; made again, it would register
     # itself again.
@@ -117,10 +117,10 @@ def make_function(code: types.CodeType, kind: str, module: str, closure: tuple[t
     """Make a function of which only the code is sent.
 
     Args:
-        code: The code.
-        kind: Whose globals it gets: "main", "import" (an importable module's) or "value" (a module without a file).
-        module: Name of that module.
-        closure: Empty cells.
+        code: The function's code.
+        kind: Which globals it gets: "main", "import" (an importable module's) or "value" (a module without a file).
+        module: The name of that module.
+        closure: Empty cells, which pickle fills later.
     """
     if kind == "main":
         namespace = _current.get().main
@@ -132,36 +132,36 @@ def make_function(code: types.CodeType, kind: str, module: str, closure: tuple[t
 
 
 def make_cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:  # noqa: FBT001 - pickles call by position
-    """A function with `functools.lru_cache` around it; what the notebook has cached stays there."""
+    """Wrap a function in `functools.lru_cache`; the notebook's cached values are not sent."""
     return functools.lru_cache(maxsize, typed)(function)
 
 
 def make_cached_property(function: Callable[[Any], Any], name: str | None) -> Any:
-    """A `functools.cached_property`, with a lock of its own where Python has one in it."""
+    """Make a `functools.cached_property`; in Python 3.11 it gets a new lock."""
     made = functools.cached_property(function)
     made.attrname = name
     return made
 
 
 def make_new_type(name: str, module: str, supertype: Any) -> Any:
-    """A `typing.NewType`."""
+    """Make a `typing.NewType`."""
     made = typing.NewType(name, supertype)  # type: ignore[misc] # its checker wants a literal
     made.__module__ = module
     return made
 
 
 def make_compiled(context: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    """A function that `torch.compile` was called on; it is compiled again at its first call."""
+    """Apply `torch.compile` to a function again; torch compiles it at its first call."""
     return context(function)
 
 
 def set_weak_items(weak: weakref.WeakKeyDictionary[Any, Any], items: dict[Any, Any]) -> None:
-    """Fill a dictionary with weak keys: those stay that something else holds."""
+    """Fill a dictionary with weak keys; a key stays only if another object refers to it."""
     weak.update(items)
 
 
 def make_module(name: str) -> types.ModuleType:
-    """The module of this name that has no file; an empty one at first."""
+    """The module without a file of this name; empty when it is first made."""
     return sys.modules.setdefault(name, types.ModuleType(name))
 
 
@@ -171,7 +171,7 @@ def set_module_state(module: types.ModuleType, state: dict[str, Any]) -> None:
 
 
 def resolve(index: int) -> Any:
-    """The receiving side's own object, in place of one that came with the snapshot."""
+    """The receiving side's own object for a number of the snapshot."""
     return _current.get().resolve(index)
 
 
@@ -179,12 +179,12 @@ def resolve(index: int) -> Any:
 
 
 def _torch() -> Any:
-    """Torch, imported when it is needed; much of what is used here has no types."""
+    """Import torch late; much of what is used here has no types."""
     return importlib.import_module("torch")
 
 
 def make_storage(index: int, accelerated: bool) -> Any:  # noqa: FBT001 - pickles call by position
-    """The memory of tensors: mapped copy-on-write if it is large, on the load's device if it was on one.
+    """Make a storage: mapped copy-on-write if it is large, or on the load's device if it came from an accelerator.
 
     Returns:
         A `torch.UntypedStorage`.
@@ -220,12 +220,12 @@ def set_tensor_hooks(tensor: Any, hooks: tuple[list[Any], list[Any]]) -> None:
 
 
 def same(value: Any) -> Any:
-    """The argument: for objects that are pickled as another one."""
+    """Return the argument: for objects that are pickled as another one."""
     return value
 
 
 def make_generator(state: bytes, accelerated: bool, seed: int) -> Any:  # noqa: FBT001 - pickles call by position
-    """A `torch.Generator` in the state of the original; one of an accelerator that is not there keeps only its seed."""
+    """Make a `torch.Generator` in the original's state; on the CPU in place of an accelerator, it keeps only the seed."""
     import torch
 
     device = _current.get().device if accelerated else "cpu"
@@ -239,7 +239,7 @@ _mapped: set[int] = set()
 
 
 def copy_out_on_resize() -> None:
-    """Let tensors of this process that lie in a mapped file grow: they move to ordinary memory first.
+    """Let tensors in a mapped file be resized: they are first copied to ordinary memory.
 
     Torch refuses to resize memory that is not its own. Only for ranks: it patches `torch.Tensor`.
     """
@@ -275,7 +275,7 @@ def copy_out_on_resize() -> None:
 
 
 def _copy_out(storage: Any) -> Any:
-    """A copy in ordinary memory of a storage that lies in a mapped file, else None."""
+    """A copy in ordinary memory of a storage in a mapped file; None for other storages."""
     return None if storage is None or storage.data_ptr() not in _mapped else storage.clone()
 
 
@@ -295,14 +295,14 @@ def make_error(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException
 
 
 def set_attributes(instance: Any, attributes: dict[str, Any]) -> None:
-    """Set attributes as they were, past the class's own `__setattr__`."""
+    """Restore attributes without the class's own `__setattr__`."""
     instance.__dict__.update(attributes)
 
 
 def set_optimizer_state(optimizer: Any, attributes: dict[str, Any]) -> None:
     """Fill an optimizer, and hook its class's `step` as torch does (once a class).
 
-    One around another, such as Lookahead, often has not called torch's constructor, and gets here what that would have set.
+    Wrappers around optimizers, such as Lookahead, often do not call torch's constructor; `defaults` is set for them.
     """
     import torch
 
@@ -339,7 +339,7 @@ def set_parametrized_state(module: Any, attributes: dict[str, Any]) -> None:
 
 
 class SilentWriter:
-    """In the place of TensorBoard's writer in ranks other than 0, whose points would lie between those of rank 0."""
+    """Replaces TensorBoard's writer in ranks other than 0, whose points would mix with those of rank 0."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):
@@ -354,7 +354,7 @@ class SilentWriter:
 
 
 def make_summary_writer(kind: Callable[[str], Any], folder: str) -> Any:
-    """A `SummaryWriter` of TensorBoard that writes to the folder of the notebook's; in rank 0 only."""
+    """Make TensorBoard's `SummaryWriter` for the notebook's folder; a silent one in ranks other than 0."""
     return SilentWriter() if context.context().rank else kind(folder)
 
 
@@ -366,5 +366,5 @@ def make_context(method: str | None) -> Any:
 
 
 def ipython() -> Any:
-    """Stands for the notebook's `get_ipython` in a rank, where there is no shell."""
+    """Replaces the notebook's `get_ipython` in a rank, which has no shell."""
     return None

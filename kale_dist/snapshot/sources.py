@@ -1,4 +1,4 @@
-"""Sources of cells in a process that never saw the cells: for tracebacks and `inspect.getsource`."""
+"""Makes the sources of cells known in other processes, for tracebacks and `inspect.getsource`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kale_dist.errors import KaleDistError
 
 _labels: dict[str, str] = {}
 _PASSING_ON = ("/torch/nn/modules/module.py", "/torch/nn/modules/container.py")
-"""Files whose frames stand between those of a model's layers, three for each."""
+"""Files of torch whose frames, three a layer, are left out of tracebacks."""
 
 _OWN = str(pathlib.Path(__file__).parent.parent) + "/"
 
@@ -27,7 +27,7 @@ def install(sources: Mapping[str, tuple[str, str]]) -> None:
     """Make the sources known to this process.
 
     Args:
-        sources: File name of the code objects to the text, and to what the user calls it ("Cell In[3]", or "").
+        sources: File name of the code objects to the text, and to the cell's label ("Cell In[3]", or "").
     """
     for filename, (text, label) in sources.items():
         # Without a time, linecache never looks for the file again.
@@ -39,7 +39,7 @@ def install(sources: Mapping[str, tuple[str, str]]) -> None:
 
 
 def _find_classes(getfile: Any) -> Any:
-    """`inspect.getfile` knows one file for all classes of `__main__`; those of cells have one each."""
+    """Wrap `inspect.getfile`, which takes all classes of `__main__` to be from one file, to find a class's own cell."""
 
     @functools.wraps(getfile)
     def find(value: Any) -> Any:
@@ -54,7 +54,7 @@ def _find_classes(getfile: Any) -> Any:
 
 
 def files_of_class(cls: type) -> Iterator[str]:
-    """File names in which a class may have been written: those of its methods, then any source that defines its name."""
+    """Yield the files that may define a class: those of its methods, then any source that defines its name."""
     for value in vars(cls).values():
         function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
         code = getattr(function, "__code__", None)
@@ -62,7 +62,7 @@ def files_of_class(cls: type) -> Iterator[str]:
             yield code.co_filename
     defined = re.compile(rf"^[ \t]*class[ \t]+{re.escape(cls.__name__)}\b", re.MULTILINE)
     for filename, entry in reversed(list(linecache.cache.items())):
-        # Entries without a time are cells; a file on disk is named by its methods already.
+        # Entries without a time are cells; files on disk were found by the class's methods.
         if len(entry) == 4 and (entry[1] is None or filename in _labels) and defined.search("".join(entry[2])):  # noqa: PLR2004 - linecache's full entries
             yield filename
 
@@ -84,19 +84,19 @@ def format_error(error: BaseException) -> str:
 
 
 def type_name(value: object) -> str:
-    """Qualified name of an object's class, as tracebacks show it."""
-    cls = type(value)
+    """Qualified name of an object's class, or of a class itself, as tracebacks show it: "_io.TextIOWrapper"."""
+    cls = value if isinstance(value, type) else type(value)
     return cls.__qualname__ if cls.__module__ in {"builtins", "__main__"} else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _clean(described: traceback.TracebackException, error: BaseException | None, seen: set[int]) -> None:
-    """Leave out our own frames and rename cells, in the exception and those it is linked to."""
+    """Remove our own frames and rename cells, in the exception and in its causes."""
     if id(described) in seen:
         return
     seen.add(id(described))
     kept = [frame for frame in described.stack if not frame.filename.startswith(_OWN)]
     kept = [frame for frame in kept[:-1] if not frame.filename.endswith(_PASSING_ON)] + kept[-1:]
-    # An error of our own code has no other frames, and is worth reporting whole, unless its text says what to do.
+    # A bug in our own code has no other frames and keeps them; our own errors say what to do without.
     described.stack[:] = kept or ([] if isinstance(error, KaleDistError) else list(described.stack))
     for frame in described.stack:
         frame.line  # noqa: B018 - read while the file name is the one that linecache knows
@@ -108,7 +108,7 @@ def _clean(described: traceback.TracebackException, error: BaseException | None,
 
 
 def cell_label(filename: str) -> str:
-    """IPython's name of a cell by the file name of its code, or "" where it is no cell of this process."""
+    """IPython's label of the cell with this file name, or "" if it is not a cell of this process."""
     shell = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
     if shell is None or not shell.initialized():
         return ""

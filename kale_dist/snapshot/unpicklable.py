@@ -1,8 +1,8 @@
-"""What cannot be pickled: the path to it, and what to do about it, such as `train_step -> closure log -> _io.TextIOWrapper`.
+"""Names what cannot be pickled by the path to it, with a remedy: `train_step -> closure log -> _io.TextIOWrapper`.
 
-The pickler knows the object it met last, not how it came there. The search walks from the call's arguments over what
-pickling would follow (variables, attributes, items), breadth first, so that it finds the shortest path. It pickles
-nothing itself and looks into no tensor or array, which keeps it quick for any call.
+The pickler knows the object that it met last, but not how it came there. The search walks from the call's arguments
+over everything that pickling would follow (variables, attributes, items), breadth first, so that it finds a shortest path.
+It pickles nothing and does not look into tensors and arrays, so it is quick for any call.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any
 from cloudpickle import cloudpickle as internals
 
 from kale_dist.errors import NotSerializableError
+from kale_dist.snapshot.sources import type_name
 
 SEARCH_S = 5.0
-"""The search gives up after this time; the error then names the object without the whole path."""
+"""After this time the search gives up, and the error names the object without its path."""
 
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
 _ARRAYS = frozenset({"Tensor", "Parameter", "ndarray", "DataFrame", "Series"})
@@ -30,15 +31,12 @@ _ARRAYS = frozenset({"Tensor", "Parameter", "ndarray", "DataFrame", "Series"})
 Step = tuple[str, object]
 """A label such as "closure log" and the object that it leads to."""
 
+_Node = tuple[str, object, Any]
+"""A step, and the node of the step before it or None."""
+
 
 def roots_of_call(fn: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any]) -> list[Step]:
-    """Where paths begin: the function by its name, its arguments by their parameters' names.
-
-    Args:
-        fn: The function.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """The first steps of paths from a call: its arguments by their parameters' names, and the function by its name."""
     names: list[str] = []
     with contextlib.suppress(ValueError, TypeError):
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -49,68 +47,51 @@ def roots_of_call(fn: Callable[..., Any], args: Iterable[Any], kwargs: dict[str,
 
 
 def explain(error: BaseException, culprit: object, roots: Iterable[Step]) -> NotSerializableError:
-    """The error that names the path to what could not be pickled.
+    """The error with the path to the object that could not be pickled.
 
     Args:
-        error: What pickle raised.
-        culprit: The object that it met last.
-        roots: Where paths begin.
+        error: The pickler's exception.
+        culprit: The object that the pickler met last.
+        roots: First steps of paths.
     """
     if isinstance(error.__cause__, RecursionError) or isinstance(error, RecursionError):
         return NotSerializableError(
-            ("the call", name_of_type(culprit)),
+            ("the call", type_name(culprit)),
             "its objects are nested too deeply (a chain of links, such as a linked list or a graph of nodes)",
             "Keep the links as indices into a list, or raise sys.setrecursionlimit before the call.",
         )
-    found = _find(culprit, roots)
-    labels, objects = [label for label, _ in found], [value for _, value in found]
-    if not found:
-        labels, objects = ["the call", "(something in it)"], [culprit]
-    known = next((position for position, value in enumerate(objects) if find_remedy(value)), None)
-    if known is not None:
-        labels, objects = labels[: known + 1] if found else labels, objects[: known + 1]
-    last = objects[-1]
+    found = _find(culprit, roots) or [("the call", None), ("(something in it)", culprit)]
+    known = next((number for number, (_, value) in enumerate(found, 1) if find_remedy(value)), len(found))
+    last = found[known - 1][1]
     remedy = find_remedy(last) or OTHER
     problem = remedy.problem or f"{type(error).__name__}: {error}".rstrip(".")
-    return NotSerializableError((*labels, name_of_type(last)), problem, remedy.remedy)
+    return NotSerializableError((*(label for label, _ in found[:known]), type_name(last)), problem, remedy.remedy)
 
 
 def _find(culprit: object, roots: Iterable[Step]) -> list[Step]:
-    """The shortest path from a root to the object, or an empty list."""
+    """A shortest path from a root to the object; empty if the search finds none in time."""
     deadline = time.thread_time() + SEARCH_S
-    waiting: collections.deque[tuple[object, int]] = collections.deque()
-    # Each entry: the step, and the position of the step before it. The objects are held, so that an id stays theirs.
-    steps: list[tuple[Step, int]] = []
-    seen: set[int] = set()
-
-    def enter(step: Step, before: int) -> bool:
-        if id(step[1]) not in seen:
-            seen.add(id(step[1]))
-            steps.append((step, before))
-            waiting.append((step[1], len(steps) - 1))
-        return step[1] is culprit
-
-    def path() -> list[Step]:
-        found: list[Step] = []
-        position = len(steps) - 1
-        while position >= 0:
-            step, position = steps[position]
-            found.insert(0, step)
-        return found
-
-    for root in roots:
-        if enter(root, -1):
-            return path()
+    waiting: collections.deque[_Node] = collections.deque((label, value, None) for label, value in roots)
+    # The objects are kept alive, so that an id stays unique.
+    seen: dict[int, object] = {}
     while waiting and time.thread_time() < deadline:
-        value, position = waiting.popleft()
-        for step in children(value):
-            if enter(step, position):
-                return path()
+        node = waiting.popleft()
+        label, value, before = node
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if value is culprit:
+            path = [(label, value)]
+            while before is not None:
+                label, value, before = before
+                path.insert(0, (label, value))
+            return path
+        waiting.extend((label, inner, node) for label, inner in children(value))
     return []
 
 
 def children(value: object) -> Iterator[Step]:
-    """What pickling an object would follow, each with a label. Objects that misbehave have no children."""
+    """Yield the objects that pickling an object would follow, with labels; none if the object's own code raises."""
     if isinstance(value, _LEAVES) or type(value).__name__ in _ARRAYS:
         return
     try:
@@ -120,37 +101,40 @@ def children(value: object) -> Iterator[Step]:
 
 
 def _children(value: Any) -> Iterator[Step]:
-    if isinstance(value, types.FunctionType):
-        yield from _of_function(value)
-    elif isinstance(value, types.MethodType):
-        yield "self", value.__self__
-        yield f"method {value.__name__}", value.__func__
-    elif isinstance(value, functools.partial):
-        yield "partial's function", value.func
-        yield from ((f"partial's argument {number}", item) for number, item in enumerate(value.args, 1))
-        yield from ((f"partial's argument {name}", item) for name, item in value.keywords.items())
-        yield from _attributes(value)
-    elif isinstance(value, type):
-        if not internals._should_pickle_by_reference(value):  # noqa: SLF001 - cloudpickle has no public name for it
-            yield from ((f"attribute {name}", item) for name, item in vars(value).items())
-            yield from ((f"base {base.__name__}", base) for base in value.__bases__)
-    elif isinstance(value, staticmethod | classmethod):
-        yield "function", value.__func__
-    elif isinstance(value, property):
-        yield from (("getter", f) for f in (value.fget, value.fset, value.fdel) if f is not None)
-    elif isinstance(value, dict):
-        yield from ((f"[{_short(key)}]", item) for key, item in list(value.items()))
-        yield from ((f"key {_short(key)}", key) for key in list(value))
-        yield from _attributes(value)
-    elif isinstance(value, list | tuple | collections.deque):
-        yield from ((f"[{number}]", item) for number, item in enumerate(list(value)))
-        yield from _attributes(value)
-    elif isinstance(value, set | frozenset):
-        yield from (("item", item) for item in list(value))
-        yield from _attributes(value)
-    else:
-        yield from _attributes(value)
-        yield f"class {type(value).__name__}", type(value)
+    match value:
+        case types.FunctionType():
+            yield from _of_function(value)
+        case types.MethodType():
+            yield "self", value.__self__
+            yield f"method {value.__name__}", value.__func__
+        case type():
+            if not internals._should_pickle_by_reference(value):  # noqa: SLF001 - cloudpickle has no public name for it
+                yield from ((f"attribute {name}", item) for name, item in vars(value).items())
+                yield from ((f"base {base.__name__}", base) for base in value.__bases__)
+        case staticmethod() | classmethod():
+            yield "function", value.__func__
+        case property():
+            yield from (("getter", f) for f in (value.fget, value.fset, value.fdel) if f is not None)
+        case _:
+            yield from _items(value)
+            yield from _attributes(value)
+            yield f"class {type(value).__name__}", type(value)
+
+
+def _items(value: Any) -> Iterator[Step]:
+    """Yield the items of a collection, or the parts of a partial function."""
+    match value:
+        case dict():
+            yield from ((f"[{_short(key)}]", item) for key, item in value.items())
+            yield from ((f"key {_short(key)}", key) for key in value)
+        case list() | tuple() | collections.deque():
+            yield from ((f"[{number}]", item) for number, item in enumerate(value))
+        case set() | frozenset():
+            yield from (("item", item) for item in value)
+        case functools.partial():
+            yield "partial's function", value.func
+            yield from ((f"partial's argument {number}", item) for number, item in enumerate(value.args, 1))
+            yield from ((f"partial's argument {name}", item) for name, item in value.keywords.items())
 
 
 def _of_function(function: types.FunctionType) -> Iterator[Step]:
@@ -170,7 +154,7 @@ def _of_function(function: types.FunctionType) -> Iterator[Step]:
 
 
 def _attributes(value: Any) -> Iterator[Step]:
-    """Attributes in the object's dictionary and slots; submodules, hooks and the like of a module by their names."""
+    """Yield attributes from the object's dictionary and slots; a module's submodules and parameters by their names."""
     attributes = dict(getattr(value, "__dict__", None) or {})
     for name in ("_modules", "_parameters", "_buffers"):
         inner = attributes.get(name)
@@ -195,10 +179,10 @@ def _short(key: object) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """Why a kind of object cannot be pickled, and what to do."""
+    """Explains why some classes cannot be pickled, and what to do."""
 
     types: tuple[str, ...]
-    """Qualified names of classes; a name that ends with a dot stands for a package's classes of these names."""
+    """Qualified names of classes; their subclasses count, too."""
     problem: str
     remedy: str
 
@@ -284,14 +268,8 @@ _REMEDIES = (
 )  # fmt: skip
 
 
-def name_of_type(value: object) -> str:
-    """Qualified name of an object's class, such as "_io.TextIOWrapper"; for a class or a function, its own."""
-    cls = value if isinstance(value, type) else type(value)
-    return cls.__qualname__ if cls.__module__ in {"builtins", "__main__"} else f"{cls.__module__}.{cls.__qualname__}"
-
-
 def find_remedy(value: object) -> Remedy | None:
-    """The remedy for an object by its class or a base of it, or None."""
+    """The remedy for an object, by its class or a base of its class; None if there is none."""
     if isinstance(value, type):
         return None
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(value).__mro__}

@@ -7,7 +7,6 @@ own, which only ranks import.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
 
 from kale_dist.errors import ConfigError
@@ -22,6 +21,7 @@ from kale_dist.strategies.recommendation import Recommendation, recommend
 from kale_dist.strategies.server import ParameterServer
 from kale_dist.strategies.tensor import Tensor
 from kale_dist.wire import decode
+from kale_dist.wording import closest
 
 __all__ = [
     "ALL",
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 ALL: tuple[type[Settings], ...] = (DDP, FSDP, Pipeline, Tensor, Mesh, ParameterServer, LocalSGD, Gossip)
-"""Every strategy there is. A new one is added here, and nowhere else."""
+"""All strategies."""
 
 _CLASSES = {settings.word: settings for settings in ALL}
 
@@ -56,7 +56,7 @@ def resolve(value: Any) -> Settings:
         value: None for the default, a word, or settings.
 
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: The value is something else.
     """
     if value is None:
         return DDP()
@@ -67,25 +67,23 @@ def resolve(value: Any) -> Settings:
     if isinstance(value, str) and value in _CLASSES:
         return _CLASSES[value]()
     words = ", ".join(map(repr, _CLASSES))
-    remedy = f"Use one of {words}, or an object such as kd.strategies.DDP()"
-    near = difflib.get_close_matches(value.lower(), _CLASSES, n=1, cutoff=0.5) if isinstance(value, str) else []
-    raise ConfigError(
-        "strategy", f"there is no strategy {value!r}", f"Did you mean {near[0]!r}? {remedy}" if near else remedy
-    )
+    near = closest(value, _CLASSES) if isinstance(value, str) else ""
+    remedy = f"{near}Use one of {words}, or an object such as kd.strategies.DDP()"
+    raise ConfigError("strategy", f"there is no strategy {value!r}", remedy)
 
 
 def owner_of(setting: str) -> type[Settings] | None:
-    """The first strategy that has a setting of this name; None where none has."""
+    """The first strategy with a setting of this name; None if there is none."""
     return next((one for one in ALL if any(setting == field.name for field in dataclasses.fields(one))), None)
 
 
 def to_json(settings: Settings) -> dict[str, Any]:
-    """A plain object for a record: the strategy's word, and its settings."""
+    """The settings as a JSON object for a record: the strategy's word, and its settings."""
     return {"strategy": settings.word, **dataclasses.asdict(settings)}
 
 
 def from_json(data: dict[str, Any]) -> Settings:
-    """The inverse of `to_json`, for what `json.loads` gives (lists for tuples)."""
+    """The inverse of `to_json`; accepts lists, which JSON has in place of tuples."""
     options = dict(data)
     settings = _CLASSES[options.pop("strategy")]
     return decode(settings, options)

@@ -1,44 +1,44 @@
-"""What the settings of all strategies have in common, and what a strategy says about its ranks. Pure; no torch."""
+"""The base of all strategies' settings, and the layout by which a strategy divides work over ranks. Pure; no torch."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-import difflib
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, Self
 
 from kale_dist.errors import ConfigError
+from kale_dist.wording import closest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """What one rank does among all: a pure function of settings, rank and world size.
+    """One rank's part of a training: a pure function of settings, rank and world size.
 
-    Loaders, the pace and seeds go by `shards` and `shard`, never by rank and world size. Rank 0 always reads the data
+    Loaders, the pace and seeds depend on `shards` and `shard`, never on rank and world size. Rank 0 always reads the data
     of shard 0, and ranks without data are the last ones.
     """
 
     shards: int
     """Into how many parts each global batch is divided."""
     shard: int | None
-    """The part of this rank; None for a rank without data, in which `Strategy.serve` replaces the training."""
+    """This rank's part; None for a rank without data, where `Strategy.serve` replaces the training."""
     peers: tuple[int, ...]
-    """Ranks that have the same batch, this one among them. The first reads it and sends it to the others."""
+    """The ranks with the same batch, including this one. The first of them reads it and sends it to the others."""
     replicas: tuple[int, ...]
-    """Ranks that hold the same weights whenever ranks agree, this one among them."""
+    """The ranks with the same weights whenever ranks agree, including this one."""
     part: str
-    """For people: `shard 0 of 2, stage 1 of 4`."""
+    """A description for people: `shard 0 of 2, stage 1 of 4`."""
     agree: Literal["step", "epoch"] = "step"
     """When weights are equal over shards: after each step, or only after `Strategy.end_epoch`."""
     exact: bool = True
-    """Whether training equals that of one process with the global batch, but for rounding."""
+    """Whether training is identical to that of one process with the global batch, except for rounding."""
 
     @classmethod
     def of_replicas(
         cls, rank: int, world_size: int, *, agree: Literal["step", "epoch"] = "step", exact: bool = True
     ) -> Self:
-        """Each rank has a shard of its own, and all hold the same weights."""
+        """The layout in which each rank has its own shard, and all have the same weights."""
         return cls(
             shards=world_size,
             shard=rank,
@@ -51,17 +51,17 @@ class Layout:
 
     @classmethod
     def of_parts(cls, rank: int, world_size: int, part: str) -> Self:
-        """All ranks have the same batch, and each has weights of its own, which `part` names."""
+        """The layout in which all ranks have the same batch, and each has its own part of the weights."""
         return cls(shards=1, shard=0, peers=tuple(range(world_size)), replicas=(rank,), part=part)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """What a call wants to train and where, for `Settings.check`. Objects of torch are looked at by their attributes."""
+    """What a call trains and where, for `Settings.check`, which examines objects of torch without importing torch."""
 
     number_of_processes: int
     processes_per_pod: int
-    """On the local backend, all ranks are on one machine."""
+    """Ranks of one pod. On the local backend all ranks are on one machine."""
     is_local: bool
     cuda: bool
     model: Any
@@ -70,17 +70,27 @@ class Conditions:
     """The optimizer, or a dict of several."""
     precision: str | None
 
+    @property
+    def models(self) -> tuple[Any, ...]:
+        """The model, or each of several."""
+        return tuple(self.model.values()) if isinstance(self.model, dict) else (self.model,)
+
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        """The optimizer, or each of several."""
+        return tuple(self.optimizer.values()) if isinstance(self.optimizer, dict) else (self.optimizer,)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Settings(abc.ABC):
-    """A strategy as an argument of a call. Each checks its own values when it is made (`__post_init__`)."""
+    """A strategy as an argument of a call. Its subclasses check their values in `__post_init__`."""
 
     word: ClassVar[str] = ""
-    """What a call may say instead of the object: `strategy="ddp"`."""
+    """The word for the strategy with its default settings: `strategy="ddp"`."""
     home: ClassVar[str] = ""
-    """Module in `kale_dist.worker.parallel` and the class in it that does the work, as `ddp.DataParallel`.
+    """The strategy's implementation: a module of `kale_dist.worker.parallel` and a class in it, as `ddp.DataParallel`.
 
-    It is imported in the ranks only, and made with the settings and the rank's layout.
+    Only ranks import it; it is made with the settings and the rank's layout.
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -95,56 +105,65 @@ class Settings(abc.ABC):
             problem = (
                 f"{cls.__name__} has no setting {foreign!r}" if foreign else "its settings are given without names"
             )
-            said = did_you_mean(foreign or "", own)
+            said = closest(foreign or "", own)
             remedy = f"Its settings are {', '.join(own)}" if own else f"Write {cls.__name__}(), which has none"
             raise ConfigError("strategy", problem, f"{said}{remedy}")
         return object.__new__(cls)
 
     def check(self, given: Conditions) -> None:  # noqa: B027 - most demand nothing
-        """Check what these settings demand of a call, before anything is read or sent.
+        """Check that a call meets these settings' conditions, before anything is read or sent.
 
         Raises:
-            ConfigError: The call cannot be trained so.
+            ConfigError: The call cannot be trained with these settings.
         """
 
     def dispensable(self, world_size: int) -> tuple[tuple[int, ...], ...]:  # noqa: ARG002 - most have none
-        """Sets of ranks of which all but one may die in the middle of the training, and the others carry on. Pure.
+        """Sets of ranks of which all but one may die during the training while the others continue. Pure.
 
-        The death of any other rank ends the attempt, and so does that of rank 0 in any case.
+        The death of any other rank ends the attempt, and that of rank 0 always does.
         """
         return ()
 
     @abc.abstractmethod
     def layout(self, rank: int, world_size: int) -> Layout:
-        """What a rank does. Pure: each rank knows the layout of all."""
+        """A rank's layout. Pure: each rank knows the layouts of all."""
 
 
 def refuse_optimizers(given: Conditions, kinds: Iterable[str], problem: str) -> None:
-    """Refuse optimizers of some classes, and of classes derived from these.
+    """Refuse optimizers of some classes and of their subclasses.
 
     Args:
         given: The call.
-        kinds: Names of classes.
-        problem: What they do that ranks cannot; follows the optimizer's name.
+        kinds: The classes' names.
+        problem: Why ranks cannot use them, as it follows the optimizer's name in the message.
 
     Raises:
-        ConfigError: The call has one.
+        ConfigError: The call has such an optimizer.
     """
-    optimizers = given.optimizer.values() if isinstance(given.optimizer, dict) else (given.optimizer,)
-    for optimizer in optimizers:
+    for optimizer in given.optimizers:
         if any(base.__name__ in kinds for base in type(optimizer).__mro__):
             problem = f"{type(optimizer).__name__} {problem}"
             raise ConfigError("strategy", problem, "Use an optimizer such as AdamW, or strategy='ddp'")
+
+
+def refuse_closures(word: str, given: Conditions) -> None:
+    """Refuse LBFGS, whose step evaluates the loss itself: its line search would need all ranks.
+
+    Raises:
+        ConfigError: The call has such an optimizer.
+    """
+    refuse_optimizers(
+        given, ("LBFGS",), f"evaluates the loss within a step, and {word!r} would need all ranks for that"
+    )
 
 
 def refuse_sparse(word: str, given: Conditions) -> None:
     """Refuse embeddings whose gradients are sparse.
 
     Raises:
-        ConfigError: The model has one.
+        ConfigError: The model has such an embedding.
     """
-    models = given.model.values() if isinstance(given.model, dict) else (given.model,)
-    for name, module in (pair for model in models for pair in model.named_modules()):
+    for name, module in (pair for model in given.models for pair in model.named_modules()):
         is_embedding = any(base.__name__ in ("Embedding", "EmbeddingBag") for base in type(module).__mro__)
         if is_embedding and getattr(module, "sparse", False):
             raise ConfigError(
@@ -154,10 +173,15 @@ def refuse_sparse(word: str, given: Conditions) -> None:
             )
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question about the known word that is nearest, with a space behind; empty if none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"Did you mean {near[0]!r}? " if near else ""
+def check_flags(settings: Any, *names: str) -> None:
+    """Check that settings are True or False.
+
+    Raises:
+        ConfigError: A setting is something else.
+    """
+    for name in names:
+        if not isinstance(value := getattr(settings, name), bool):
+            raise ConfigError("strategy", f"{name}={value!r} is neither True nor False", f"Use {name}=True or leave it")
 
 
 def refuse_choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -168,8 +192,10 @@ def refuse_choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
     """
     if (value is None or isinstance(value, str)) and value in choices:
         return
-    said = did_you_mean(str(value), [one for one in choices if isinstance(one, str)])
-    raise ConfigError("strategy", f"there is no {setting}={value!r}", f"{said}Use one of: {_listed(choices)}")
+    said = closest(value, [one for one in choices if isinstance(one, str)])
+    raise ConfigError(
+        "strategy", f"there is no {setting}={value!r}", f"{said}Use one of: {', '.join(map(repr, choices))}"
+    )
 
 
 def refuse_count(setting: str, value: Any, *, at_least: int = 1) -> None:
@@ -181,7 +207,3 @@ def refuse_count(setting: str, value: Any, *, at_least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         problem = f"{setting}={value!r} is not a whole number of {at_least} or more"
         raise ConfigError("strategy", problem, f"Give a number such as {setting}={max(at_least, 2)}")
-
-
-def _listed(values: tuple[Any, ...]) -> str:
-    return ", ".join(map(repr, values))

@@ -6,8 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_choice
-from kale_dist.strategies.tensor import check_flags
+from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +46,7 @@ class DDP(Settings):
             )
 
     def check(self, given: Conditions) -> None:
-        """Shared memory is for CPU ranks of one machine."""
+        """Refuse an exchange that these ranks cannot use."""
         if self.exchange == "shared-memory":
             is_one_machine = given.is_local or given.processes_per_pod >= given.number_of_processes
             if given.cuda or not is_one_machine:
@@ -59,5 +58,5 @@ class DDP(Settings):
             raise ConfigError("strategy", problem, "Leave exchange out, or use exchange='torch'")
 
     def layout(self, rank: int, world_size: int) -> Layout:
-        """Every rank has a shard of its own."""
+        """Every rank has its own shard, and all have the same weights."""
         return Layout.of_replicas(rank, world_size, exact=self.compress is None)

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, did_you_mean, refuse_optimizers, refuse_sparse
-from kale_dist.strategies.tensor import check_flags, check_precision, fitting_names
+from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_optimizers, refuse_sparse
+from kale_dist.strategies.tensor import check_precision, fitting_names
+from kale_dist.wording import closest
 
 _UNIT_BYTES = 1 << 20
-"""Blocks with less are gathered together with what is around them: a message costs as much as this many bytes."""
+"""Smaller blocks are gathered with the module around them: a message costs as much as this many bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ class FSDP(Settings):
                 )
             object.__setattr__(self, "units", tuple(units))
         elif not isinstance(units, str) or units not in ("blocks", "whole"):
-            said = did_you_mean(str(units), ("blocks", "whole"))
+            said = closest(units, ("blocks", "whole"))
             remedy = f"{said}Use 'blocks', 'whole', or a tuple of names such as ('layers.*',)"
             raise ConfigError("strategy", f"there is no units={units!r}", remedy)
         check_flags(self, "compile", "activation_checkpointing")
@@ -57,12 +58,12 @@ class FSDP(Settings):
         """Refuse models that cannot be sharded.
 
         Raises:
-            ConfigError: The reason.
+            ConfigError: The message says why.
         """
         check_fsdp(self.units, given)
 
     def layout(self, rank: int, world_size: int) -> Layout:
-        """Every rank has a shard of the data, and a part of the weights."""
+        """Every rank has its own shard of the data, and its own part of the weights."""
         return Layout(
             shards=world_size,
             shard=rank,
@@ -108,11 +109,11 @@ def check_fsdp(units: Any, given: Conditions) -> None:
 
 
 def select_units(modules: Mapping[str, Any], units: Any) -> list[str]:
-    """Names of the modules that are gathered by themselves, inner ones first; the model itself is always one more.
+    """The names of the units, inner ones first; the rest of the model is one more unit.
 
     Args:
-        modules: All modules of the model by name.
-        units: The setting.
+        modules: All modules of the model, by name.
+        units: The setting `units`.
 
     Raises:
         ConfigError: A name fits no module, or a unit shares a weight with a module outside of it.
@@ -134,7 +135,7 @@ def select_units(modules: Mapping[str, Any], units: Any) -> list[str]:
         for pattern in units:
             fitting = [name for name in fitting_names(modules, pattern) if name]
             if not fitting:
-                said = did_you_mean(pattern, list(modules))
+                said = closest(pattern, modules)
                 problem = f"units names {pattern!r}, and the model has no such module"
                 raise ConfigError("strategy", problem, f"{said}Use names as in model.named_modules()")
             names += [name for name in fitting if name not in names]
@@ -154,7 +155,7 @@ def _bytes(module: Any) -> int:
 
 
 def _shared_outside(modules: Mapping[str, Any], name: str) -> str:
-    """A weight of a module that another module, neither inside nor around it, has too; empty if there is none."""
+    """The name of a module's weight that a module outside of it shares; empty if there is none."""
     inside = set(map(id, modules[name].modules()))
     own: dict[int, str] = {id(parameter): key for key, parameter in modules[name].named_parameters()}
     for module in modules.values():

@@ -6,8 +6,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_choice
-from kale_dist.strategies.local_sgd import refuse_closures
+from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_choice, refuse_closures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +28,7 @@ class Gossip(Settings):
     mode: Literal["sync", "async"] = "sync"
     """`"sync"`: neighbours meet after every step. `"async"`: even ranks meet a random odd neighbour, which does not wait."""
     send: Literal["all", "changed"] = "all"
-    """`"changed"`: only the tenth of the weights that changed most; what was left out is sent when it has grown."""
+    """`"changed"`: only the tenth of the weights that changed most; the others are sent when their change has grown."""
 
     def __post_init__(self) -> None:
         refuse_choice("graph", self.graph, ("ring", "exponential"))

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_choice
+from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_choice, refuse_closures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class LocalSGD(Settings):
     sync_every: int | Literal["epoch"] = 8
     """Steps of the optimizer between two averages; `"epoch"` averages at the end of each epoch only."""
     outer: Literal["diloco"] | None = None
-    """What is done with the average: None takes it as the new weights; `"diloco"` steps towards it by SGD with Nesterov
+    """How the average is used: None takes it as the new weights; `"diloco"` steps towards it by SGD with Nesterov
     momentum 0.9 and learning rate 0.7."""
 
     def __post_init__(self) -> None:
@@ -43,18 +43,3 @@ class LocalSGD(Settings):
     def layout(self, rank: int, world_size: int) -> Layout:
         """Every rank has a shard of its own; with an average after every step they agree at all times."""
         return Layout.of_replicas(rank, world_size, agree="epoch", exact=False)
-
-
-def refuse_closures(word: str, given: Conditions) -> None:
-    """Refuse an optimizer whose step evaluates the loss itself: its line search would need all ranks.
-
-    Raises:
-        ConfigError: It is LBFGS.
-    """
-    optimizers = given.optimizer.values() if isinstance(given.optimizer, dict) else (given.optimizer,)
-    if any(base.__name__ == "LBFGS" for one in optimizers for base in type(one).__mro__):
-        raise ConfigError(
-            "strategy",
-            f"{word!r} cannot be combined with LBFGS, which evaluates the loss of all ranks within a step",
-            "Use strategy='ddp', or another optimizer",
-        )

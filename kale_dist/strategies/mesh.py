@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_count
+from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_count
 from kale_dist.strategies.fsdp import check_fsdp
 from kale_dist.strategies.pipeline import Pipeline
-from kale_dist.strategies.tensor import check_flags, check_tensor, checked_plan
+from kale_dist.strategies.tensor import check_tensor, checked_plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,17 +32,17 @@ class Mesh(Settings):
     home: ClassVar[str] = "mesh.made"
 
     data: int | None = None
-    """Groups that average gradients; None for as many as there are ranks for."""
+    """Number of groups, which average gradients; None for as many as the ranks allow."""
     fsdp: int | None = None
-    """Groups over which weights are sharded, in place of `data`. Only with `tensor`."""
+    """Number of groups over which weights are sharded, in place of `data`. Only with `tensor`."""
     tensor: int | None = None
-    """Ranks of a group, which divide weights."""
+    """Ranks of a group, which divide the weights."""
     pipeline: int | None = None
-    """Ranks of a group, which are stages; in place of `tensor`."""
+    """Ranks of a group, which are the stages; in place of `tensor`."""
     plan: Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
-    """How `tensor` divides: see `Tensor.plan`."""
+    """How `tensor` divides the weights: see `Tensor.plan`."""
     cut: int | tuple[str, ...] | None = None
-    """Where `pipeline` cuts: see `Pipeline.cut`."""
+    """Where `pipeline` cuts the model: see `Pipeline.cut`."""
     micro_batches: int | None = None
     """Parts of each group's batch: see `Pipeline.micro_batches`; None for its default."""
     compile: bool = False
@@ -84,7 +84,7 @@ class Mesh(Settings):
 
     @property
     def stages(self) -> Pipeline:
-        """One of the pipelines by itself."""
+        """The settings of each group's pipeline."""
         options: dict[str, Any] = {} if self.micro_batches is None else {"micro_batches": self.micro_batches}
         return Pipeline(
             cut=self.cut,
@@ -95,14 +95,14 @@ class Mesh(Settings):
 
     @property
     def _side(self) -> tuple[str, int]:
-        """What ranks of a group share the model by, and how many they are."""
+        """How the ranks of a group divide the model, `tensor` or `pipeline`, and their number."""
         return ("tensor", self.tensor) if self.tensor is not None else ("pipeline", self.pipeline or 1)
 
     def check(self, given: Conditions) -> None:
         """Refuse sides that do not fit the number of processes, and models that cannot be divided.
 
         Raises:
-            ConfigError: The reason.
+            ConfigError: The message says why.
         """
         (name, inner), processes = self._side, given.number_of_processes
         outer = self.data if self.data is not None else self.fsdp
@@ -125,7 +125,7 @@ class Mesh(Settings):
             check_fsdp("blocks", given)
 
     def layout(self, rank: int, world_size: int) -> Layout:
-        """Neighbouring ranks are peers."""
+        """Neighbouring ranks form a group and share its batch."""
         name, inner = self._side
         shards, shard, index = world_size // inner, rank // inner, rank % inner
         part = f"stage {index} of {inner}" if name == "pipeline" else f"part {index} of {inner} of the weights"

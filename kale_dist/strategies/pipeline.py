@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, did_you_mean, refuse_count
+from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_count, refuse_optimizers
 from kale_dist.strategies.recommendation import balanced, blocks_of
-from kale_dist.strategies.tensor import check_flags
+from kale_dist.wording import closest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Pipeline(Settings):
     """Names of the modules at which stage 1, 2, ... begin, in the order of their calls, as `named_modules()` has them;
     or the number of stages, cut so that the largest has as few parameters as possible; None: as many as ranks."""
     micro_batches: int = 4
-    """Into how many parts each batch is divided. Stages wait for each other for (stages - 1) / (micro_batches + stages
+    """How many parts each batch is divided into. Stages wait for each other for (stages - 1) / (micro_batches + stages
     - 1) of the time."""
     compile: bool = False
     """Whether to compile the modules of each stage."""
@@ -51,11 +51,11 @@ class Pipeline(Settings):
         object.__setattr__(self, "cut", names)
 
     def layout(self, rank: int, world_size: int) -> Layout:
-        """Every rank has the whole batch, and weights of its own."""
+        """Every rank has the whole batch, and its own part of the weights."""
         return Layout.of_parts(rank, world_size, f"stage {rank} of {world_size}")
 
     def check(self, given: Conditions) -> None:
-        """Refuse what cannot be cut so.
+        """Refuse a model or training that cannot be cut into stages.
 
         Raises:
             ConfigError: Stages and ranks differ in number, names do not exist or come in another order, or the training
@@ -64,10 +64,10 @@ class Pipeline(Settings):
         self.check_model(given, given.number_of_processes)
 
     def check_model(self, given: Conditions, stages: int) -> None:
-        """As `check`, for a number of ranks that share one replica of the model.
+        """Check a call as `check` does, for a number of stages.
 
         Raises:
-            ConfigError: As for `check`.
+            ConfigError: The message says why.
         """
         model = given.model
         if isinstance(model, dict):
@@ -92,9 +92,7 @@ class Pipeline(Settings):
                 f"{found} takes its statistics from the whole batch, and would see {self.micro_batches} parts of it"
             )
             raise _refusal(problem, "Use micro_batches=1, or GroupNorm in the place of BatchNorm")
-        optimizers = given.optimizer.values() if isinstance(given.optimizer, dict) else [given.optimizer]
-        if any(type(one).__name__ == "LBFGS" for one in optimizers):
-            raise _refusal("LBFGS needs the gradient of the whole model at once", "Use an optimizer such as AdamW")
+        refuse_optimizers(given, ("LBFGS",), "needs the gradient of the whole model at once")
         if given.precision == "fp16":
             problem = "precision='fp16' skips steps by the gradients of each stage, which then disagree"
             raise _refusal(problem, "Use precision='bf16'")
@@ -109,7 +107,7 @@ class Pipeline(Settings):
         known = [name for name, _ in model.named_modules() if name]
         for name in self.cut:
             if name not in known:
-                said = did_you_mean(name, known)
+                said = closest(name, known)
                 children = ", ".join(repr(child) for child, _ in list(model.named_children())[:6])
                 raise _refusal(f"the model has no module {name!r}", f"{said}Its parts are {children}")
         for earlier, later in zip(self.cut, self.cut[1:], strict=False):
@@ -125,11 +123,11 @@ class Pipeline(Settings):
             raise _refusal(f"nothing comes before {first!r}, so stage 0 is empty", "Name a later module")
 
     def cuts(self, model: Any, stages: int) -> tuple[str, ...]:
-        """Names of the modules at which stage 1, 2, ... begin.
+        """The names of the modules at which stages 1, 2, ... begin.
 
         Args:
             model: The model.
-            stages: How many.
+            stages: The number of stages.
         """
         if isinstance(self.cut, tuple):
             return self.cut
@@ -138,7 +136,7 @@ class Pipeline(Settings):
 
 
 def _first(modules: list[tuple[str, Any]], kind: str) -> str:
-    """The name of the first module of a class, by the class's name: torch is not imported here."""
+    """The name of the first module whose class has this name; torch is not imported here."""
     return next((name for name, one in modules if any(base.__name__ == kind for base in type(one).__mro__)), "")
 
 

@@ -1,7 +1,7 @@
-"""Which strategy suits a model: what each one needs in memory, what it sends, and which of them to use. Pure.
+"""Recommends a strategy for a model by the memory that each needs and the bytes that it sends. Pure.
 
-Nothing is measured and nothing is run: the figures follow from the sizes of the model's tensors. What depends on the data
-(activations, and what pipeline and tensor parallelism send) is said in words.
+Nothing is run or measured: the figures follow from the sizes of the model's tensors. Figures that depend on the data
+(activations, and the bytes that pipeline and tensor parallelism send) are given in words.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _GIB = 2**30
 _MIB = 2**20
 
 _PROCESS_BYTES = _GIB // 2
-"""What a process takes with torch loaded and before it has a model; a CUDA context is about as large."""
+"""Memory of a process with torch loaded and without a model; a CUDA context takes about as much."""
 
 _FOR_ACTIVATIONS = 0.3
-"""Share of a rank's memory that is left for activations and the batch, which are not known here."""
+"""Share of a rank's memory that is reserved for activations and the batch, which are not known here."""
 
 _SMALL = 10_000
 """Parameters below which one exchange takes longer than a batch.
@@ -45,32 +45,32 @@ _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What one strategy takes."""
+    """The costs of one strategy."""
 
     strategy: str
-    """Its word, as `strategy=` takes it."""
+    """The strategy's word, for `strategy=`."""
     memory_bytes: int
-    """Of the rank that needs most: weights, gradients, optimizer state and buffers of the exchange. No activations."""
+    """Memory of the rank that needs most, without activations: weights, gradients, optimizer state, exchange buffers."""
     sent_bytes: int | None
-    """What the rank that sends most sends for one step; None where it depends on the batch."""
+    """Bytes that the busiest rank sends in a step; None if they depend on the batch."""
     formula: str
-    """How much is sent: P is the size of the trained parameters, n the number of ranks."""
+    """The formula of the sent bytes: P is the size of the trained parameters, n the number of ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
-    """A strategy with reasons, and the figures of all. Printing it gives a table."""
+    """A strategy with reasons, and the costs of all strategies. It prints as a table."""
 
     strategy: str | None
-    """The word to pass as `strategy=`; None: do not distribute this, or it does not fit."""
+    """The word to pass as `strategy=`; None if the training should not be distributed, or does not fit."""
     sentence: str
     """What to do, and why, in one sentence."""
     reasons: tuple[str, ...]
-    """More to know, one sentence each."""
+    """Further reasons, one sentence each."""
     parameters: int
     """How many numbers are trained."""
     estimates: tuple[Estimate, ...]
-    """One of each strategy, in the order of the documentation; empty for one process."""
+    """The costs of each strategy, in the order of the documentation; empty for one process."""
 
     def __str__(self) -> str:
         """The sentence, the reasons and a table."""
@@ -90,26 +90,26 @@ class Block:
     """A part of a model that a pipeline does not cut."""
 
     name: str
-    """As in `named_modules()`."""
+    """The module's name in `named_modules()`."""
     bytes: int
-    """Of its parameters, each counted in the first block that has it."""
+    """Size of the block's parameters; a shared one counts in its first block."""
 
 
 def recommend(model: Any, optimizer: Any, number_of_processes: int, memory_gib: float | None = None) -> Recommendation:
-    """Which strategy to train a model with, from the sizes of its tensors. Nothing is run.
+    """Recommend a strategy for a training from the sizes of the model's tensors. Nothing is run.
 
     Args:
         model: The model, or several by name.
         optimizer: Its optimizer, or several by name. What its state takes is read from it, or known by its class before
             the first step; for an unknown class it is taken to be twice the parameters, as for Adam.
         number_of_processes: Ranks that would share the training.
-        memory_gib: Memory of one rank: of its GPU, or its part of the machine. None: memory is not a question.
+        memory_gib: Memory of one rank: its GPU's, or its part of the machine's. None assumes that there is enough.
 
     Returns:
         The recommendation; printed, it is a table of all strategies.
 
     Raises:
-        ConfigError: An argument is no model, no optimizer or not a positive number.
+        ConfigError: An argument is not a model, an optimizer or a positive number.
     """
     models = _several("model", model, "parameters")
     if any(type(p).__name__.startswith("Uninitialized") for one in models for p in one.parameters()):
@@ -144,15 +144,15 @@ def _several(argument: str, value: Any, attribute: str) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
-    """Bytes of a model's tensors, by what they are for."""
+    """Sizes of a model's tensors in bytes, by purpose."""
 
     count: int
-    """Of trained numbers."""
+    """The number of trained parameters (elements)."""
     trained: int
     frozen: int
     """Frozen parameters and buffers."""
     state: int
-    """The optimizer's."""
+    """The optimizer's state."""
     shardable: int
     """Trained parameters of the Linear and Embedding modules that tensor parallelism divides."""
     blocks: tuple[Block, ...]
@@ -189,12 +189,12 @@ def _bytes(tensors: Any) -> int:
 
 
 def _is_a(module: Any, *names: str) -> bool:
-    """Whether a module is of one of torch's classes, without importing torch."""
+    """Whether a module is an instance of one of torch's classes; torch is not imported."""
     return any(kind.__name__ in names and kind.__module__.startswith("torch.nn.") for kind in type(module).__mro__)
 
 
 def _state_bytes(optimizer: Any) -> int:
-    """What an optimizer's state takes after its first step."""
+    """Bytes of an optimizer's state after its first step."""
     total = 0
     for options in optimizer.param_groups:
         for parameter in options["params"]:
@@ -222,9 +222,9 @@ def _moments(optimizer: Any, options: Mapping[str, Any]) -> int:
 
 
 def blocks_of(model: Any) -> list[Block]:
-    """The parts between which a pipeline may cut a model, in the order in which they are registered.
+    """The blocks between which a pipeline may cut a model, in the order of their registration.
 
-    Those are its children, with containers (Sequential, ModuleList, ModuleDict) opened. A child that has more than half
+    Blocks are the model's children; containers (Sequential, ModuleList, ModuleDict) are opened. A child that has more than half
     of the parameters and a container in it (a backbone) is opened too.
 
     Args:
@@ -253,8 +253,8 @@ def balanced(sizes: Sequence[int], parts: int) -> list[int]:
     """Where to cut a sequence so that the largest part is as small as it can be.
 
     Args:
-        sizes: One of each item.
-        parts: How many parts, none of them empty; at most as many as items.
+        sizes: The size of each item.
+        parts: The number of parts, none of them empty; at most the number of items.
 
     Returns:
         The index of the first item of each part but the first.
@@ -319,7 +319,7 @@ def _largest_share(sizes: Sequence[int], parts: int) -> float:
 def _choice(
     sizes: _Sizes, estimates: Sequence[Estimate], ranks: int, memory_gib: float | None
 ) -> tuple[str | None, str, list[str]]:
-    """The word, the sentence, and more reasons."""
+    """The recommended word, the sentence, and further reasons."""
     room = None if memory_gib is None else memory_gib * _GIB * (1 - _FOR_ACTIVATIONS) - _PROCESS_BYTES
     alone = 2 * sizes.trained + sizes.state + sizes.frozen
     # Every rank holds the whole model once, while it starts.

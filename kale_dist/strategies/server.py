@@ -6,8 +6,16 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_choice, refuse_count, refuse_sparse
-from kale_dist.strategies.local_sgd import refuse_closures
+from kale_dist.strategies.base import (
+    Conditions,
+    Layout,
+    Settings,
+    check_flags,
+    refuse_choice,
+    refuse_closures,
+    refuse_count,
+    refuse_sparse,
+)
 
 DEFAULT_STALENESS = 4
 
@@ -26,7 +34,7 @@ class ParameterServer(Settings):
     home: ClassVar[str] = "server_worker.make"
 
     servers: int = 1
-    """Among how many ranks the parameters are divided: the last ones, or those before the backups."""
+    """How many ranks the parameters are divided among: the last ones, or those before the backups."""
     mode: Literal["sync", "async"] = "sync"
     """`"sync"`: one step for the gradients of all workers, as on one process. `"async"`: one step for each worker's."""
     staleness: int | None = None
@@ -46,8 +54,7 @@ class ParameterServer(Settings):
                     "Leave staleness out, or use mode='async'",
                 )
             refuse_count("staleness", self.staleness, at_least=0)
-        if not isinstance(self.backup, bool):
-            raise ConfigError("strategy", f"backup={self.backup!r} is neither True nor False", "Give backup=True")
+        check_flags(self, "backup")
         if self.backup and self.mode == "async":
             raise ConfigError(
                 "strategy",
@@ -56,7 +63,7 @@ class ParameterServer(Settings):
             )
 
     def check(self, given: Conditions) -> None:
-        """Refuse a world without workers, and what needs the optimizer in the workers."""
+        """Refuse a world without workers, and whatever needs the optimizer in the workers."""
         ranks, serving = given.number_of_processes, self._serving
         if ranks <= serving:
             count = "the only process is a server" if ranks == 1 else f"all {ranks} would be servers"
@@ -87,7 +94,7 @@ class ParameterServer(Settings):
         return self.servers * (1 + self.backup)
 
     def dispensable(self, world_size: int) -> tuple[tuple[int, ...], ...]:
-        """Each server and its backup; the workers of asynchronous servers."""
+        """Each server with its backup; or the workers of asynchronous servers."""
         workers = world_size - self._serving
         if self.mode == "async":
             return (tuple(range(workers)),)
@@ -95,7 +102,7 @@ class ParameterServer(Settings):
         return tuple((server, server + self.servers) for server in first) if self.backup else ()
 
     def layout(self, rank: int, world_size: int) -> Layout:
-        """The last ranks are servers and then their backups, without data."""
+        """Workers come first, each with its shard; then the servers and their backups, without data."""
         workers = world_size - self._serving
         is_worker = rank < workers
         number, is_backup = (rank - workers) % self.servers, rank >= workers + self.servers

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, did_you_mean, refuse_optimizers
+from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_optimizers
+from kale_dist.wording import closest
 
 WORDS = ("alone", "columns", "columns/3", "rows", "whole")
-"""What a plan can say of a Linear or Embedding."""
+"""The words of a plan for a Linear or Embedding."""
 
 _TOGETHER = ("Adafactor", "Muon", "LBFGS", "Shampoo", "SOAP", "Lamb", "LAMB", "Lars", "LARS")
 """Optimizers whose update of an element depends on the rest of its weight, which a rank does not have."""
@@ -56,20 +57,20 @@ class Tensor(Settings):
         check_flags(self, "compile", "activation_checkpointing")
 
     def check(self, given: Conditions) -> None:
-        """Refuse models that cannot be divided so.
+        """Refuse models that this plan cannot divide.
 
         Raises:
-            ConfigError: A width is not divisible, or the plan names what is not there.
+            ConfigError: A width is not divisible, or the plan names a layer that does not exist.
         """
         check_tensor(self.plan, given, given.number_of_processes)
 
     def layout(self, rank: int, world_size: int) -> Layout:
-        """All ranks have the same batch."""
+        """All ranks have the same batch, and each has its own part of the weights."""
         return Layout.of_parts(rank, world_size, f"part {rank} of {world_size} of the weights")
 
 
 def checked_plan(plan: Any) -> tuple[tuple[str, str], ...]:
-    """A plan as pairs of a pattern and a word.
+    """Check a plan, and convert it to pairs of a pattern and a word.
 
     Raises:
         ConfigError: It is not a plan.
@@ -84,22 +85,11 @@ def checked_plan(plan: Any) -> tuple[tuple[str, str], ...]:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigError("strategy", f"plan names a layer by {pattern!r}", "Use names as in model.named_modules()")
         if word not in WORDS:
-            said = did_you_mean(str(word), WORDS)
+            said = closest(word, WORDS)
             raise ConfigError(
                 "strategy", f"plan has {pattern!r}: {word!r}", f"{said}Use one of {', '.join(map(repr, WORDS))}"
             )
     return plan
-
-
-def check_flags(settings: Any, *names: str) -> None:
-    """Check that settings are True or False.
-
-    Raises:
-        ConfigError: One is not.
-    """
-    for name in names:
-        if not isinstance(value := getattr(settings, name), bool):
-            raise ConfigError("strategy", f"{name}={value!r} is neither True nor False", f"Use {name}=True or leave it")
 
 
 def check_tensor(plan: Any, given: Conditions, degree: int, settings: str = "Tensor(") -> None:
@@ -132,7 +122,7 @@ def check_precision(given: Conditions) -> None:
     """Refuse fp16 where each rank has a part of the gradients: a part may overflow where another does not.
 
     Raises:
-        ConfigError: The call asks for it.
+        ConfigError: The call has `precision="fp16"`.
     """
     if given.precision == "fp16":
         problem = "'fp16' skips a step where gradients overflow, and each rank sees only its part of them"
@@ -140,7 +130,7 @@ def check_precision(given: Conditions) -> None:
 
 
 def kind_of(module: Any) -> str | None:
-    """`Linear` or `Embedding` where a module is one that can be divided, else None."""
+    """`Linear` or `Embedding` for a module that can be divided; None for others."""
     kind: Any = type(module)
     for base in kind.__mro__:
         if base.__module__.startswith("torch.nn.modules.") and base.__name__ in ("Linear", "Embedding"):
@@ -156,7 +146,7 @@ def kind_of(module: Any) -> str | None:
 def assign(
     modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree: int, settings: str = "Tensor("
 ) -> dict[str, str]:
-    """What to do with each Linear and Embedding that is divided: a word of a plan, or `vocabulary`.
+    """How to divide each Linear and Embedding that is divided: a word of a plan, or `vocabulary`.
 
     Args:
         modules: All modules of the model by name.
@@ -216,14 +206,14 @@ _WIDTHS = {
 
 
 def dimension(kind: str, word: str) -> tuple[int, int]:
-    """Along which dimension a weight is divided, and how many weights it holds one after another in it."""
+    """The dimension along which a weight is divided, and how many fused weights it has along this dimension."""
     if word == "columns/3":
         return 0, 3
     return (1 if word == "rows" or (kind == "Embedding" and word == "alone") else 0), 1
 
 
 def fitting_names(names: Iterable[str], pattern: str) -> list[str]:
-    """The names that fit a pattern, in which `*` stands for one part of a name between dots."""
+    """The names that match a pattern, in which `*` stands for one part of a name between dots."""
     parts = pattern.split(".")
     return [
         name
@@ -233,7 +223,7 @@ def fitting_names(names: Iterable[str], pattern: str) -> list[str]:
 
 
 def _keep_shared(modules: Mapping[str, Any], words: dict[str, str]) -> None:
-    """Leave a weight whole where another module than a divided one has it too."""
+    """Set the word of a layer to `whole` if a module that is not divided shares its weight."""
     whole: set[int] = set()
     for name, module in modules.items():
         kept = words.get(name, "whole") == "whole"
@@ -244,12 +234,12 @@ def _keep_shared(modules: Mapping[str, Any], words: dict[str, str]) -> None:
 
 
 def _unplanned(pattern: str, fitting: list[str], modules: Mapping[str, Any], words: Mapping[str, str]) -> Iterator[str]:
-    """Problem and remedy where a plan names no layer that can be divided."""
+    """Yield problem and remedy for a pattern that names no layer that can be divided."""
     if fitting:
         kind = type(modules[fitting[0]]).__name__
         yield f"plan names {pattern!r}, and {fitting[0]} is a {kind}, which is not divided"
         yield f"Name Linear or Embedding layers: {', '.join(list(words)[:5]) or 'this model has none'}"
         return
     yield f"plan names {pattern!r}, and the model has no such layer"
-    said = did_you_mean(pattern, list(words))
+    said = closest(pattern, words)
     yield f"{said}Its layers are {', '.join(list(words)[:8]) or 'none that could be divided'}"

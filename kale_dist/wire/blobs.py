@@ -1,14 +1,14 @@
-"""Bytes on their way between notebook and ranks: blobs named by their content, and single files of many buffers.
+"""Bytes that travel between notebook and ranks: blobs named by their content, and files of many buffers.
 
 A *blob* is a run of bytes whose name is its SHA-256. The name is enough to check the bytes, two equal blobs are one,
 and a blob never changes: it is written under a temporary name, made read-only and renamed, and never truncated, so
 that a process which has mapped it keeps what it mapped.
 
-A *bundle* is one file with a JSON header and buffers at 64-byte boundaries; outcomes are written so:
+A *bundle* is one file with a JSON header and buffers at 64-byte boundaries, such as an outcome:
 
     8 bytes   b"KALEDST1"
     8 bytes   length of the header, little endian
-    header    JSON: {"header": what the caller gave, "sizes": [bytes of each buffer]}
+    header    JSON: {"header": the caller's header, "sizes": [bytes of each buffer]}
     buffers   each padded to a multiple of 64 bytes, as the header is
 """
 
@@ -24,7 +24,6 @@ import mmap
 import os
 import pathlib
 import secrets
-import tempfile
 import weakref
 import zipfile
 import zlib
@@ -55,13 +54,13 @@ def digest_of(buffers: Iterable[Buffer]) -> str:
 
 
 class Store(Protocol):
-    """Where blobs are kept. Every method may raise `StoreError`."""
+    """Stores blobs. Every method may raise `StoreError`."""
 
     def put(self, buffers: Sequence[Buffer]) -> str:
-        """Keep the buffers, one after another, as one blob.
+        """Store the buffers, one after another, as one blob.
 
         Args:
-            buffers: Read twice, in order; a sequence that makes its items when asked for them is welcome.
+            buffers: Read twice, in order; the sequence may make its items on access.
 
         Returns:
             The blob's digest.
@@ -73,7 +72,7 @@ class Store(Protocol):
         ...
 
     def open(self, digest: str) -> memoryview:
-        """The blob's bytes, writable; what is written there stays private to the caller.
+        """The blob's bytes, writable; the caller's changes are private.
 
         Raises:
             StoreError: There is no such blob.
@@ -96,17 +95,17 @@ class FolderStore:
         self.root = pathlib.Path(root)
 
     def path(self, digest: str) -> pathlib.Path:
-        """The file of a blob, whether it is there or not.
+        """The path of a blob's file, whether it exists or not.
 
         Raises:
-            StoreError: This is no digest.
+            StoreError: `digest` is not a digest.
         """
         if len(digest) != hashlib.sha256().digest_size * 2 or not _DIGEST_CHARACTERS.issuperset(digest):
             raise StoreError(f"{digest!r} is not the name of a blob: 64 hexadecimal digits are.")
         return self.root / digest
 
     def put(self, buffers: Sequence[Buffer]) -> str:
-        """Keep the buffers as one blob; a blob that is there already is not written again.
+        """Store the buffers as one blob, unless the folder has it already.
 
         Raises:
             StoreError: The disk is full, or the folder cannot be written.
@@ -122,7 +121,7 @@ class FolderStore:
         return self.path(digest).exists()
 
     def open(self, digest: str) -> memoryview:
-        """The blob, mapped copy-on-write.
+        """Map the blob copy-on-write.
 
         Raises:
             StoreError: There is no such blob.
@@ -136,7 +135,7 @@ class FolderStore:
         return ()
 
     def delete(self, digest: str) -> None:
-        """Remove a blob; processes that have mapped it keep it. One that is not there is fine."""
+        """Remove a blob if it exists; processes that have mapped it keep their map."""
         self.path(digest).unlink(missing_ok=True)
 
 
@@ -147,18 +146,18 @@ class MemoryStore:
         self._blobs: dict[str, bytes] = {}
 
     def put(self, buffers: Sequence[Buffer]) -> str:
-        """Keep a copy of the buffers."""
+        """Store a copy of the buffers."""
         digest = digest_of(buffers)
         if digest not in self._blobs:
             self._blobs[digest] = b"".join(buffers)
         return digest
 
     def exists(self, digest: str) -> bool:
-        """Whether it was put."""
+        """Whether the store has this blob."""
         return digest in self._blobs
 
     def open(self, digest: str) -> memoryview:
-        """A private copy.
+        """A private copy of the blob.
 
         Raises:
             StoreError: There is no such blob.
@@ -183,12 +182,12 @@ def write_bundle(
     *,
     on_progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write one file with a header and buffers, under a temporary name first; a file that is there is replaced.
+    """Write a bundle atomically; an existing file is replaced.
 
     Args:
-        path: Where to; its folder has to be there.
-        header: Anything that JSON can say.
-        buffers: Written from where they are, without a copy.
+        path: The file; its folder is created if needed.
+        header: A JSON object.
+        buffers: The buffers, which are not copied.
         on_progress: Called after each piece of a large file.
 
     Raises:
@@ -207,11 +206,11 @@ def open_bundle(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[memo
     """Map a bundle copy-on-write.
 
     Returns:
-        The header, and the buffers: writable, and the file does not change when they are written to.
+        The header, and the buffers. Writes to the buffers do not change the file.
 
     Raises:
-        StoreError: There is no such file, or it cannot be read.
-        SnapshotDamagedError: It is not a bundle, or it is cut short.
+        StoreError: The file does not exist or cannot be read.
+        SnapshotDamagedError: The file is not a bundle, or is cut short.
     """
     data = map_file(path)
     try:
@@ -249,7 +248,7 @@ def _padding(size: int) -> bytes:
 
 @contextlib.contextmanager
 def fresh(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A name beside a file, for its next version: it takes the file's place at the end of the block, but not after an error."""
+    """Yield a temporary path beside a file, which replaces the file at the end of the block, but not after an error."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         yield temporary
@@ -259,10 +258,10 @@ def fresh(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def map_file(path: str | os.PathLike[str]) -> memoryview:
-    """Map a whole file copy-on-write; the map goes when the last view of it does. No descriptor stays open.
+    """Map a whole file copy-on-write until the last view of it is gone. No descriptor stays open.
 
     Raises:
-        StoreError: There is no such file, or it cannot be mapped.
+        StoreError: The file does not exist or cannot be mapped.
     """
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - paths may be str
@@ -279,13 +278,13 @@ def map_file(path: str | os.PathLike[str]) -> memoryview:
     except OSError as error:
         raise StoreError(f"{os.fspath(path)} cannot be read: {error.strerror}.") from error
     array = (ctypes.c_ubyte * size).from_address(address)
-    # At the interpreter's end tensors may outlive the finalizers, so the map is left to the kernel then.
+    # At the interpreter's exit tensors may outlive finalizers, so the kernel removes the map then.
     weakref.finalize(array, _libc.munmap, address, size).atexit = False
     return memoryview(array).cast("B")
 
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
-# Without it a private, writable map counts as memory, and a large model may be refused where nothing is written to it.
+# Without this flag a private, writable map counts as memory, and the kernel may refuse to map a large model.
 _MAP_NORESERVE = 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -296,35 +295,26 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 def _write_file(
     path: pathlib.Path, pieces: Iterable[Buffer], mode: int, on_progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Write a file under a temporary name, then rename it; on failure nothing is left."""
-    temporary = ""
+    """Write a file atomically; after a failure nothing is left."""
     written = 0
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
-        try:
+        with fresh(path) as temporary, temporary.open("xb", buffering=0) as file:
+            os.fchmod(file.fileno(), 0o600)
             for piece in pieces:
                 view = memoryview(piece)
                 while view:
-                    count = os.write(descriptor, view[:_WRITE_BYTES])
+                    count = file.write(view[:_WRITE_BYTES])
                     written += count
                     view = view[count:]
                     on_progress()
-            os.fchmod(descriptor, mode)
-        finally:
-            os.close(descriptor)
-        pathlib.Path(temporary).rename(path)
+            os.fchmod(file.fileno(), mode)
     except OSError as error:
-        if temporary:
-            pathlib.Path(temporary).unlink(missing_ok=True)
         _refuse(path, pieces, written, error)
-    except BaseException:
-        pathlib.Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _refuse(path: pathlib.Path, pieces: Iterable[Buffer], written: int, error: OSError) -> NoReturn:
-    """Say why a file could not be written, and what to do."""
+    """Raise the `StoreError` for a file that could not be written."""
     if error.errno not in _FULL_DISK:
         raise StoreError(f"{path} could not be written: {error.strerror}.") from error
     needed = sum(memoryview(piece).nbytes for piece in pieces)
@@ -342,10 +332,10 @@ def _refuse(path: pathlib.Path, pieces: Iterable[Buffer], written: int, error: O
 
 
 def pack_blobs(store: Store, digests: Iterable[str]) -> bytes:
-    """Blobs as one zip file. The same blobs give the same bytes.
+    """Pack blobs into one zip file. The same blobs give the same bytes.
 
     Raises:
-        StoreError: The store lacks one.
+        StoreError: The store lacks a blob.
     """
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -358,14 +348,14 @@ def pack_blobs(store: Store, digests: Iterable[str]) -> bytes:
 
 
 def unpack_blobs(data: bytes | pathlib.Path, folder: pathlib.Path) -> None:
-    """Put packed blobs into a folder store, each checked against its name.
+    """Unpack blobs into a folder store, and check each against its digest.
 
     Args:
-        data: What `pack_blobs` gave, or a file with it.
-        folder: Root of a `FolderStore`.
+        data: The bytes from `pack_blobs`, or a file with them.
+        folder: The root of the `FolderStore`.
 
     Raises:
-        SnapshotDamagedError: It is no zip file, or a blob in it has another digest than its name.
+        SnapshotDamagedError: The data is not a zip file, or a blob does not have its digest.
         StoreError: The folder cannot be written.
     """
     store = FolderStore(folder)

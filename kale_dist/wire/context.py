@@ -169,7 +169,7 @@ def _number(name: str, value: Any) -> float | int:
 
 
 def emit(kind: EventKind, **fields: Any) -> None:
-    """Send one event as `contract` lists them. Outside a job, and in forked children of a rank, nothing happens.
+    """Send one event as `wire.events` lists them. Outside a job, and in forked children of a rank, nothing happens.
 
     Progress is thinned to ten a second; the last one of each phase always goes out.
 

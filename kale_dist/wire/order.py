@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable
 from typing import Self
 
-VERSION = 2
+VERSION = 3
 """Version of all formats of this package. Notebook and worker must have the same."""
 
 EXIT_TOLD_TO_END = 143

@@ -1,4 +1,4 @@
-"""The part of this library that is sent: what runs in a pod, so that any image with Python and torch will do."""
+"""Packs the part of this library that runs in pods, so that any image with Python and torch will do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 
-_MODULES = ("__init__", "callbacks")
+_MODULES = ("__init__", "callbacks", "wording")
 _PACKAGES = ("errors", "snapshot", "strategies", "wire", "worker")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _PLAIN_FILE = 0o100644 << 16
@@ -18,7 +18,7 @@ _PLAIN_FILE = 0o100644 << 16
 
 @functools.cache
 def runtime_zip() -> bytes:
-    """This library's worker side and cloudpickle as a zip of sources, to be unpacked into a folder of `sys.path`.
+    """This library's worker side and cloudpickle as a zip of sources, which pods unpack into a folder of `sys.path`.
 
     The same installation gives the same bytes.
     """
@@ -27,7 +27,7 @@ def runtime_zip() -> bytes:
 
 @functools.cache
 def library() -> bytes:
-    """All of this library as a zip that is compressed as a whole: so it fits into the job's Secret."""
+    """All of this library as a zip that is compressed as a whole, so that it fits into the job's Secret."""
     return lzma.compress(
         _zipped(_files(importlib.resources.files("kale_dist"), "kale_dist"), zipfile.ZIP_STORED), preset=9
     )
@@ -45,7 +45,7 @@ def _zipped(files: Iterator[tuple[str, Traversable]], compression: int) -> bytes
 
 
 def _sources() -> Iterator[tuple[str, Traversable]]:
-    """Names in the zip and the files."""
+    """Yield the names in the zip and the files."""
     own = importlib.resources.files("kale_dist")
     for module in _MODULES:
         yield f"kale_dist/{module}.py", own / f"{module}.py"

@@ -1,6 +1,6 @@
-"""A store behind a URL that fsspec opens: object storage, a file share, a folder. For blobs and for results.
+"""A store at a URL that fsspec opens: object storage, a file share, a folder. For blobs and for results.
 
-Blobs lie in it by digest, everything else by name. fsspec and the package of the URL's protocol are imported when a
+Blobs are stored by digest, everything else by name. fsspec and the package of the URL's protocol are imported when a
 store is made; notebook and pods each need them.
 """
 
@@ -21,7 +21,7 @@ from kale_dist.wire.blobs import Buffer, digest_of, fresh, map_file
 
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _CHUNK_BYTES = 8 << 20
-# There an object appears when it is whole, and renaming would copy it.
+# In object storage an object appears when it is whole, and renaming would copy it.
 _APPEARS_WHOLE = frozenset({"abfs", "abfss", "adl", "az", "gcs", "gs", "oci", "oss", "r2", "s3", "s3a"})
 
 
@@ -35,7 +35,7 @@ class UrlStore:
 
     Raises:
         StoreError: fsspec, or the package for this protocol, is not installed on this side; or the URL
-            is none, or has a query.
+            is malformed or has a query.
     """
 
     def __init__(self, url: str) -> None:
@@ -66,7 +66,7 @@ class UrlStore:
         self._appears_whole = not _APPEARS_WHOLE.isdisjoint(protocols)
 
     def put(self, buffers: Sequence[Buffer]) -> str:
-        """Keep the buffers as one blob; one that is there is not written again. Gives its digest."""
+        """Store the buffers as one blob, unless the store has it already; returns its digest."""
         digest = digest_of(buffers)
         if not self.exists(digest):
             with self._writing(digest) as path, self._fs.open(path, "wb") as file:
@@ -77,17 +77,17 @@ class UrlStore:
         return digest
 
     def exists(self, name: str) -> bool:
-        """Whether there is a blob of this digest, or a file of this name."""
+        """Whether the store has a blob of this digest, or a file of this name."""
         path = self._path(name)
         with self._asking(f"look for {name}"):
             self._fs.invalidate_cache()
             return bool(self._fs.exists(path))
 
     def open(self, digest: str) -> memoryview:
-        """The blob's bytes, writable, from a copy on this machine's disk that goes with them.
+        """The blob's bytes, writable, in a temporary copy on this machine's disk.
 
         Raises:
-            StoreError: There is no such blob, or its bytes are not what its name says.
+            StoreError: There is no such blob, or its bytes do not have its digest.
         """
         if not _DIGEST.fullmatch(digest):
             raise StoreError(f"{digest!r} is not the name of a blob: 64 hexadecimal digits are.")
@@ -113,47 +113,47 @@ class UrlStore:
         return sorted(name for path in names if _DIGEST.fullmatch(name := path.rstrip("/").rpartition("/")[2]))
 
     def get_file(self, name: str, path: pathlib.Path) -> None:
-        """Copy a file from the store; one that is at the path is replaced when all has come.
+        """Download a file atomically; an existing file is replaced.
 
         Args:
-            name: Its name in the store, with folders, such as `jobs/digits/outcome-0-0`; or a digest.
-            path: Where to.
+            name: The file's name in the store, with folders, such as `jobs/digits/outcome-0-0`; or a digest.
+            path: Where to write it.
 
         Raises:
-            StoreError: There is none, or it cannot be read or written.
+            StoreError: The store has no such file, or it cannot be read or written.
         """
         source = self._path(name)
         with self._asking(f"read {name}"), fresh(path) as temporary:
             self._fs.get_file(source, str(temporary))
 
     def put_file(self, name: str, path: pathlib.Path) -> None:
-        """Copy a file into the store; one that is there is replaced.
+        """Upload a file; an existing one of this name is replaced.
 
         Args:
-            name: As in `get_file`.
+            name: The file's name in the store, as for `get_file`.
             path: The file.
 
         Raises:
-            StoreError: It cannot be read, or the store cannot be written.
+            StoreError: The file cannot be read, or the store cannot be written.
         """
         with self._writing(name) as target:
             self._fs.put_file(str(path), target)
 
     def try_to_write(self, name: str) -> None:
-        """Find out whether a file of this name could be written later. One that is there is left as it is.
+        """Check that a file of this name could be written later. An existing one is not changed.
 
         Args:
-            name: As in `get_file`.
+            name: The file's name in the store, as for `get_file`.
 
         Raises:
-            StoreError: It could not.
+            StoreError: The store cannot be written.
         """
         folder, _, last = self._path(name).rpartition("/")
         path = f"{folder}/.{last}.{uuid.uuid4().hex}.part"
         with self._asking(f"write {name}"):
             self._make(folder)
             self._fs.pipe_file(path, b"")
-            # Some may write objects and not delete them.
+            # Some credentials allow to write objects but not to delete them.
             with contextlib.suppress(Exception):
                 self._fs.rm_file(path)
 
@@ -165,7 +165,7 @@ class UrlStore:
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[str]:
-        """Where to write so that a file appears whole under its name or not at all."""
+        """Yield the path to write to, so that the file appears whole under its name or not at all."""
         path = self._path(name)
         folder, _, last = path.rpartition("/")
         temporary = path if self._appears_whole else f"{folder}/.{last}.{uuid.uuid4().hex}.part"
@@ -182,13 +182,13 @@ class UrlStore:
                 raise
 
     def _make(self, folder: str) -> None:
-        """Make a folder. Object storage has none, and would make a bucket of a name that is misspelt."""
+        """Create a folder. Object storage has none, and would create a bucket for a misspelt name."""
         if not self._appears_whole:
             self._fs.makedirs(folder, exist_ok=True)
 
     @contextlib.contextmanager
     def _asking(self, doing: str) -> Iterator[None]:
-        """Turn all errors into `StoreError`s: each protocol's package has its own."""
+        """Turn all errors of the block into `StoreError`s, because each protocol's package has its own."""
         try:
             yield
         except KaleDistError:
@@ -202,7 +202,7 @@ class UrlStore:
             ) from error
 
     def _words(self, error: Exception) -> str:
-        """An error's type and text; addresses in it may bear signatures."""
+        """An error's type and text, without the secrets in its URLs."""
         text = re.sub(r"\w[\w+.-]*://\S+", lambda found: _without_secrets(found[0]), str(error))
         return f"{type(error).__name__}: {text[:500]}"
 

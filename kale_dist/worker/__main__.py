@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         from kale_dist.worker.agent import forkserver_launch
 
         launched = forkserver_launch.launch()
-        from kale_dist.worker.pod.pod import main as run_pod
+        from kale_dist.worker.pod.pod_main import main as run_pod
 
         return run_pod(launched)
     from kale_dist.worker.rank.forkserver import main as run_forkserver

@@ -58,7 +58,7 @@ class RunningJob:
         return "\n".join(line.text for line in self.log() if rank is None or line.rank == rank)
 
     def outcome(self, rank: int = 0, attempt: int = 0) -> outcome.Outcome:
-        return outcome.read(
+        return outcome.read_outcome(
             self.files.outcome(attempt, rank),
             signer=outcome.Signer(key=bytes.fromhex(self.order.key), job=self.order.job, attempt=attempt, rank=rank),
             resolve=lambda index: None,

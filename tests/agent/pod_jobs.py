@@ -201,7 +201,7 @@ class PodJob:
     def read_outcome(self, rank: int, data: bytes, attempt: int = 0) -> outcome.Outcome:
         path = JobFiles(self.root).outcome(attempt, rank)
         path.write_bytes(data)
-        return outcome.read(
+        return outcome.read_outcome(
             path,
             signer=outcome.Signer(key=self.key, job=self.order.job, attempt=attempt, rank=rank),
             resolve=lambda index: None,

@@ -373,15 +373,17 @@ def test_a_training_imports_nothing_in_its_ranks(jobs):
         from torch.utils.data import DataLoader, TensorDataset
 
         from kale_dist.worker.training.loop import train
+        from kale_dist.worker.training.settings import Training
 
         before = set(sys.modules)
         model = torch.nn.Linear(2, 2)
-        train(
+        training = Training(
             model=model,
             train_data_loader=DataLoader(TensorDataset(torch.randn(8, 2), torch.zeros(8).long()), 2),
             criterion=torch.nn.CrossEntropyLoss(),
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         )
+        train(training)
         return sorted(set(sys.modules) - before)
 
     job = jobs.run(imported)

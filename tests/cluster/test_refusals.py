@@ -41,7 +41,7 @@ def test_quotas_of_all_pods_together(make_namespace):
     namespace = make_namespace()
     apply(namespace, "ResourceQuota", "small", spec={"hard": {"requests.cpu": "1", "pods": "4"}})
     said = refusal_of(pods_in(namespace, resources={"cpu": 0.4}), 3)
-    assert "The quota small allows 1 of requests.cpu in all, and the job needs 1.2" in said
+    assert "allows requests.cpu=1 in all, and requests.cpu=1.2 is asked for" in said
     apply(namespace, "ResourceQuota", "small", spec={"hard": {"limits.cpu": "4"}})
     job = kd.launch(summed, 1, number_of_processes=1, on=pods_in(namespace))
     pod = json.loads(run_kubectl("-n", namespace, "get", "pytorchjob", job.name, "-o", "json"))
@@ -74,9 +74,9 @@ def test_workers_only_where_pod_security_is_strictest(make_namespace, plain_imag
 
 
 def test_objects_that_the_job_names_and_that_do_not_exist(namespace):
-    assert "There is no claim nope" in refusal_of(pods_in(namespace, volumes={"/data": "nope"}))
-    assert "There is no Secret nope" in refusal_of(pods_in(namespace, secret_environment={"TOKEN": "nope/key"}))
-    assert "There is no ConfigMap nope" in refusal_of(pods_in(namespace, volumes={"/c": "configmap://nope"}))
+    assert "There is no persistentvolumeclaim nope" in refusal_of(pods_in(namespace, volumes={"/data": "nope"}))
+    assert "There is no secret nope" in refusal_of(pods_in(namespace, secret_environment={"TOKEN": "nope/key"}))
+    assert "There is no configmap nope" in refusal_of(pods_in(namespace, volumes={"/c": "configmap://nope"}))
     with pytest.warns(KaleDistWarning, match="There is no Secret nope"):
         job = kd.launch(summed, 1, number_of_processes=1, on=pods_in(namespace, image_pull_secrets=["nope"]))
     job.delete()

@@ -123,7 +123,7 @@ def test_a_fast_log_that_no_notebook_has_followed_is_whole(on, engine):
     in_new_process(
         f"""
         import kale_dist as kd
-        from kale_dist.calls.layout import gathered
+        from kale_dist.calls.request import gathered
         from container_work import prints_fast
         kd.launch(prints_fast, 100_000, number_of_processes=1, name={name!r}, **gathered({on!r}))
         """

@@ -54,24 +54,26 @@ def helper(tmp_path, monkeypatch):
 
 
 def test_who_has_logged_in_nowhere_has_none(home):
-    assert auth.find("quay.io") is None
-    assert auth.find("quay.io", pull_secret_jsons=("", "{}", '{"auths": {}}')) is None
+    assert auth.find_credentials("quay.io") is None
+    assert auth.find_credentials("quay.io", pull_secret_jsons=("", "{}", '{"auths": {}}')) is None
 
 
 def test_what_docker_login_wrote_opens_the_registry(home, password_registry):
     write(home / ".docker" / "config.json", {"auths": {password_registry: entry(USER, PASSWORD)}})
-    with Registry(password_registry, credentials=auth.find(password_registry)) as registry:
+    with Registry(password_registry, credentials=auth.find_credentials(password_registry)) as registry:
         assert registry.head("a", "1") == ""
     text = secret({password_registry: {"username": USER, "password": PASSWORD}})
     (home / ".docker" / "config.json").unlink()
-    with Registry(password_registry, credentials=auth.find(password_registry, pull_secret_jsons=(text,))) as registry:
+    with Registry(
+        password_registry, credentials=auth.find_credentials(password_registry, pull_secret_jsons=(text,))
+    ) as registry:
         assert registry.head("a", "1") == ""
 
 
 @pytest.mark.parametrize("key", ["https://index.docker.io/v1/", "index.docker.io", "docker.io", "registry-1.docker.io"])
 def test_docker_hub_is_found_under_each_of_its_names(home, key):
     write(home / ".docker" / "config.json", {"auths": {key: entry("u", "p")}})
-    assert auth.find("docker.io") == Credentials(username="u", password="p")
+    assert auth.find_credentials("docker.io") == Credentials(username="u", password="p")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_docker_hub_is_found_under_each_of_its_names(home, key):
 )
 def test_every_kind_of_entry_is_read(home, written, found):
     write(home / ".docker" / "config.json", {"auths": {"https://quay.io/v2/": written}})
-    assert auth.find("quay.io") == found
+    assert auth.find_credentials("quay.io") == found
 
 
 def test_secrets_are_not_shown():
@@ -100,27 +102,30 @@ def test_secrets_are_not_shown():
 def test_the_places_are_asked_in_order(home, monkeypatch):
     runtime = home / "run"
     text = secret({"quay.io": entry("pull", "p")})
-    assert auth.find("quay.io", pull_secret_jsons=(secret({"other.io": entry("x", "x")}), text)).username == "pull"
+    assert (
+        auth.find_credentials("quay.io", pull_secret_jsons=(secret({"other.io": entry("x", "x")}), text)).username
+        == "pull"
+    )
     write(home / ".config" / "containers" / "auth.json", {"auths": {"quay.io": entry("podman-home", "p")}})
-    assert auth.find("quay.io", pull_secret_jsons=(text,)).username == "podman-home"
+    assert auth.find_credentials("quay.io", pull_secret_jsons=(text,)).username == "podman-home"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     write(runtime / "containers" / "auth.json", {"auths": {"quay.io": entry("podman", "p")}})
-    assert auth.find("quay.io").username == "podman"
+    assert auth.find_credentials("quay.io").username == "podman"
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(home / "named.json"))
     write(home / "named.json", {"auths": {"quay.io": entry("named", "p")}})
-    assert auth.find("quay.io").username == "named"
+    assert auth.find_credentials("quay.io").username == "named"
     write(home / ".docker" / "config.json", {"auths": {"quay.io": entry("docker", "p")}})
-    assert auth.find("quay.io").username == "docker"
+    assert auth.find_credentials("quay.io").username == "docker"
     monkeypatch.setenv("DOCKER_CONFIG", str(home / "elsewhere"))
     write(home / "elsewhere" / "config.json", {"auths": {"quay.io": entry("variable", "p")}})
-    assert auth.find("quay.io").username == "variable"
+    assert auth.find_credentials("quay.io").username == "variable"
 
 
 def test_an_entry_for_a_part_of_a_registry_is_for_that_part(home):
     auths = {"quay.io": entry("all", "p"), "quay.io/team": entry("team", "p"), "quay.io/team/one": entry("one", "p")}
     write(home / ".config" / "containers" / "auth.json", {"auths": auths})
     found = {
-        name: auth.find("quay.io", repository=name).username
+        name: auth.find_credentials("quay.io", repository=name).username
         for name in ("", "teams/x", "team/x", "team/one", "team/one/x")
     }
     assert found == {"": "all", "teams/x": "all", "team/x": "team", "team/one": "one", "team/one/x": "one"}
@@ -139,32 +144,34 @@ def test_an_entry_for_a_part_of_a_registry_is_for_that_part(home):
 )
 def test_entries_may_be_for_a_pattern(home, pattern, host, fits):
     auths = {pattern: entry("u", "p")}
-    assert (auth.find(host, pull_secret_jsons=(secret(auths),)) is not None) is fits
+    assert (auth.find_credentials(host, pull_secret_jsons=(secret(auths),)) is not None) is fits
     write(home / ".docker" / "config.json", {"auths": auths})
-    assert (auth.find(host) is not None) is fits
+    assert (auth.find_credentials(host) is not None) is fits
 
 
 def test_a_pull_secret_of_the_old_kind_is_read(home):
-    assert auth.find("quay.io", pull_secret_jsons=(json.dumps({"quay.io": entry("u", "p")}),)).username == "u"
+    assert (
+        auth.find_credentials("quay.io", pull_secret_jsons=(json.dumps({"quay.io": entry("u", "p")}),)).username == "u"
+    )
 
 
 def test_a_helper_is_asked_for_the_registry_it_is_named_for(home, helper):
     asked = helper("one", {"ServerURL": "quay.io", "Username": "u", "Secret": "p"})
     helper("all", {"Username": "<token>", "Secret": "t"})
     write(home / ".docker" / "config.json", {"credsStore": "all", "credHelpers": {"quay.io": "one"}})
-    assert auth.find("quay.io") == Credentials(username="u", password="p")
+    assert auth.find_credentials("quay.io") == Credentials(username="u", password="p")
     assert asked.read_text() == "get\nquay.io\n"
-    assert auth.find("docker.io") == Credentials(token="t")
+    assert auth.find_credentials("docker.io") == Credentials(token="t")
     assert (asked.parent / "all.asked").read_text() == "get\nhttps://index.docker.io/v1/\n"
 
 
 def test_a_store_that_has_nothing_or_is_not_installed_does_not_stop_anonymous_use(home, helper):
     write(home / ".docker" / "config.json", {"credsStore": "desktop"})
-    assert auth.find("quay.io") is None
+    assert auth.find_credentials("quay.io") is None
     helper("desktop", "credentials not found in native keychain\n", code=1)
-    assert auth.find("quay.io") is None
+    assert auth.find_credentials("quay.io") is None
     write(home / ".docker" / "config.json", {"credsStore": "desktop", "auths": {"quay.io": {}}})
-    assert auth.find("quay.io") is None
+    assert auth.find_credentials("quay.io") is None
 
 
 @pytest.mark.parametrize(
@@ -189,14 +196,14 @@ def test_what_cannot_be_used_is_named_without_its_secrets(home, helper, config, 
     helper("chatty", "hidden")
     write(home / ".docker" / "config.json", config)
     with pytest.raises(ImageError, match=pattern) as caught:
-        auth.find("quay.io")
+        auth.find_credentials("quay.io")
     assert "hidden" not in str(caught.value)
 
 
 def test_a_pull_secret_does_not_start_programs_and_is_named_by_its_place_where_it_is_damaged(home, helper):
     asked = helper("evil", {"Username": "u", "Secret": "p"})
     text = json.dumps({"auths": {}, "credsStore": "evil", "credHelpers": {"quay.io": "evil"}})
-    assert auth.find("quay.io", pull_secret_jsons=(text,)) is None
+    assert auth.find_credentials("quay.io", pull_secret_jsons=(text,)) is None
     assert not pathlib.Path(asked).exists()
     with pytest.raises(ImageError, match="pull secret 2 of 2 are not JSON"):
-        auth.find("quay.io", pull_secret_jsons=("{}", "{"))
+        auth.find_credentials("quay.io", pull_secret_jsons=("{}", "{"))

@@ -39,20 +39,20 @@ def test_a_python_tells_what_it_has(tmp_path):
     (site / "torch" / "version.py").write_text("__version__ = '2.6.0a0+vendor'\n")
     environment = os.environ | base.ENVIRONMENT
     said = subprocess.run([python, *base.COMMAND[1:]], env=environment, capture_output=True, check=True).stdout
-    facts = base.read(said, "x")
+    facts = base.parse_answer(said, "x")
     assert [(one.name, one.version, one.requires) for one in facts.distributions] == [
         ("kd-thing", "1.0", ("numpy>=1",)),
         ("torch", "2.6.0a0+vendor", ()),
     ]
     assert (facts.executable, facts.site) == (str(python), str(site.resolve()))
     assert facts.minor == f"3.{sys.version_info[1]}"
-    assert base.read(bases.answer(facts), "x") == facts
+    assert base.parse_answer(bases.answer(facts), "x") == facts
 
 
 def test_files_lie_where_links_of_the_base_lead():
     facts = dataclasses.replace(bases.FACTS, links=(("/bin", "/usr/bin"), ("/var/run", "/run")))
     paths = ["/bin/x", "/var/run/x/y", "/binary/x", "/opt/x"]
-    assert [facts.place(path) for path in paths] == ["/usr/bin/x", "/run/x/y", "/binary/x", "/opt/x"]
+    assert [facts.real_path(path) for path in paths] == ["/usr/bin/x", "/run/x/y", "/binary/x", "/opt/x"]
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,15 @@ def test_files_lie_where_links_of_the_base_lead():
     [
         (b'exec: "python3": executable file not found in $PATH', "has no python3 on its PATH. Name a base image with"),
         (b"exec /usr/bin/python3: exec format error", "made for another processor.*where that processor is"),
-        (b"", "it wrote nothing. Try its python3"),
-        (b"Traceback\nMemoryError", "did not say what it has: Traceback MemoryError"),
-        (b"KALE-DIST-BASE {", "did not say what it has"),
-        (b"KALE-DIST-BASE {}", "did not say what it has"),
+        (b"", "it printed nothing. Check that its python3 runs"),
+        (b"Traceback\nMemoryError", "could not be inspected: Traceback MemoryError"),
+        (b"KALE-DIST-BASE {", "could not be inspected"),
+        (b"KALE-DIST-BASE {}", "could not be inspected"),
     ],
 )
 def test_an_answer_that_is_none_is_a_sentence(said, words):
     with pytest.raises(ImageError, match=words):
-        base.read(said, "team/base:1")
+        base.parse_answer(said, "team/base:1")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_base_is_asked_once_and_by_the_name_that_the_user_gave_it(place):
 def test_without_an_engine_the_remedy_is_named(place, monkeypatch, tmp_path):
     pytest.importorskip("docker")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/gone.sock")
-    with pytest.raises(ImageError, match=r"has to be asked what it has.*gone\.sock.*on='kubernetes' asks it in a pod"):
+    with pytest.raises(ImageError, match=r"could not be inspected.*gone\.sock.*on='kubernetes' inspects it in a pod"):
         place.resolve(MODE, ask=None)
 
 
@@ -105,7 +105,7 @@ def test_without_an_engine_the_remedy_is_named(place, monkeypatch, tmp_path):
 
 
 def test_an_engine_runs_the_question(image):
-    facts = base.read(base.ask_engine(image, "", print), image)
+    facts = base.parse_answer(base.ask_engine(image, "", print), image)
     assert facts.minor == "3.11"
     assert facts.find("torch").version.startswith("2.")
     assert facts.machine in base.MACHINES.values()
@@ -117,7 +117,7 @@ def test_an_engine_says_of_an_image_without_python_that_there_is_none(engine):
     try:
         said = base.ask_engine(f"{name}:1", "", print)
         with pytest.raises(ImageError, match="has no python3 on its PATH"):
-            base.read(said, name)
+            base.parse_answer(said, name)
         assert engine.api.containers(all=True, filters={"ancestor": f"{name}:1"}) == []
     finally:
         engine.api.remove_image(f"{name}:1", force=True)

@@ -32,13 +32,13 @@ def test_the_command_line_wants_a_base(place, capsys, monkeypatch):
     monkeypatch.setenv("KALE_DIST_REGISTRY", place.registry)
     monkeypatch.delenv("KALE_DIST_IMAGE", raising=False)
     assert main(["image", "build", "--env", "MODE=x"]) == 2
-    assert "--base: nothing is named" in capsys.readouterr().err
+    assert "--base: there is no base image" in capsys.readouterr().err
 
 
 def test_progress_is_a_bar_from_time_to_time(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(for_job.time, "monotonic", lambda: now[0])
-    progress = for_job.Progress()
+    progress = for_job.ProgressBar()
     for now[0], done in ((1.0, 1 << 20), (3.0, 3 << 20), (4.0, 4 << 20), (6.0, 12 << 20)):
         progress(done, 12 << 20)
     assert capsys.readouterr().err.splitlines() == [
@@ -60,7 +60,7 @@ def test_the_command_line_makes_an_image_once(place, tmp_path, capsys, monkeypat
     tag = re.search(r"Made: (kd-\w+)", made.err)[1]
     assert main(build) == 0
     again = capsys.readouterr()
-    assert (again.out, again.err) == (made.out, f"It was there: {tag}\n")
+    assert (again.out, again.err) == (made.out, f"It exists already: {tag}\n")
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def image(tmp_path, monkeypatch):
     monkeypatch.setattr(packages, "FOLDER", str(tmp_path / "opt"))
     monkeypatch.setattr(packages, "SCRIPTS", str(tmp_path / "opt" / "bin"))
     said = subprocess.run([python, *base.COMMAND[1:]], capture_output=True, check=True).stdout
-    facts = dataclasses.replace(base.read(said, "x"), distributions=(installed("numpy", "1.26.4"),))
+    facts = dataclasses.replace(base.parse_answer(said, "x"), distributions=(installed("numpy", "1.26.4"),))
 
     def put(made):
         for entry in made.entries:
@@ -316,4 +316,4 @@ def test_a_base_whose_versions_are_none_does_not_stop_uv(house, install):
 
 
 def test_answers_of_bases_are_examples_of_what_the_program_prints():
-    assert base.read(bases.answer(), "x") == FACTS
+    assert base.parse_answer(bases.answer(), "x") == FACTS

@@ -79,7 +79,7 @@ def notebook(connection, state, cells, after, args, kwargs):
     connection.send(captured.digest)
     connection.recv()
     main["captured"] = captured
-    main["outcome"] = outcome.read(
+    main["outcome"] = outcome.read_outcome(
         state / "outcome",
         signer=outcome.Signer(key=KEY, job="j", attempt=0, rank=0),
         resolve=captured.originals.resolve,

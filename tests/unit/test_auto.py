@@ -78,7 +78,7 @@ def test_imports_and_objects_of_a_notebook_are_found(site):
             import kdtinner
             return kdttools.work() + kdtinner.work()
         """
-    found = auto.find(imports_of(cell(text, kdttools=kdttools), np.float64(1)))
+    found = auto.find_packages(imports_of(cell(text, kdttools=kdttools), np.float64(1)))
     assert "  import kdttools: kdt-tools==1.5" in found.lines
     version = importlib.metadata.version("numpy")
     assert found.packages == ("kdt-inner==2.0", "kdt-tools==1.5", f"numpy=={version}")
@@ -96,14 +96,14 @@ def test_what_the_notebooks_own_modules_import_is_found_and_they_are_not(site, t
 
     imports = imports_of(kdtown.work)
     assert not any(name.startswith("kdtown") for name in imports)
-    assert auto.find(imports).packages == ("kdt-inner==2.0",)
+    assert auto.find_packages(imports).packages == ("kdt-inner==2.0",)
 
 
 def test_modules_made_by_hand_are_no_packages(monkeypatch):
     made = types.ModuleType("kdtmade")
     monkeypatch.setitem(sys.modules, "kdtmade", made)
 
-    assert auto.find(imports_of(cell("def train():\n    import kdtmade"))).notes == ()
+    assert auto.find_packages(imports_of(cell("def train():\n    import kdtmade"))).notes == ()
 
 
 def test_what_every_rank_has_is_left_out():
@@ -113,14 +113,14 @@ def test_what_every_rank_has_is_left_out():
             import os.path, cloudpickle, setuptools
             return torch.nn.Linear
         """
-    report = auto.find([*imports_of(cell(text)), "functorch", "kale_dist.worker.training.loop", "__main__"])
+    report = auto.find_packages([*imports_of(cell(text)), "functorch", "kale_dist.worker.training.loop", "__main__"])
     assert (report.packages, report.notes) == ((), ())
     assert "found no installed package" in report.lines[0]
 
 
 def test_a_local_label_is_left_out_and_said(site):
     site.add("kdt-vision", "0.22.0+cpu", "kdtvision.py")
-    report = auto.find(["kdtvision"])
+    report = auto.find_packages(["kdtvision"])
     assert report.packages == ("kdt-vision==0.22.0",)
     assert "0.22.0+cpu here; the image gets 0.22.0" in report.notes[0]
 
@@ -138,7 +138,7 @@ NOT_FROM_AN_INDEX = [
 @pytest.mark.parametrize(("link", "words"), NOT_FROM_AN_INDEX)
 def test_what_is_not_from_an_index_is_named_and_not_pinned(site, link, words):
     site.add("kdt-link", "1.0", "kdtlink.py", direct_url__json=json.dumps(link))
-    report = auto.find(["kdtlink.part"])
+    report = auto.find_packages(["kdtlink.part"])
     assert report.packages == ()
     assert len(report.notes) == 1
     assert "hunter2" not in report.notes[0]
@@ -149,19 +149,19 @@ def test_what_is_not_from_an_index_is_named_and_not_pinned(site, link, words):
 @pytest.mark.parametrize("link", ["", "[]", "{", '{"dir_info": {}}'])
 def test_a_damaged_note_of_the_origin_is_passed_over(site, link):
     site.add("kdt-link", "1.0", "kdtlink.py", direct_url__json=link)
-    assert auto.find(["kdtlink"]).packages == ("kdt-link==1.0",)
+    assert auto.find_packages(["kdtlink"]).packages == ("kdt-link==1.0",)
 
 
 def test_what_conda_installed_is_pinned_and_said(site):
     site.add("kdt-conda", "1.0", "kdtconda.py", INSTALLER="conda\n")
-    report = auto.find(["kdtconda"])
+    report = auto.find_packages(["kdtconda"])
     assert report.packages == ("kdt-conda==1.0",)
     assert "kdt-conda is 1.0 from conda here" in report.notes[0]
 
 
 def test_what_has_no_metadata_and_what_is_not_there_is_named(site):
     (site.folder / "kdtbare.py").touch()
-    report = auto.find(["kdtbare", "kdtgone.part", "kdtlost"])
+    report = auto.find_packages(["kdtbare", "kdtgone.part", "kdtlost"])
     assert report.packages == ()
     assert "`import kdtbare`: no installed package says that it has this module" in report.notes[0]
     assert "not installed here, so not put into the image: kdtgone, kdtlost" in report.notes[1]
@@ -169,12 +169,12 @@ def test_what_has_no_metadata_and_what_is_not_there_is_named(site):
 
 def test_a_package_that_is_one_compiled_file_is_found(site):
     site.add("kdt-fast", "1.0", "kdtfast.cpython-311-x86_64-linux-gnu.so")
-    assert auto.find(["kdtfast"]).packages == ("kdt-fast==1.0",)
+    assert auto.find_packages(["kdtfast"]).packages == ("kdt-fast==1.0",)
 
 
 def test_a_version_that_no_index_can_have_is_named(site):
     site.add("kdt-odd", "latest", "kdtodd.py")
-    report = auto.find(["kdtodd"])
+    report = auto.find_packages(["kdtodd"])
     assert report.packages == ()
     assert "the version 'latest' of kdt-odd" in report.notes[0]
 
@@ -183,9 +183,12 @@ def test_of_packages_that_share_a_name_those_are_taken_that_have_the_part(site):
     site.add("kdt-cloud-a", "1.0", "kdtcloud/a/__init__.py")
     site.add("kdt-cloud-b", "2.0", "kdtcloud/b.py")
     site.add("kdt-cloud-c", "3.0", "kdtcloud/c.cpython-311-x86_64-linux-gnu.so", "kdtcloud/_c.py")
-    assert auto.find(["kdtcloud.a.deeper.name", "kdtcloud.c"]).packages == ("kdt-cloud-a==1.0", "kdt-cloud-c==3.0")
-    assert auto.find(["kdtcloud.b.name"]).packages == ("kdt-cloud-b==2.0",)
-    assert len(auto.find(["kdtcloud"]).packages) == 1
+    assert auto.find_packages(["kdtcloud.a.deeper.name", "kdtcloud.c"]).packages == (
+        "kdt-cloud-a==1.0",
+        "kdt-cloud-c==3.0",
+    )
+    assert auto.find_packages(["kdtcloud.b.name"]).packages == ("kdt-cloud-b==2.0",)
+    assert len(auto.find_packages(["kdtcloud"]).packages) == 1
 
 
 def test_what_the_recipe_names_itself_stays():

@@ -425,7 +425,7 @@ def test_every_address_is_listened_on(tmp_path):
 def test_a_taken_port_is_an_error_and_a_closed_one_is_free(place, tmp_path):
     agent = place.agent
     settings = {
-        "key": KEY, "files": place.files, "store": place.store, "writer": agent.writer, "status": agent.status,
+        "key": KEY, "files": place.files, "store": place.store, "writer": agent.writer, "missing": agent.missing,
         "cancel": agent.cancel_requested, "acknowledge": agent.acknowledged,
     }  # fmt: skip
     with pytest.raises(OSError, match="in use"):

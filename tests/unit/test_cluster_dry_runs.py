@@ -130,16 +130,18 @@ def test_what_no_node_can_ever_hold_is_refused(monkeypatch, tmp_path):
 def quota(hard, used):
     spec = types.SimpleNamespace(hard=hard)
     return types.SimpleNamespace(
-        metadata=types.SimpleNamespace(name="q"), spec=spec, status=types.SimpleNamespace(hard=hard, used=used)
+        metadata=types.SimpleNamespace(name="q", namespace="team"),
+        spec=spec,
+        status=types.SimpleNamespace(hard=hard, used=used),
     )
 
 
 @pytest.mark.parametrize(
     ("hard", "used", "expected"),
     [
-        ({"requests.cpu": "1"}, {}, [("quota-sum", True)]),
-        ({"requests.cpu": "4"}, {"requests.cpu": "3"}, [("quota-full", False)]),
-        ({"count/pytorchjobs.kubeflow.org": "2"}, {"count/pytorchjobs.kubeflow.org": "2"}, [("quota-full", True)]),
+        ({"requests.cpu": "1"}, {}, [("quota-too-small", True)]),
+        ({"requests.cpu": "4"}, {"requests.cpu": "3"}, [("quota", False)]),
+        ({"count/pytorchjobs.kubeflow.org": "2"}, {"count/pytorchjobs.kubeflow.org": "2"}, [("quota", True)]),
         ({"pods": "2", "requests.cpu": "4"}, {}, []),
     ],
 )

@@ -128,7 +128,7 @@ def _view(*pods, events=()):
         ),
         ("ErrImageNeverPull", 'Container image "x" is not present with pull policy of Never', "image-never"),
         ("CreateContainerConfigError", "couldn't find key token in Secret team/login", "environment-key"),
-        ("CreateContainerError", "context deadline exceeded", "config-error"),
+        ("CreateContainerError", "context deadline exceeded", "node-failed"),
     ],
 )
 def test_words_of_other_clusters_are_known(reason, message, name):
@@ -239,8 +239,8 @@ def test_a_warning_that_has_healed_is_not_told():
     ("reason", "name"),
     [
         ("PreemptionByScheduler: preempted by pod y", "preempted"),
-        ("EvictionByEvictionAPI: Eviction API: evicting", "drained"),
-        ("DeletionByTaintManager: Taint manager: deleting due to NoExecute taint", "drained"),
+        ("EvictionByEvictionAPI: Eviction API: evicting", "node-lost"),
+        ("DeletionByTaintManager: Taint manager: deleting due to NoExecute taint", "node-lost"),
     ],
 )
 def test_pods_that_the_cluster_takes_away(reason, name):

@@ -383,3 +383,12 @@ def test_whatever_waits_prints_each_reason_once_on_stderr(wait, capsys):
         f"[kale-dist] {job.ref}: Pod x waits: 1 of 3 nodes is free",
         f"[kale-dist] {job.ref}: The image is absent",
     ]
+
+
+def test_a_reason_that_a_widget_shows_is_not_printed(capsys):
+    from kale_dist.notebook.widget import JobWidget
+
+    job = start(waits_first, 1)
+    JobWidget(job)
+    job.wait()
+    assert REASONS[-1] not in capsys.readouterr().err

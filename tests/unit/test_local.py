@@ -1,6 +1,7 @@
 """The local backend's own promises: one agent for all jobs, replaced when it must be; files tell everything."""
 
 import concurrent.futures
+import json
 import os
 import pathlib
 import resource
@@ -225,3 +226,31 @@ def test_jobs_from_several_threads_do_not_get_mixed_up():
 
 
 # -- reading files piece by piece ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_a_job_of_another_version_is_listed_cancelled_and_deleted_but_neither_attached_nor_retried(seconds):
+    job = kd.launch(time.sleep, seconds, number_of_processes=1)
+    if not seconds:
+        job.wait()
+    record = records.files(job.name).record
+    written = json.loads(record.read_text())
+    # Records of version 2 have no such field.
+    del written["spec"]["version"]
+    record.write_text(json.dumps(written))
+    code = f"""
+import kale_dist as kd
+from kale_dist.errors import ContractError
+found, = [job for job in kd.jobs() if job.ref == {job.ref!r}]
+found.cancel()
+for refused in (lambda: kd.attach({job.ref!r}), *([] if {seconds} else [found.retry, found.results])):
+    try:
+        refused()
+    except ContractError as error:
+        print(error)
+found.delete()
+print([job for job in kd.jobs() if job.ref == {job.ref!r}])
+"""
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+    sentence = f"{job.ref} was submitted by another version of kale_dist: install it to fetch the result"
+    assert said.splitlines() == [sentence] * (1 if seconds else 3) + ["[]"]

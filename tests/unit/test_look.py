@@ -237,15 +237,15 @@ def test_an_operator_that_does_nothing_is_told_after_a_while():
     assert seen(of=job()).trouble is None
     late = job(created="1970-01-12T13:46:00Z")
     assert "Kubeflow's Training Operator has not looked at the job for 40 s" in seen(of=late).trouble.sentence
-    assert "you may not list and watch the events" in seen(of=late, lacks_events=True).trouble.sentence
+    assert "may not list and watch events in the namespace team" in seen(of=late, lacks_events=True).trouble.sentence
 
 
 def test_what_was_seen_last_is_said_to_be_old():
     waits = pod(container=ContainerView(name="pytorch"), node="")
-    found = seen(waits, healthy=False, problem="No answer.")
+    found = seen(waits, problem="No answer.")
     assert not found.fresh
     assert str(found.trouble) == "No answer. As last seen: Pod x-master-0 waits for a node"
-    nothing = JobView(name="x", namespace="team", healthy=False, problem="No answer.")
+    nothing = JobView(name="x", namespace="team", problem="No answer.")
     assert str(look.look(nothing, spec(), NOW).trouble) == "No answer"
 
 

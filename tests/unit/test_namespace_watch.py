@@ -215,7 +215,7 @@ def test_a_job_is_listed_once_and_then_watched(server, watch):
     server.send(PODS, "ADDED", pod("x"))
     server.send(PODS, "MODIFIED", pod("x", phase="Running"))
     view = watch.until(lambda view: view.pods and view.pods[0].phase == "Running")
-    assert (view.healthy, view.lacks_events, view.pods[0].number) == (True, False, 0)
+    assert (view.problem, view.lacks_events, view.pods[0].number) == ("", False, 0)
     server.send(PODS, "DELETED", pod("x", phase="Running"))
     assert watch.until(lambda view: view.pods[0].is_gone).pods[0].phase == "Running"
     server.send(JOBS, "DELETED", made("x"))
@@ -306,9 +306,9 @@ def test_a_server_that_does_not_answer_is_told_and_asked_again(server, watch):
     server.items[JOBS] = [made("x")]
     server.refusals[PODS, False] = [(500, {}), (500, {})]
     watch.follow()
-    view = watch.until(lambda view: not view.healthy)
+    view = watch.until(lambda view: view.problem)
     assert "answers with 500" in view.problem
-    watch.until(lambda view: view.healthy and view.job is not None)
+    watch.until(lambda view: not view.problem and view.job is not None)
 
 
 def test_a_watch_that_is_refused_for_a_while_is_well_again_without_a_new_list(server, watch):
@@ -318,8 +318,8 @@ def test_a_watch_that_is_refused_for_a_while_is_well_again_without_a_new_list(se
     assert view.job["metadata"]["name"] == "x"
     server.refusals[PODS, True] = [(500, {}), (500, {}), (500, {})]
     server.streams[PODS].put(CUT)
-    watch.until(lambda view: not view.healthy)
-    watch.until(lambda view: view.healthy)
+    watch.until(lambda view: view.problem)
+    watch.until(lambda view: not view.problem)
     assert server.count(PODS, is_watch=False) == 1
 
 
@@ -335,20 +335,20 @@ def test_a_watch_that_is_refused_for_a_while_is_well_again_without_a_new_list(se
 def test_a_refusal_is_told_at_once(server, watch, kind, code, part):
     server.always[kind, False] = (code, {})
     watch.follow()
-    assert part in watch.until(lambda view: not view.healthy).problem
+    assert part in watch.until(lambda view: view.problem).problem
 
 
 def test_without_events_the_rest_is_seen(server, watch):
     server.items[JOBS] = [made("x")]
     server.always[EVENTS, False] = (403, {})
     watch.follow()
-    assert watch.until(lambda view: view.lacks_events and view.job is not None).healthy
+    assert not watch.until(lambda view: view.lacks_events and view.job is not None).problem
 
 
 def test_pods_that_may_be_listed_and_not_watched_are_told(server, watch):
     server.always[PODS, True] = (403, {})
     watch.follow()
-    assert "may not list and watch pods" in watch.until(lambda view: not view.healthy).problem
+    assert "may not list and watch pods" in watch.until(lambda view: view.problem).problem
 
 
 def test_a_job_under_a_quota_is_touched_when_room_becomes_free(server, watch):

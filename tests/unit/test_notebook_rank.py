@@ -136,7 +136,7 @@ def test_what_a_pod_had_saved_comes_back_after_its_failure(run_with):
 def test_what_is_no_notebook_is_left_out_with_a_note(run_with, saved):
     _, notebook, said = run_with(saves_and_fails, saved)
     assert notebook == encoded()
-    assert said.count("What the pod had saved is left out: it is not a notebook") == 1
+    assert said.count("The file that the pod saved is not a notebook") == 1
 
 
 def lacks_something():

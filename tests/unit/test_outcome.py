@@ -25,7 +25,7 @@ def back(tmp_path):
     def back(value, references=None):
         known = references or References()
         outcome.write_success(tmp_path / "outcome", value=value, references=known, signer=WHO)
-        read = outcome.read(tmp_path / "outcome", resolve=known.resolve, signer=WHO)
+        read = outcome.read_outcome(tmp_path / "outcome", resolve=known.resolve, signer=WHO)
         assert read.ok
         assert read.error is None
         return read.value
@@ -43,7 +43,7 @@ def failed(tmp_path):
             fail()
         except BaseException as caught:
             outcome.write_failure(tmp_path / "outcome", error=caught, references=References(), signer=WHO)
-        read = outcome.read(tmp_path / "outcome", resolve=References().resolve, signer=WHO)
+        read = outcome.read_outcome(tmp_path / "outcome", resolve=References().resolve, signer=WHO)
         assert not read.ok
         return read
 
@@ -84,11 +84,11 @@ def test_objects_of_the_snapshot_come_back_as_references(tmp_path):
     rank.add(3, There)
     notebook.add(3, Here)
     outcome.write_success(tmp_path / "o", value=[There(), There], references=rank, signer=WHO)
-    value = outcome.read(tmp_path / "o", resolve=notebook.resolve, signer=WHO).value
+    value = outcome.read_outcome(tmp_path / "o", resolve=notebook.resolve, signer=WHO).value
     assert type(value[0]) is Here
     assert value[1] is Here
     with pytest.raises(ResultUnavailableError, match="cannot be loaded here"):
-        outcome.read(tmp_path / "o", resolve=References().resolve, signer=WHO)
+        outcome.read_outcome(tmp_path / "o", resolve=References().resolve, signer=WHO)
 
 
 def test_a_function_made_in_the_rank_comes_back_by_value(back):
@@ -117,7 +117,7 @@ def test_an_outcome_of_another_job_attempt_rank_or_key_is_not_unpickled(tmp_path
         tmp_path / "o", value=Bomb(), references=References(), signer=dataclasses.replace(WHO, **changed)
     )
     with pytest.raises(SnapshotDamagedError, match="was not signed by this job"):
-        outcome.read(tmp_path / "o", resolve=len, signer=WHO)
+        outcome.read_outcome(tmp_path / "o", resolve=len, signer=WHO)
 
 
 @pytest.mark.parametrize("rewrite", [
@@ -138,19 +138,19 @@ def test_every_changed_byte_is_found_before_unpickling(tmp_path, rewrite):
     assert header["mac"]
     blobs.write_bundle(tmp_path / "o", *rewrite(header, buffers))
     with pytest.raises(SnapshotDamagedError, match="rank 1 of digits"):
-        outcome.read(tmp_path / "o", resolve=len, signer=WHO)
+        outcome.read_outcome(tmp_path / "o", resolve=len, signer=WHO)
 
 
 def test_no_outcome_is_unavailable_and_says_which(tmp_path):
     with pytest.raises(ResultUnavailableError, match="Rank 1 of digits has left no outcome"):
-        outcome.read(tmp_path / "nothing", resolve=len, signer=WHO)
+        outcome.read_outcome(tmp_path / "nothing", resolve=len, signer=WHO)
 
 
 def test_a_cut_outcome_is_damaged(tmp_path):
     outcome.write_success(tmp_path / "o", value=b"x" * 1000, references=References(), signer=WHO)
     (tmp_path / "o").write_bytes((tmp_path / "o").read_bytes()[:500])
     with pytest.raises(SnapshotDamagedError):
-        outcome.read(tmp_path / "o", resolve=len, signer=WHO)
+        outcome.read_outcome(tmp_path / "o", resolve=len, signer=WHO)
 
 
 def test_a_folder_that_is_gone_is_a_store_error():

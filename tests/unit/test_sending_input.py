@@ -20,8 +20,8 @@ def test_a_machine_that_only_attached_sends_what_it_has(monkeypatch, source):
         def __init__(self, *_):
             pass
 
-        def status(self):
-            return {"missing": ["ab" * 32, ours]}
+        def missing(self):
+            return ["ab" * 32, ours]
 
         def upload(self, store, digests, on_progress):
             sent.extend(digests)

@@ -11,12 +11,13 @@ import math
 from typing import Any, Self
 
 from kale_dist import strategies
+from kale_dist.errors import ContractError
 from kale_dist.job.spec import names
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
-from kale_dist.wire import Policy, decode
+from kale_dist.wire import VERSION, Policy, decode
 
 __all__ = [
     "ClusterOptions", "JobSpec", "Policy", "Request", "Resources", "Settled", "Topology", "Volume", "VolumeKind"
@@ -114,6 +115,17 @@ class JobSpec(Settled):
     """Digests of all that the snapshot needs, its manifest among them: what ranks must find in their store."""
     snapshot_bytes: int = 0
     """Size of all blobs together."""
+    version: int = VERSION
+    """Version of the formats with which the job was submitted; 2 for those before this field."""
+
+    def check_version(self, ref: str) -> None:
+        """Refuse what needs the formats of the job, such as its result. Listing, cancelling and deleting it does not.
+
+        Raises:
+            ContractError: Another version of this library has submitted the job.
+        """
+        if self.version != VERSION:
+            raise ContractError(f"{ref} was submitted by another version of kale_dist: install it to fetch the result")
 
     @classmethod
     def complete(cls, settled: Settled, *, snapshot: str, blobs: tuple[str, ...], snapshot_bytes: int) -> JobSpec:
@@ -124,7 +136,7 @@ class JobSpec(Settled):
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """The inverse of `to_json`."""
-        return decode(cls, {**data, "strategy": strategies.from_json(data["strategy"])})
+        return decode(cls, {"version": 2, **data, "strategy": strategies.from_json(data["strategy"])})
 
 
 def _fields(stage: Request, kind: type[Request]) -> dict[str, Any]:

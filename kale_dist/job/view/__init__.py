@@ -1,7 +1,7 @@
-"""A job as text and as HTML. Pure: everything shown comes from the arguments, the present moment too.
+"""A job as text and as HTML. Pure: everything shown, including the present time, comes from the arguments.
 
-Both pictures say the same: the state in one sentence, how far the training is, the metrics, a row for each rank, notes,
-and the end of the log. The HTML carries its styles inline and no script, so that it stays what it is in a saved
+Both pictures have the same content: the state in one sentence, the progress, the metrics, a row for each rank, notes,
+and the end of the log. The HTML has inline styles and no script, so that it looks the same in a saved
 notebook, an exported page, and a viewer that strips styles.
 """
 
@@ -15,4 +15,4 @@ from kale_dist.job.view.plain import text
 __all__ = ["LOG_LINES", "html", "parts", "profile_html", "profile_text", "text"]
 
 LOG_LINES = 12
-"""Lines of the log's end that a picture has room for."""
+"""How many of the log's last lines a picture shows."""

@@ -1,4 +1,4 @@
-"""Metrics as curves: which series there are, and each group of them as a small SVG picture."""
+"""Draws metrics as curves: each metric's series in a small SVG picture."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from kale_dist.job.view import facts
 from kale_dist.wire import MEASURED_SOURCES, MetricRow
 
 MAX_CURVES = 6
-"""Pictures; further metrics are in `job.metrics`."""
+"""Curves in a job's picture; `job.metrics` has all metrics."""
 
 MAX_SERIES = 6
 """Lines in one picture."""
 
 MAX_POINTS = 160
-"""Points of one line: more than its picture is wide would only cost bytes."""
+"""Points of one line; more would not be visible at the picture's width."""
 
 MAX_STRIPS = 32
-"""Places along the horizontal axis that tell their values under the pointer."""
+"""Places along the horizontal axis that show their values under the pointer."""
 
 COLOURS = ("#3b82f6", "#f08c00", "#12a594", "#c05bd6", "#e5484d", "#8a8f98")
 """Mid tones that can be told apart, also by those who see fewer colours, on white and on black."""
 
 _COLOUR_OF = {"train": COLOURS[0], "eval": COLOURS[1]}
-"""The same in every picture. Ranks have the colours that they have in the log."""
+"""Colours by source, the same in every picture. Ranks have the same colours as in the log."""
 
 _WIDTH, _HEIGHT = 290, 118
 _RIGHT, _TOP, _BOTTOM = 6, 8, 20
 _CHARACTER = 5.9
-"""Width of a digit of the axes, about."""
+"""Approximate width of a digit at an axis."""
 
 _MARGIN = 6.0
 _PLAIN_STEPS = (1e-5, 1e7)
-"""Between these steps, the numbers at an axis are written out."""
+"""Smallest and largest step between numbers at an axis that are written without an exponent."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,30 +77,30 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Box:
-    """What part of the plane a picture shows, and where."""
+    """The range of values that a picture shows, and how values map to its pixels."""
 
     left: float
     right: float
     low: float
     high: float
     margin: float
-    """Room for the numbers at the vertical axis."""
+    """Width of the numbers at the vertical axis."""
 
     def across(self, x: float) -> float:
         share = (x - self.left) / (self.right - self.left) if self.right > self.left else 0.5
         return self.margin + share * (_WIDTH - self.margin - _RIGHT)
 
     def down(self, y: float) -> float:
-        # Halves, for the difference of two floats may overflow.
+        # Halves, because the difference of two floats may overflow.
         share = (y / 2 - self.low / 2) / (self.high / 2 - self.low / 2)
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
 
 def collect(rows: Iterable[MetricRow]) -> tuple[Curve, ...]:
-    """The curves of a job's metrics, loss and accuracy first, else in the order of their first report.
+    """The curves of a job's metrics: loss and accuracy first, the others in the order of their first report.
 
-    What a strategy counts (bytes, staleness), profiles, learning rates and paces are left out: they would outnumber what the
-    training is about.
+    Counters of strategies (bytes, staleness), profiles, learning rates and paces are left out, because they would outnumber
+    the training's own metrics.
     """
     found: dict[str, dict[tuple[str, int | None], list[tuple[MetricRow, float]]]] = {}
     for row in rows:
@@ -113,12 +113,12 @@ def collect(rows: Iterable[MetricRow]) -> tuple[Curve, ...]:
 
 
 def svg(curve: Curve, *, has_titles: bool = True) -> str:
-    """A curve as inline SVG that takes its text colour from the page; empty where there is no line to draw.
+    """Draw a curve as inline SVG in the text colour of the page; empty if no series has two points.
 
     Args:
         curve: The curve.
-        has_titles: Whether the browser itself shows the values under the pointer; else they are in `data-kd-at`, for a
-            page that shows them at once.
+        has_titles: Whether the browser shows the values under the pointer itself (`title` elements). Otherwise they are
+            in `data-kd-at`, for a page that shows them without the browser's delay.
     """
     series = curve.drawn
     if not series:
@@ -152,7 +152,7 @@ def svg(curve: Curve, *, has_titles: bool = True) -> str:
 
 
 def _grid(box: _Box, ticks: Sequence[tuple[float, str]], axis: str) -> str:
-    """Lines and numbers of both axes."""
+    """Draw the lines and numbers of both axes."""
     parts = []
     for value, text in ticks:
         y = box.down(value)
@@ -172,7 +172,7 @@ def _grid(box: _Box, ticks: Sequence[tuple[float, str]], axis: str) -> str:
 
 
 def _strips(series: Sequence[Series], box: _Box, *, has_titles: bool) -> list[str]:
-    """Invisible strips that tell the values at their place to a pointer."""
+    """Draw transparent strips that hold the values at their place, for the pointer."""
     places = sorted({x for one in series for x, _ in one.points})
     if len(places) > MAX_STRIPS:
         places = [places[index * (len(places) - 1) // (MAX_STRIPS - 1)] for index in range(MAX_STRIPS)]
@@ -197,8 +197,8 @@ def _curve(name: str, groups: dict[tuple[str, int | None], list[tuple[MetricRow,
     several = len({source for source, _ in groups}) > 1
     series = []
     for (source, rank), rows in sorted(groups.items(), key=lambda group: group[0][1] or 0)[:MAX_SERIES]:
-        said = facts.clean(source)
-        label = said if rank is None else (f"{said} rank {rank}" if several else f"rank {rank}")
+        word = facts.clean(source)
+        label = word if rank is None else (f"{word} rank {rank}" if several else f"rank {rank}")
         # Beside lines of training and evaluation, those of ranks begin with the third colour.
         colour = _COLOUR_OF.get(source) or COLOURS[((rank or 0) + (2 if several else 0)) % len(COLOURS)]
         xs, axis = _positions([row for row, _ in rows])
@@ -208,7 +208,7 @@ def _curve(name: str, groups: dict[tuple[str, int | None], list[tuple[MetricRow,
 
 
 def _positions(rows: Sequence[MetricRow]) -> tuple[list[float], str]:
-    """Where rows lie on the horizontal axis, and what that axis counts."""
+    """The rows' positions on the horizontal axis, and what the axis counts."""
     for field in ("epoch", "step"):
         found = [getattr(row, field) for row in rows]
         # Reports within an epoch share its number; a line needs a value that grows.
@@ -218,7 +218,7 @@ def _positions(rows: Sequence[MetricRow]) -> tuple[list[float], str]:
 
 
 def _thin(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """At most `MAX_POINTS` points: of each stretch the lowest and the highest, so that no spike is lost."""
+    """Reduce to at most `MAX_POINTS` points: the lowest and the highest of each stretch, so that no spike is lost."""
     if len(points) <= MAX_POINTS:
         return tuple(points)
     kept = {0, len(points) - 1}
@@ -231,7 +231,7 @@ def _thin(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
 
 
 def _span(low: float, high: float) -> tuple[float, float]:
-    """Bounds that lie apart, also for a line that is level. Halves, for the difference of two floats may overflow."""
+    """Bounds of the vertical axis that differ, even for a level line. Halves, because a difference may overflow."""
     if high / 2 - low / 2 > 0:
         return low, high
     margin = abs(low) / 2 or 1.0
@@ -239,7 +239,7 @@ def _span(low: float, high: float) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """About four round values between two bounds, and how each is written; else the bounds themselves."""
+    """About four round values between two bounds with their texts, or else the bounds themselves."""
     rough = (high / 2 - low / 2) / 1.5
     smallest, largest = _PLAIN_STEPS
     if not smallest <= rough <= largest or max(abs(low), abs(high)) > largest * rough:

@@ -1,4 +1,4 @@
-"""The words and numbers that both pictures of a job show: state, progress (per cent, rate, time left), table of ranks."""
+"""The words and numbers in both pictures of a job: state, progress (per cent, rate, time left), table of ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus, Usage
 from kale_dist.wire import PHASES, LogLine, RankStateName, StateName
 
 _CLEARLY = 1.1
-"""A rank that computes this much longer than the mean of the others is called the slowest."""
+"""A rank is marked as the slowest if it computes this many times as long as the mean of the others."""
 
 MAX_LINE_CHARACTERS = 600
-"""A longer line of the log is cut in a picture (never in the log)."""
+"""Pictures cut longer lines of the log; the log itself has them whole."""
 
 _ESCAPE_SEQUENCES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|.?)"
@@ -33,30 +33,30 @@ _WORST_FIRST = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Cells of text: of ranks, or of a sweep's trials. Columns in which no rank has anything are left out."""
+    """A table of text, of ranks or of a sweep's trials. Columns that are empty for all rows are left out."""
 
     titles: tuple[str, ...]
-    """The first one names the rows."""
+    """Titles of the columns; the first column names the rows."""
     numeric: tuple[bool, ...]
     """For each column, whether it is aligned to the right."""
     rows: tuple[tuple[str, ...], ...]
     left_out: int
-    """How many rows there was no room for."""
+    """How many rows were left out for lack of room."""
 
 
 def clean(text: str) -> str:
-    r"""Text of a rank without what could command a terminal or turn the reading direction.
+    r"""A rank's text without characters that could control a terminal or change the reading direction.
 
-    Escape sequences are dropped; other control characters, and halves of surrogate pairs, appear as `\xNN`.
+    Escape sequences are removed; other control characters, and halves of surrogate pairs, become `\xNN`.
     """
     text = _ESCAPE_SEQUENCES.sub("", text)
-    # A progress bar overwrites its line: what a terminal would show at its end is behind the last return.
+    # A progress bar overwrites its line: its final state follows the last carriage return.
     text = text.rstrip("\r").rpartition("\r")[2]
     return _UNPRINTABLE.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def log_text(line: LogLine) -> str:
-    """A log line's text, clean and of bounded length."""
+    """A log line's text, cleaned and cut to `MAX_LINE_CHARACTERS`."""
     cut = line.text[: 4 * MAX_LINE_CHARACTERS]
     text = clean(cut)
     if len(cut) < len(line.text) or len(text) > MAX_LINE_CHARACTERS:
@@ -81,7 +81,7 @@ def number(value: float | None) -> str:
 
 
 def size(used: int, limit: int | None = None) -> str:
-    """An amount of memory, also as a part of another one: `512 MiB`, `1.4 GiB`, `0.5 of 4.0 GiB`."""
+    """An amount of memory, with its limit if given: `512 MiB`, `1.4 GiB`, `0.5 of 4.0 GiB`."""
     largest = max(used, limit or 0)
     unit, scale = ("MiB", 1 << 20) if largest < 1 << 30 else ("GiB", 1 << 30) if largest < 1 << 40 else ("TiB", 1 << 40)
     shown = [
@@ -111,14 +111,14 @@ def name(status: JobStatus) -> str:
 
 
 def elapsed_s(status: JobStatus, now: float | None) -> float | None:
-    """Seconds the ranks have run, or the job has existed if they have not started; None where that is not known."""
+    """Seconds since the ranks started or, before that, since the job was created; None if not known."""
     start = status.started if status.started is not None else status.created
     end = status.ended if status.ended is not None else (None if status.is_final else now)
     return None if start is None or end is None else max(0.0, end - start)
 
 
 def sentence(status: JobStatus, now: float | None) -> str:
-    """The job's state in one sentence, with what the ranks do now."""
+    """The job's state in one sentence, with the ranks' present activity."""
     elapsed = elapsed_s(status, now)
     time = f" after {duration(elapsed)}" if elapsed is not None else ""
     ranks = len(status.replicas)
@@ -144,7 +144,7 @@ def sentence(status: JobStatus, now: float | None) -> str:
 
 
 def progress(status: JobStatus, now: float | None) -> str:
-    """What stands beside the progress bar: `31 % · 8,000 samples/s · about 22 s left`; empty where nothing is known."""
+    """The text beside the progress bar: `31 % · 8,000 samples/s · about 22 s left`; empty if the progress is not known."""
     done = percent(status)
     if done is None:
         return ""
@@ -152,7 +152,7 @@ def progress(status: JobStatus, now: float | None) -> str:
 
 
 def percent(status: JobStatus) -> int | None:
-    """The share of the work that is done, in whole per cent; 100 only when the job has succeeded."""
+    """The progress in whole per cent; 100 only after the job has succeeded."""
     fraction = status.fraction
     if fraction is None or not math.isfinite(fraction):
         return None
@@ -161,7 +161,7 @@ def percent(status: JobStatus) -> int | None:
 
 
 def rate(status: JobStatus) -> str:
-    """Samples a second of all running ranks together. Each rank measures its own, in `training`."""
+    """Samples a second of all running ranks together. Each rank measures its own, in `worker/training/data/batches.py`."""
     measured = [
         replica.progress.samples_per_s or 0.0
         for replica in status.replicas
@@ -172,7 +172,7 @@ def rate(status: JobStatus) -> str:
 
 
 def remaining(status: JobStatus, now: float | None) -> str:
-    """How long a running job still takes at its pace, such as `about 20 s left`; empty while that is a guess."""
+    """The time left at the present pace, such as `about 20 s left`; empty while an estimate would be a guess."""
     fraction, elapsed = status.fraction, elapsed_s(status, now)
     if status.state is not StateName.RUNNING or fraction is None or elapsed is None:
         return ""
@@ -186,10 +186,10 @@ def remaining(status: JobStatus, now: float | None) -> str:
 
 
 def first_error(status: JobStatus) -> tuple[int, str] | None:
-    """The rank that failed first and its error; None if the job has not failed, or if that rank said nothing.
+    """The rank that failed first and its error; None if the job has not failed, or if that rank gave no error.
 
-    Where another rank is known to have failed first (it was killed, say), the errors that followed from that stay in
-    their own rows of the table.
+    If another rank is known to have failed first (it was killed, say), the errors that followed stay in their rows of the
+    table.
     """
     if status.state is not StateName.FAILED:
         return None
@@ -200,15 +200,17 @@ def first_error(status: JobStatus) -> tuple[int, str] | None:
 
 
 def table(status: JobStatus, limit: int) -> Table:
-    """The ranks, at most `limit`: those in trouble first. The error that `first_error` gives is not repeated."""
+    """The table of at most `limit` ranks; failed ones are kept first. The error of `first_error` is not repeated."""
     replicas = list(status.replicas)
     if len(replicas) > limit:
         replicas = sorted(replicas, key=lambda replica: (_WORST_FIRST[replica.state], replica.rank))[:limit]
         replicas.sort(key=lambda replica: replica.rank)
     above = first_error(status)
-    told = None if above is None else above[0]
+    with_error_above = None if above is None else above[0]
     columns = [(title, numeric, [cell(replica) for replica in replicas]) for title, numeric, cell in _COLUMNS]
-    columns.append(("remark", False, [_remark(replica, with_error=replica.rank != told) for replica in replicas]))
+    columns.append(
+        ("remark", False, [_remark(replica, with_error=replica.rank != with_error_above) for replica in replicas])
+    )
     shown = [column for column in columns if any(column[2])]
     return Table(
         titles=tuple(title for title, _, _ in shown),
@@ -219,9 +221,9 @@ def table(status: JobStatus, limit: int) -> Table:
 
 
 def profile(status: JobStatus, limit: int) -> Table:
-    """Where the time of a step goes, if a profile was taken: milliseconds and shares of each rank, at most `limit`.
+    """The table of a profile: milliseconds and shares of a step's parts in each rank, at most `limit`; else empty.
 
-    The rank that the others wait for is marked: the one whose step takes longest without the exchange, if that is clear.
+    The rank whose step takes clearly longest without the exchange is marked, because the others wait for it.
     """
     last = {row.rank: dict(row.values) for row in status.metrics if row.source == "profile" and row.rank is not None}
     ranks = sorted(last)
@@ -251,7 +253,7 @@ def clean_lines(text: str) -> str:
 
 
 def _remark(replica: ReplicaStatus, *, with_error: bool) -> str:
-    """Its error, the signal that ended it, or that it waits for the others."""
+    """The remark on a rank: its error, the signal that ended it, or that it waits for the others."""
     remarks = []
     if replica.error and with_error:
         remarks.append(clean(replica.error.split("\n", 1)[0])[:200])
@@ -275,7 +277,7 @@ def _rate(replica: ReplicaStatus) -> str:
 
 
 def _seen_last(replica: ReplicaStatus) -> Usage | None:
-    """What a rank uses, or what one that has failed used last, which may be why; an old figure of others says nothing."""
+    """What a running rank uses, or a failed one used last, which may be the cause; None for other states."""
     shown = replica.state in (RankStateName.STARTING, RankStateName.RUNNING, RankStateName.FAILED, RankStateName.LOST)
     return replica.usage if shown else None
 
@@ -298,8 +300,8 @@ def _gpu(replica: ReplicaStatus) -> str:
 
 
 def _node(replica: ReplicaStatus) -> str:
-    told = replica.usage.node if replica.usage is not None and replica.pod else None
-    return " ".join(clean(replica.node or told or "").split())
+    reported = replica.usage.node if replica.usage is not None and replica.pod else None
+    return " ".join(clean(replica.node or reported or "").split())
 
 
 def _step(progress: RankProgress | None) -> str:
@@ -338,4 +340,4 @@ _COLUMNS: tuple[tuple[str, bool, Callable[[ReplicaStatus], str]], ...] = (
     ("GPU", True, _gpu),
     ("node", False, _node),
 )
-"""Title, whether it is aligned to the right, and what of a rank stands in it. The remark comes last."""
+"""Each column's title, whether it is aligned to the right, and its text for a rank. The remark is added last."""

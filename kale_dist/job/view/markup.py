@@ -15,7 +15,7 @@ _HEIGHT = 300
 
 _MAX_RANKS = 64
 _OPEN_UP_TO_RANKS = 8
-"""More ranks than these are folded away under a line that counts them."""
+"""A table of more ranks is folded under a line with their number."""
 
 _BLUE, _GREEN, _RED, _AMBER, _GREY = "#3b82f6", "#30a46c", "#e5484d", "#e8930c", "#8a8f98"
 _STATE_COLOURS = {
@@ -57,27 +57,27 @@ def html(
     is_frozen: bool = False,
     remark: str = "",
 ) -> str:
-    """A job as one HTML element.
+    """Draw a job as one HTML element.
 
     Args:
-        status: What is known of it.
+        status: The job's status.
         tail: The last lines of its log.
-        now: The present moment, in seconds since 1970; None leaves out how long a running job has run.
-        is_frozen: Whether nothing will replace the picture: that of a job which has not ended then says so, in grey,
-            and how to see the job again.
-        remark: What the page's reader should know of the picture itself; escaped here.
+        now: The present time, in seconds since 1970; None leaves out how long a running job has run.
+        is_frozen: Whether the picture will not be updated. One of a running job is then grey, and says how to see the
+            job again.
+        remark: A note about the picture itself; escaped here.
 
     Returns:
-        A `div`; everything that came from the job is escaped.
+        A `div`; all text of the job is escaped.
     """
     is_frozen = is_frozen and not status.is_final
     head, *others = _parts(status, now, is_frozen=is_frozen, has_titles=True).values()
-    said = f'<div style="margin-top:6px;{_MUTED}">{_text(remark)}</div>' if remark else ""
-    return frame(f"Job {facts.name(status)}", f"{head}{said}{''.join(others)}{_log(tail)}")
+    note = f'<div style="margin-top:6px;{_MUTED}">{_text(remark)}</div>' if remark else ""
+    return frame(f"Job {facts.name(status)}", f"{head}{note}{''.join(others)}{_log(tail)}")
 
 
 def frame(label: str, body: str) -> str:
-    """The box around a picture.
+    """Draw the box around a picture.
 
     Args:
         label: What a screen reader calls it; escaped here.
@@ -91,15 +91,15 @@ def frame(label: str, body: str) -> str:
 
 
 def parts(status: JobStatus, now: float | None = None) -> dict[str, str]:
-    """The picture without its frame and the log, in pieces that can be replaced one by one.
+    """Draw the parts of a job's picture, without frame and log, so that a page can replace each by itself.
 
     Args:
-        status: What is known of the job.
-        now: As in `html`.
+        status: The job's status.
+        now: The present time, as for `html`.
 
     Returns:
-        `head`, `progress`, `error`, `curves`, `profile`, `ranks` and `notes`, in the order in which they are shown; empty where
-        there is nothing to show. The values of curves under the pointer are the page's to show, from `data-kd-at`.
+        `head`, `progress`, `error`, `curves`, `profile`, `ranks` and `notes`, in the order in which they are shown; empty
+        texts for absent parts. The page shows the values of curves under the pointer, from `data-kd-at`.
     """
     return _parts(status, now, is_frozen=False, has_titles=False)
 
@@ -181,7 +181,7 @@ def _error(status: JobStatus) -> str:
 
 def _curves(status: JobStatus, *, has_titles: bool) -> str:
     found = curves.collect(status.metrics)
-    figures = [_figure(curve, has_titles=has_titles) for curve in found[: curves.MAX_CURVES]]
+    figures = [figure(curve, has_titles=has_titles) for curve in found[: curves.MAX_CURVES]]
     if not figures:
         return ""
     others = len(found) - len(figures)
@@ -189,7 +189,8 @@ def _curves(status: JobStatus, *, has_titles: bool) -> str:
     return f'<div style="display:flex;flex-wrap:wrap;gap:12px 20px;margin-top:14px">{"".join(figures)}</div>{more}'
 
 
-def _figure(curve: curves.Curve, *, has_titles: bool) -> str:
+def figure(curve: curves.Curve, *, has_titles: bool = True) -> str:
+    """Draw a curve with its name and legend; `has_titles` is as for `curves.svg`."""
     picture = curves.svg(curve, has_titles=has_titles)
     legend = "".join(
         f'<span style="display:inline-flex;align-items:center;gap:5px;white-space:nowrap">'
@@ -216,7 +217,7 @@ def _ranks(status: JobStatus, *, is_frozen: bool) -> str:
 
 
 def profile(status: JobStatus) -> str:
-    """The table of a profile; empty if there is none."""
+    """Draw the table of a profile; empty without a profile."""
     found = facts.profile(status, _MAX_RANKS)
     if not found.rows:
         return ""
@@ -229,14 +230,14 @@ def profile(status: JobStatus) -> str:
 def table(
     found: facts.Table, label: str, *, bold: str = "", height: int = _HEIGHT, colours: Mapping[str, str] | None = None
 ) -> str:
-    """A table whose first column names its rows: wide ones scroll sideways, long ones in their place.
+    """Draw a table whose first column names its rows; wide and long tables scroll.
 
     Args:
         found: Titles and rows; escaped here.
         label: What a screen reader calls it.
-        bold: Name of the row that stands out.
-        height: Pixels; longer ones scroll.
-        colours: Of the dots before what is in the second column, by its text; None for no dots.
+        bold: The name of a row in bold type.
+        height: The greatest height in pixels.
+        colours: The colour of a dot before the second column's text, by this text; None for no dots.
     """
     cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;vertical-align:top;text-align:"
     # The number of a rank or a trial names its row: it is the row's header.

@@ -15,12 +15,12 @@ _MAX_RANKS = 16
 
 
 def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = None) -> str:
-    """A job as a few lines of text, without escape sequences.
+    """Draw a job as a few lines of text, without escape sequences.
 
     Args:
-        status: What is known of it.
+        status: The job's status.
         tail: The last lines of its log.
-        now: The present moment, in seconds since 1970; None leaves out how long a running job has run.
+        now: The present time, in seconds since 1970; None leaves out how long a running job has run.
 
     Returns:
         Lines without a newline at the end.
@@ -47,7 +47,7 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
 
 
 def profile(status: JobStatus) -> list[str]:
-    """Lines of the table of a profile; none if there is none."""
+    """The lines of a profile's table; empty without a profile."""
     spent = facts.profile(status, _MAX_RANKS)
     if not spent.rows:
         return []
@@ -55,7 +55,7 @@ def profile(status: JobStatus) -> list[str]:
 
 
 def progress_line(status: JobStatus, now: float | None) -> str:
-    """Bar, per cent, samples a second and time left in one line; empty where the share of the work is not known."""
+    """Bar, per cent, samples a second and time left in one line; empty if the progress is not known."""
     percent = facts.percent(status)
     if percent is None or status.state is StateName.SUCCEEDED:
         return ""
@@ -63,7 +63,7 @@ def progress_line(status: JobStatus, now: float | None) -> str:
 
 
 def metrics_line(row: MetricRow) -> str:
-    """What an epoch's training or evaluation gave, in a line: `epoch 3, eval: loss 0.412, accuracy 0.91`."""
+    """The metrics of an epoch's training or evaluation in a line: `epoch 3, eval: loss 0.412, accuracy 0.91`."""
     values = ", ".join(f"{facts.clean(name)} {facts.number(value)}" for name, value in row.values)
     return f"{f'epoch {row.epoch}, ' if row.epoch is not None else ''}{row.source}: {values}"
 
@@ -77,7 +77,7 @@ def bar(fraction: float, cells: int = _BAR_CELLS) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
-    """Lines of a table whose columns are as wide as they need; columns in `right` are aligned to the right."""
+    """The lines of a table; each column is as wide as its content, those in `right` are aligned to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     return [
         "  ".join(

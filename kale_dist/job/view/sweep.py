@@ -1,4 +1,4 @@
-"""A sweep as text and as HTML: one sentence, the value of each trial as a curve, and a row for each trial. Pure."""
+"""A sweep as text and as HTML: one sentence, a curve of the trials' values, and a row for each trial. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from kale_dist.job.view import curves, facts, markup, plain
 
 MAX_ROWS = 40
-"""Rows of the table: the best trial and the newest ones. All are in `sweep.trials`."""
+"""Rows of the table: the best trial and the newest ones. `sweep.trials` has all of them."""
 
 _HEIGHT = 520
 """Pixels of the table: some twenty rows."""
@@ -21,37 +21,37 @@ class TrialRow:
     """One trial."""
 
     number: int
-    """From 0, in the order in which the trials began."""
+    """The trial's number, from 0, in the order in which the trials began."""
     params: dict[str, Any]
-    """What the call asked Optuna's trial for."""
+    """The parameters that the call has asked Optuna's trial for."""
     state: str
     """`waiting`, `running`, `complete`, `pruned`, `failed`, or `repeated`: lost, and its parameters are tried again."""
     value: float | None
-    """The metric's last value; None where it has not reported any."""
+    """The metric's last value; None if it was not reported."""
     reports: int
-    """How often the metric was reported."""
+    """How many values of the metric were reported."""
     reason: str
-    """Why it failed; empty otherwise."""
+    """Why the trial failed; empty otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SweepPicture:
-    """A sweep at one moment; shown as HTML by a notebook and as text elsewhere."""
+    """A sweep at one time; notebooks show it as HTML, others as text."""
 
     name: str
     metric: str
     wanted: int
-    """Trials in all."""
+    """How many trials there are to be."""
     is_maximised: bool
     is_over: bool
-    """Whether nothing runs it any more."""
+    """Whether the sweep has ended."""
     rows: tuple[TrialRow, ...]
     error: str = ""
-    """Why it has ended early; empty otherwise."""
+    """Why the sweep ended early; empty otherwise."""
 
     @property
     def best(self) -> TrialRow | None:
-        """The best of the complete trials."""
+        """The best complete trial; None if there is none."""
         complete = [row for row in self.rows if row.state == "complete" and row.value is not None]
         if not complete:
             return None
@@ -59,7 +59,7 @@ class SweepPicture:
         return min(complete, key=lambda row: sign * (row.value or 0.0))
 
     def count(self, state: str) -> int:
-        """Trials in a state."""
+        """How many trials are in a state."""
         return sum(row.state == state for row in self.rows)
 
     def __repr__(self) -> str:
@@ -71,7 +71,7 @@ class SweepPicture:
 
 
 def sentence(picture: SweepPicture) -> str:
-    """`5 of 12 trials, 2 running, 3 pruned; best eval/accuracy 0.97 (trial 4: lr=0.01)`."""
+    """A sweep in a sentence: `5 of 12 trials, 2 running, 3 pruned; best eval/accuracy 0.97 (trial 4: lr=0.01)`."""
     ended = picture.count("complete") + picture.count("pruned")
     words = [f"{ended} of {picture.wanted} trials"]
     words += [f"{count} {state}" for state in ("running", "pruned", "failed") if (count := picture.count(state))]
@@ -84,7 +84,7 @@ def sentence(picture: SweepPicture) -> str:
 
 
 def text(picture: SweepPicture) -> str:
-    """The sweep as lines of text."""
+    """Draw a sweep as text."""
     table = _table(picture)
     numeric = frozenset(index for index, is_numeric in enumerate(table.numeric) if is_numeric)
     lines = plain.table(table.titles, table.rows, right=numeric)
@@ -92,17 +92,12 @@ def text(picture: SweepPicture) -> str:
 
 
 def html(picture: SweepPicture) -> str:
-    """The sweep as one HTML element with inline styles and no script; everything that came from trials is escaped."""
+    """Draw a sweep as one HTML element with inline styles and no script; all text of trials is escaped."""
     best = picture.best
     notes = "".join(f'<div style="opacity:.72">{escape(line)}</div>' for line in _left_out(picture))
     table = markup.table(_table(picture), "Trials", bold=str(best.number) if best is not None else "", height=_HEIGHT)
     curve = _curve(picture)
-    drawn = curves.svg(curve)
-    legend = " ".join(
-        f'<span style="white-space:nowrap"><span aria-hidden="true" style="color:{one.colour}">\u25cf</span> {one.label}</span>'
-        for one in curve.series
-    )
-    plot = f'<div style="max-width:330px;margin-top:10px">{legend}{drawn}</div>' if drawn else ""
+    plot = f'<div style="margin-top:10px">{markup.figure(curve)}</div>' if curve.drawn else ""
     return markup.frame(
         f"Sweep {facts.clean(picture.name)}",
         f'<strong style="font-size:14px;font-weight:600">{escape(facts.clean(picture.name))}</strong> '
@@ -152,7 +147,7 @@ def _param(value: Any) -> str:
 
 
 def _curve(picture: SweepPicture) -> curves.Curve:
-    """Each trial's value, and the best so far."""
+    """The curve of a sweep: each trial's value, and the best value so far."""
     values = [
         (float(row.number), row.value)
         for row in picture.rows

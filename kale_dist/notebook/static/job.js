@@ -1,12 +1,12 @@
-// The live view of one job. Python sends parts of the picture as HTML of its own making, and log lines as they come;
-// this file puts them into the page, and sends back what is clicked. Everything that came from a job is escaped: parts
-// in Python, log lines here by textContent. page.js comes before it in the same module.
+// The live view of one job. Python sends the parts of the picture as HTML, and log lines as they arrive;
+// this file puts them into the page, and sends clicks back. All text of a job is escaped: the parts
+// by Python, log lines by textContent here. page.js precedes it in the same module.
 
 // -- the log: kept, filtered, searched, followed ---------------------------------------------------------------------
 
 const MAX_LINES = 5000; // kept in the page; all are in the job's log
 const SHOWN_LINES = 1000; // in the document at a time
-const FOLLOWED_LINES = 250; // in the document while they run past: layout and paint cost as much as there are
+const FOLLOWED_LINES = 250; // in the document while it is followed: layout and paint take longer with each line
 
 class LogView {
   constructor(ask, announce) {
@@ -16,7 +16,7 @@ class LogView {
     this.next = 0;
     this.shown = 0;
     this.top = 0;
-    this.complete = false; // whether the lines from before this view have come
+    this.complete = false; // whether this view has received the lines from before it
     this.box = element("div", { ...OWN_KEYS, class: "kd-lines", role: "log", "aria-label": "Log", "aria-live": "off", tabindex: "0" });
     this.empty = element("div", { class: "kd-empty" }, "No output");
     this.count = element("span", { class: "kd-count" });
@@ -36,7 +36,7 @@ class LogView {
     this.box.append(this.empty);
     this.box.addEventListener("wheel", (event) => event.deltaY < 0 && this.setFollow(false), { passive: true });
     this.box.addEventListener("keydown", (event) => ["ArrowUp", "PageUp", "Home"].includes(event.key) && this.setFollow(false));
-    // Lines that run cannot be selected, nor a scrollbar be drawn.
+    // A followed log scrolls, so its lines cannot be selected, nor its scrollbar dragged.
     this.box.addEventListener("pointerdown", () => this.setFollow(false));
     this.box.addEventListener("scroll", () => this.box.isConnected && (this.top = this.box.scrollTop));
     this.setFollow(true);
@@ -50,13 +50,13 @@ class LogView {
     this.rank.value = this.choice.rank;
   }
 
-  // Scrolled to where it was: a part of a page that is taken away forgets that.
+  // Restore the scroll position, which an element loses when it leaves the page.
   shownAgain() {
     this.box.scrollTop = this.top;
     this.toEnd();
   }
 
-  // How many lines are in the document.
+  // How many lines the document has room for.
   get room() {
     return this.choice.follow && !this.ended ? FOLLOWED_LINES : SHOWN_LINES;
   }
@@ -71,7 +71,7 @@ class LogView {
     if (ended !== this.ended) this.choose(() => (this.ended = ended));
   }
 
-  // Make a choice that may leave room for more lines: they go above those that are there, which stay where they are.
+  // Apply a choice that may make room for more lines; they are put above the present ones, which do not move.
   choose(change) {
     change();
     const missing = this.matching().slice(-this.room);
@@ -104,10 +104,10 @@ class LogView {
     return element("div", { class: "kd-line" }, who, " ", ...this.marked(line.text));
   }
 
-  // The text in pieces: what was searched for is marked.
+  // The text in pieces, with the matches of the search marked.
   marked(text) {
     const [wanted, within] = [this.choice.search.toLowerCase(), text.toLowerCase()];
-    // Some letters become two in lower case; nothing is marked then.
+    // Some letters become two in lower case, which shifts positions.
     if (!wanted || within.length !== text.length) return [text];
     const pieces = [];
     let end = 0;
@@ -117,7 +117,7 @@ class LogView {
     return [...pieces, text.slice(end)];
   }
 
-  // New lines, numbered from `first`. What is here already is passed over: several views of one job share the messages.
+  // Add lines, numbered from `first`. Known ones are ignored, because several views of one job share the messages.
   add(first, added) {
     const got = added.map(([rank, prefix, text], index) => ({ number: first + index, rank, prefix, text }));
     const older = got.filter((line) => this.lines.length && line.number < this.lines[0].number);
@@ -171,22 +171,22 @@ class LogView {
 
 // -- the job ---------------------------------------------------------------------------------------------------------
 
-const ANSWER_MS = 2000; // a kernel that runs a cell may answer late, or never before the cell ends
+const ANSWER_MS = 2000; // a kernel that runs a cell may answer only after the cell
 const SAID_MS = 6000;
 const MAX_WAIT_MS = 60000;
 const ENDED = ["succeeded", "failed", "cancelled"];
 const PARTS = ["head", "progress", "error", "curves", "profile", "ranks", "notes"];
 const AFTER = {
-  cancel: "The job is cancelled then.",
-  retry: "The job is submitted again then.",
-  plan: "It is copied then.",
-  download: "The log comes then.",
+  cancel: "The job will be cancelled then.",
+  retry: "The job will be submitted again then.",
+  plan: "The plan will be copied then.",
+  download: "The download will start then.",
 };
 
-// All views of each job: a front end may take one away and put another one in its place, which then is the same.
+// All views of each job: a front end may remove a view and create another, which then reuses the removed one.
 const views = new Map();
 
-// One view. It outlives the front end's: `attach` puts it into the page, again where it was taken away.
+// One view of a job. It outlives the front end's view: `attach` puts it into the page, also after a removal.
 class JobView {
   constructor() {
     this.id = crypto.randomUUID?.() ?? String(Math.random());
@@ -199,7 +199,7 @@ class JobView {
     this.log = new LogView((what) => this.ask(what), (text) => this.announce(text));
     this.tip = element("div", { class: "kd-tip", hidden: true });
     this.places = Object.fromEntries(PARTS.map((part) => [part, element("div", { class: `kd-${part}` })]));
-    // It stays where it is while it asks: the second click of a double click then does nothing.
+    // The button stays in place during the question, so that the second click of a double click does nothing.
     this.cancel = this.button("Cancel", () => this.confirm(true), "kd-danger");
     this.no = this.button("No", () => this.confirm(false));
     const yes = this.button("Yes, cancel the job", () => { this.confirm(false); this.ask("cancel"); }, "kd-danger");
@@ -215,7 +215,7 @@ class JobView {
     this.root.addEventListener("focusout", () => setTimeout(() => this.root.isConnected && !this.root.contains(document.activeElement) && (this.focused = null)));
     this.observer = new IntersectionObserver((entries) => {
       this.onScreen = entries[entries.length - 1].isIntersecting;
-      // What was drawn while it was out of the page could not be scrolled.
+      // An element outside of the page cannot be scrolled.
       if (this.onScreen) this.log.shownAgain();
       this.see();
     });
@@ -265,7 +265,7 @@ class JobView {
     this.model = this.visible = null;
   }
 
-  // Without its kernel this is a picture.
+  // Replace the view by a picture if its kernel has ended.
   checkKernel() {
     if (!this.model || !this.found || this.found.comm_live) return;
     const { model, el } = this;
@@ -274,7 +274,7 @@ class JobView {
     el.innerHTML = model.get("picture");
   }
 
-  // A kernel that has ended takes nothing more.
+  // Send a message; sending fails after the kernel has ended.
   tell(message) {
     try {
       this.model.send(message);
@@ -288,8 +288,8 @@ class JobView {
     this.timers[name] = setTimeout(callback, wait_ms);
   }
 
-  // A hidden page is sent nothing; what it missed is sent when it is seen again. Said until it is answered:
-  // what a page says before its kernel has a subshell for it waits for the cell that runs.
+  // Report whether the page is visible: the kernel sends nothing to a hidden page, and the missed lines when it is visible
+  // again. Repeated until the kernel answers: before the kernel has a subshell for the page, messages wait for the cell.
   see() {
     const now = this.onScreen && document.visibilityState === "visible";
     if (now !== this.visible) {
@@ -337,7 +337,7 @@ class JobView {
     (open ? this.no : this.cancel).focus();
   }
 
-  // The values of a curve under the pointer.
+  // Show the values of a curve under the pointer.
   tellValues(event) {
     const text = event.type === "pointermove" && event.target.getAttribute?.("data-kd-at");
     this.tip.hidden = !text;
@@ -392,8 +392,8 @@ function render({ model, el }) {
   return () => view.model === model && view.detach();
 }
 
-// Said whether or not a page shows the job, and more than once: until the kernel has a subshell for this page, what it
-// says waits for the cell that runs. A kernel that hears nothing shows a picture in the widget's place.
+// Report that this page has widgets, whether or not it shows the job; without a report the kernel replaces the widget by a
+// picture. Repeated, because messages wait for the running cell until the kernel has a subshell for this page.
 function initialize({ model }) {
   const timers = [0, 1000, 3000].map((wait_ms) => setTimeout(() => {
     try {

@@ -10,7 +10,7 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-// JupyterLab takes arrows and letters for its own wherever no text is typed; an element with this keeps them.
+// JupyterLab uses arrows and letters as shortcuts outside of text fields; an element with this attribute keeps them.
 const OWN_KEYS = { "data-lm-suppress-shortcuts": "true" };
 
 async function copy(text) {
@@ -33,7 +33,7 @@ function save(name, parts) {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
-// Make `old` like `fresh` with as few changes as there are: what is focused, selected or scrolled stays so.
+// Make `old` equal to `fresh` with few changes, so that focus, selection and scroll positions stay.
 function morph(old, fresh) {
   if (old.nodeType !== fresh.nodeType || old.nodeName !== fresh.nodeName) return old.replaceWith(fresh);
   if (old.nodeType !== Node.ELEMENT_NODE) {
@@ -42,7 +42,7 @@ function morph(old, fresh) {
   }
   for (const { name, value } of [...fresh.attributes]) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
   for (const { name } of [...old.attributes]) {
-    // What was folded open stays so.
+    // Opened details stay open.
     if (!fresh.hasAttribute(name) && !(name === "open" && old.nodeName === "DETAILS")) old.removeAttribute(name);
   }
   const [before, after] = [[...old.childNodes], [...fresh.childNodes]];
@@ -52,7 +52,7 @@ function morph(old, fresh) {
 
 // -- what is saved with the notebook, for when there is no kernel ----------------------------------------------------
 
-const KEPT = "The last picture of a widget of kale_dist"; // tells our saved widgets from others
+const KEPT = "The last picture of a widget of kale_dist"; // marks our saved widgets
 const STATE_TYPE = "application/vnd.jupyter.widget-state+json";
 const VIEW_TYPE = "application/vnd.jupyter.widget-view+json";
 

@@ -1,4 +1,4 @@
-"""Copies files into a container and out of it as the engine's API does it: in tar streams, never whole in memory."""
+"""Files on their way into a container and out of it: tar streams of the engine's API, never whole in memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pack(entries: Iterable[Entry]) -> Iterator[bytes]:
 
 
 def read_file(stream: Iterable[bytes]) -> bytes:
-    """The one small file of an archive.
+    """Read the only file of an archive into memory.
 
     Raises:
         StoreError: There is no file in it.
@@ -60,7 +60,7 @@ def read_file(stream: Iterable[bytes]) -> bytes:
 
 
 def save_file(stream: Iterable[bytes], path: pathlib.Path) -> None:
-    """Write the one file of an archive, so that it appears whole or not at all.
+    """Write the only file of an archive, whole or not at all.
 
     Args:
         stream: The archive.
@@ -74,7 +74,7 @@ def save_file(stream: Iterable[bytes], path: pathlib.Path) -> None:
 
 
 class _Stream(io.RawIOBase):
-    """What comes piece by piece, to be read like a file."""
+    """Pieces of bytes as a file to read."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces = iter(pieces)
@@ -104,7 +104,7 @@ def _opened(stream: Iterable[bytes]) -> Iterator[IO[bytes]]:
                 file = packed.extractfile(member) if member.isfile() else None
                 if file is not None:
                     yield file
-                    # Read to its end, for only then is the connection free for the next request.
+                    # Only at the stream's end is the connection free for the next request.
                     for _ in pieces:
                         pass
                     return

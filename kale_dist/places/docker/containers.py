@@ -18,7 +18,7 @@ from kale_dist.places.orders import order_of
 from kale_dist.wire import Order, PodVariable, Source
 
 NETWORK = "kale-dist"
-"""One for all jobs: an engine's address pools hold about 30 networks."""
+"""The network of all jobs: an engine has addresses for about 30 networks."""
 
 JOB_LABEL = "kale-dist.job"
 RUN_LABEL = "kale-dist.run"
@@ -26,15 +26,16 @@ POD_LABEL = "kale-dist.pod"
 SPEC_LABEL = "kale-dist.spec"
 SUBMITTED_BY_LABEL = "kale-dist.submitted-by"
 GPUS_LABEL = "kale-dist.gpus"
-"""Of containers with GPUs: their numbers, with commas between."""
+"""The numbers of a container's GPUs, separated by commas."""
 
 TERMINATION_FILE = f"{WORK_FOLDER}/last-words"
+"""The file of an agent's verdict, in the place of a pod's termination message."""
+
 CANCELLED_FILE = f"{INPUT_FOLDER}/cancelled"
-"""In the first container: who cancelled the job. Other users' followers take the end of its containers for a loss without it."""
-"""Where an agent leaves its verdict, as a kubelet would read it."""
+"""A file in the first container that says who cancelled the job. Without it, followers of other users would call the job lost."""
 
 INPUT_BYTES = 8 << 20
-"""A snapshot up to this size goes into each container; a larger one into the first, from which the others fetch it."""
+"""A snapshot up to this size is copied into each container; a larger one into the first, from which the others fetch it."""
 
 _TERMINATION_VARIABLE = "KALE_DIST_TERMINATION_LOG"
 _GIB = 1 << 30
@@ -45,31 +46,31 @@ _NANO = 1_000_000_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a specification leaves open and the engine's machine decides."""
+    """Values for containers that do not follow from the specification, but from the engine's machine."""
 
     user: str = ""
     """User and group of the processes, as numbers; empty: the image's own."""
     groups: tuple[int, ...] = ()
     """Further groups of the processes."""
     cores: int | None = None
-    """Of the engine's machine, which the containers share."""
+    """Cores of the engine's machine, which all containers share."""
     submitter: str = ""
     gpus: tuple[int, ...] = ()
     """Numbers of the job's GPUs; empty: the first ones."""
 
 
 def object_name(job: str, run: int) -> str:
-    """Prefix of the names of a run's containers. No job's name has a dot: a run's names are never another job's."""
+    """Prefix of the names of a run's containers. Names of jobs have no dot, so no other job has these names."""
     return job if run == 1 else f"{job}.{run}"
 
 
 def container_name(job: str, run: int, number: int) -> str:
-    """Name of a container; an engine has each name once, for all its users."""
+    """Name of a container, unique among all users of the engine."""
     return f"kale-dist-{object_name(job, run)}-{number}"
 
 
 def host_name(job: str, run: int, number: int) -> str:
-    """Name by which the run's other containers find it."""
+    """Host name of a container in the network of its run."""
     return f"{job}-{number}" if run == 1 else f"{job}-run{run}-{number}"
 
 
@@ -101,7 +102,7 @@ def make_order(spec: JobSpec, run: int, used_restarts: int = 0, torch_flags: Any
         port=PORT,
         source=source_of(spec),
         torch_flags=torch_flags,
-        # Files of a container that has ended can still be read.
+        # The files of a container can be read after its end.
         work_is_kept=True,
     )
 
@@ -113,7 +114,7 @@ def container(spec: JobSpec, run: int, number: int, facts: Facts) -> dict[str, A
         spec: The job, with its image.
         run: Which run of the job.
         number: Which container.
-        facts: What the specification leaves open.
+        facts: The values of the engine's machine.
     """
     labels = {
         JOB_LABEL: spec.name,
@@ -142,7 +143,7 @@ def container(spec: JobSpec, run: int, number: int, facts: Facts) -> dict[str, A
 
 
 def render(spec: JobSpec) -> str:
-    """The command lines that would do the same, for people."""
+    """The `docker` command lines that would start the same job, for people."""
     where = "each container" if source_of(spec) is Source.INPUT else "the first container"
     lines = [
         *([f"# {for_job.describe(spec.recipe, spec.image)}."] if spec.recipe is not None else []),
@@ -167,14 +168,14 @@ def _environment(spec: JobSpec, number: int, facts: Facts) -> list[tuple[str, st
         _TERMINATION_VARIABLE: TERMINATION_FILE,
     }
     if facts.cores:
-        # Otherwise the ranks of each container would take all cores of the machine for their own.
+        # Otherwise the ranks of each container would use threads for all cores of the machine.
         share = spec.resources.cpu or facts.cores / spec.topology.number_of_processes
         told[PodVariable.CPU_REQUEST] = str(max(1, int(share * len(ranks_of(spec, number)) * 1000)))
     return [*(fixed | dict(spec.environment)).items(), *((str(name), value) for name, value in told.items())]
 
 
 def _devices(spec: JobSpec, number: int, facts: Facts) -> list[str]:
-    """GPUs of a container, by number: a count alone would give the same ones to every container."""
+    """The numbers of a container's GPUs: with a count, an engine would give the same GPUs to every container."""
     gpus = gpus_of(spec)
     first = number * spec.topology.processes_per_pod * gpus
     places = range(first, first + len(ranks_of(spec, number)) * gpus)
@@ -192,7 +193,7 @@ def _host(spec: JobSpec, number: int, facts: Facts, devices: list[str]) -> dict[
         "ShmSize": math.ceil(shm_gib * _GIB),
         "CapDrop": ["ALL"],
         "SecurityOpt": ["no-new-privileges"],
-        # What containers print is a bounded copy; the whole log is a file in the first one, and in the job's folder.
+        # A container's output is a bounded copy: the whole log is in the first container's folder, and in the job's.
         "LogConfig": {"Type": "json-file", "Config": {"max-size": "50m", "max-file": "2"}},
         "Mounts": [_mount(volume) for volume in spec.volumes],
     }
@@ -200,7 +201,7 @@ def _host(spec: JobSpec, number: int, facts: Facts, devices: list[str]) -> dict[
     if cores:
         host["NanoCpus"] = int(cores * ranks * _NANO)
     if asked.memory_gib:
-        # Without swap: a process that needs more is to end, not to crawl.
+        # Without swap: a process that needs more memory is killed, instead of becoming very slow.
         host["Memory"] = host["MemorySwap"] = math.ceil(asked.memory_gib * ranks * _GIB)
     if facts.groups:
         host["GroupAdd"] = [str(group) for group in facts.groups]

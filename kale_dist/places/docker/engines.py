@@ -24,7 +24,7 @@ from kale_dist.places.docker import containers
 from kale_dist.places.docker.containers import Facts
 
 _HOLDING = ("created", "running", "paused", "restarting")
-"""States of containers whose GPUs are not free: one that was just created is about to run."""
+"""States of containers whose GPUs are not free; a container that was just created is about to run."""
 
 _DEFAULT_USER = 1000
 _CONFLICT = 409
@@ -32,26 +32,25 @@ _CONFLICT = 409
 _lock = threading.Lock()
 _engines: dict[str, Engine] = {}
 
-
 _GIB = 1 << 30
 
 _OK, _WARNING, _FAILED = "ok", "warning", "failed"
 _OLDEST_API = (1, 40)
 
 Found = tuple[str, str, str, str]
-"""Name of a check, verdict, what was found, what to do."""
+"""A check's name, its result, the finding as a sentence, and the remedy."""
 
 
 def connect(url: str = "") -> Engine:
-    """The engine at a place; one connection for each that this process has spoken to.
+    """The engine at a URL; one connection for each.
 
     Args:
-        url: Such as `unix:///var/run/docker.sock`; empty for the one that a new job would go to.
+        url: Such as `unix:///var/run/docker.sock`; empty for the engine that a new job would go to.
 
     Raises:
-        BackendUnavailableError: It cannot be reached.
+        BackendUnavailableError: The engine cannot be reached.
     """
-    # What it says may change within a process, and with it which engine is meant.
+    # A notebook may change these variables.
     name = url or f"as configured by {os.environ.get('DOCKER_HOST', '')} {os.environ.get('DOCKER_CONTEXT', '')}"
     with _lock:
         found = _engines.get(name)
@@ -76,20 +75,14 @@ def disconnect() -> None:
 
 
 def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
-    """Settle the image and have it on the engine, made now if it has a recipe; look whether the job could run.
+    """Check whether the engine can run the job, and make or pull its image; arguments and errors as in `Backend.settle`.
 
-    Arguments as for `Backend.settle`. Without a submission an engine that cannot be reached is done without, and no image is
-    pulled.
-
-    Raises:
-        ConfigError: There is no image and no way to one, or the engine's machine has less than was asked for.
-        ImageError: The image cannot be made.
-        BackendError: The engine cannot be reached, or the image cannot be pulled.
+    Without a submission no image is made or pulled, and the engine need not be reachable.
     """
     configured = config.load()
     image = image or configured.image
     if recipe is None and not image and not configured.registry:
-        # Nothing has to be asked for this to be known.
+        # Raises before the engine is asked for anything.
         for_job.make(None, image="", settings=configured, cuda=request.cuda, in_engine=True)
     try:
         there = connect()
@@ -124,7 +117,7 @@ def _check_volumes(engine: Engine, spec: Request) -> None:
 
 
 def _check_size(engine: Engine, spec: Request) -> None:
-    """Refuse what one container cannot have on the engine's machine."""
+    """Refuse containers that need more cores or memory than the engine's machine has."""
     asked = spec.resources
     ranks = min(spec.topology.processes_per_pod, spec.topology.number_of_processes)
     cores, there = (asked.cpu_limit or asked.cpu or 0) * ranks, int(engine.info.get("NCPU") or 0)
@@ -148,11 +141,11 @@ def _warn(engine: Engine, spec: Request) -> None:
 
 
 def facts_of(engine: Engine) -> Facts:
-    """What the engine's machine decides for all jobs."""
+    """The values of an engine's machine for all jobs; those of GPUs are left to `gpus_held`."""
     cores = int(engine.info.get("NCPU") or 0) or None
     submitter = records.identity()
     if engine.is_rootless or engine.is_podman:
-        # Root in there is the engine's own user out here; any other number is one that owns nothing.
+        # Root in such a container is the engine's own user outside; any other number owns no files there.
         return Facts(user="0:0", cores=cores, submitter=submitter)
     if engine.is_local:
         groups = tuple(sorted(set(os.getgroups()) - {os.getgid()}))
@@ -161,10 +154,10 @@ def facts_of(engine: Engine) -> Facts:
 
 
 def ensure_network(engine: Engine) -> None:
-    """Have the network that all jobs share. It stays: a job that is just being started may need it.
+    """Create the network that all jobs share, if the engine has none. It is never removed, because another job may be starting.
 
     Raises:
-        BackendError: The engine has none and makes none.
+        BackendError: It cannot be created.
     """
     with explained(f"creating the network {containers.NETWORK}"):
         with contextlib.suppress(docker.errors.NotFound):
@@ -179,16 +172,16 @@ def ensure_network(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def gpus_held(engine: Engine, spec: JobSpec, facts: Facts) -> Iterator[Facts]:
-    """The facts with a job's GPUs: the first ones that no other job holds, for an engine knows no counts.
+    """Choose a job's GPUs, the first that no other job holds; this user's other kernels choose none until the `with` ends.
 
     Args:
-        engine: Where the job goes.
+        engine: Where the job is started.
         spec: The job.
-        facts: What is known so far.
+        facts: The values so far.
 
     Raises:
-        StoreError: The lock that keeps this user's other kernels from choosing meanwhile cannot be taken.
-        BackendError: The engine does not say what others hold.
+        StoreError: The lock cannot be taken.
+        BackendError: The engine does not list its containers.
     """
     wanted = containers.gpus_of(spec) * spec.topology.number_of_processes
     if not wanted:
@@ -213,7 +206,7 @@ def gpus_held(engine: Engine, spec: JobSpec, facts: Facts) -> Iterator[Facts]:
 
 
 def examine() -> tuple[Found, ...]:
-    """Look at the engine that jobs would go to. Never raises for what it finds."""
+    """Check the engine that new jobs go to. What is wrong is returned, not raised."""
     try:
         there = connect()
         kind = "Podman" if there.is_podman else "rootless Docker" if there.is_rootless else "Docker"

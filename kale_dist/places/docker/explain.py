@@ -16,30 +16,30 @@ _SIGKILL, _SIGTERM = 137, 143
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """What the engine says of a container that does not run."""
+    """What the engine reports about a container that does not run."""
 
     name: str
     status: str
     """In the engine's words: `created`, `paused`, `exited`, `dead`."""
     exit_code: int = 0
     is_out_of_memory: bool = False
-    """Whether the kernel killed a process in it because there was no memory left."""
+    """Whether a process in it was OOM killed."""
     error: str = ""
     """Why the engine could not start it."""
     memory_bytes: int = 0
     """Its limit; 0 for none."""
     last_line: str = ""
-    """The last line that it printed, other than what its agent writes for the notebook."""
+    """The last line of its output, without blocks of its agent."""
 
     @property
     def limit(self) -> str:
-        """The memory that it could use."""
+        """The memory that it could use, for a sentence."""
         return f"its limit of {self.memory_bytes / _GIB:.1f} GiB" if self.memory_bytes else "the machine's memory"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Row:
-    """What is said of a container that is as `fits` says."""
+    """The sentence about containers that `fits` accepts."""
 
     fits: Callable[[End], bool]
     sentence: str
@@ -105,7 +105,7 @@ _TABLE = (
 
 
 def explain(end: End) -> tuple[Trouble | None, LostBy]:
-    """What is wrong with a container, and whether something outside ended it."""
+    """The trouble of a container, and how it was lost, if something outside ended it."""
     for row in _TABLE:
         if row.fits(end):
             values: dict[str, Any] = {field.name: getattr(end, field.name) for field in dataclasses.fields(end)}

@@ -1,4 +1,4 @@
-"""The Docker engine as a place: a container for each pod-to-be, all in one network, input and results as archives."""
+"""The Docker engine as a place: a container takes the part of a pod; input and results are copied as archives."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from kale_dist.wording import listing
 from kale_dist.worker.rank import process_state
 
 _AT_ONCE = 8
-"""Requests that an engine gets at the same time."""
+"""How many requests are sent to an engine at the same time."""
 
 _CONNECT_S = 1.0
-"""A container on this machine answers or refuses within milliseconds; where none does, the engine carries the bytes."""
+"""A container on this machine answers or refuses within milliseconds. If none answers, the connection goes through the engine."""
 
 _CONFLICT = 409
 _ENDED = ("exited", "dead", "removing")
@@ -70,7 +70,7 @@ while data := port.recv(1 << 17):
     while view:
         view = view[os.write(1, view):]
 """
-"""A program for the first container, run by exec: it joins its standard streams to the port in its first argument."""
+"""A program run by exec in the first container: it connects its standard streams to the port in its first argument."""
 
 
 class DockerPlace(Place):
@@ -84,7 +84,7 @@ class DockerPlace(Place):
     object_name = staticmethod(containers.object_name)
 
     def __init__(self) -> None:
-        # Containers that have ended do not change: each is inspected once.
+        # A container that has ended does not change, and is inspected once.
         self._ended: dict[str, Part] = {}
         self._bridged: set[str] = set()
 
@@ -103,12 +103,7 @@ class DockerPlace(Place):
     def start(
         self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None, used_restarts: int = 0
     ) -> RunHandle:
-        """Create a run's containers with their input in them, and start them. If one cannot be, none is left.
-
-        Raises:
-            JobExistsError: The name is taken.
-            BackendError: The engine refused.
-        """
+        """Create a run's containers, copy their input into them, and start them. After an error none is left."""
         engine = engines.connect()
         order = containers.make_order(spec, run, used_restarts, process_state.read_flags(cuda=spec.cuda))
         files: dict[str, bytes | pathlib.Path] = {
@@ -134,7 +129,7 @@ class DockerPlace(Place):
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def look(self, handle: RunHandle) -> Look:
-        """What the engine says of the run's containers."""
+        """The states of the run's containers."""
         engine = _engine(handle)
         parts = []
         for item in _list(engine, handle, every=True):
@@ -156,12 +151,12 @@ class DockerPlace(Place):
             is_over = all(part.state == "ended" for part in parts)
             return Look(parts=tuple(parts), trouble=trouble, finished="cancelled" if is_over else "")
         troubles = [part for part in parts if part.trouble is not None]
-        # What killed a container explains more than what ended because of it.
+        # A container that was killed explains more than the others, which ended because of it.
         first = min(troubles, key=lambda part: (part.lost != "out of memory", not part.lost, part.number), default=None)
         return Look(parts=tuple(parts), trouble=first.trouble if first is not None else None, gone=not parts)
 
     def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
-        """How the jobs on the engine are, oldest first: the first container of a job's newest run decides."""
+        """Statuses of the jobs on the engine, oldest first, by the first container of each job's newest run."""
         if namespace is not None or labels:
             argument = "namespace" if namespace is not None else "labels"
             raise ConfigError(argument, "jobs on a Docker engine have none", "Leave it out")
@@ -174,7 +169,7 @@ class DockerPlace(Place):
         return [_surveyed(name, items) for name, items in jobs.items()]
 
     def _canceller(self, engine: Engine, handle: RunHandle) -> str:
-        """Who cancelled a run, as `kill` has left it in its first container; empty if nobody has."""
+        """Who cancelled a run, from the file that `kill` wrote into its first container; empty if it was not cancelled."""
         head = containers.container_name(handle.spec.name, handle.run, 0)
         return _read(engine, head, containers.CANCELLED_FILE).decode(errors="replace")
 
@@ -206,7 +201,7 @@ class DockerPlace(Place):
 
     @contextlib.contextmanager
     def head_output(self, handle: RunHandle, *, follow: bool) -> Iterator[Iterator[bytes]]:
-        """What the first container printed, after what the folder of one that has ended has: its whole log and all events."""
+        """The output of the first container. Of one that has ended the whole log and all events come first, from its folder."""
         engine, name = _engine(handle), containers.container_name(handle.spec.name, handle.run, 0)
         with explained(f"reading the output of {name}"):
             is_over = not follow and engine.api.inspect_container(name)["State"]["Status"] in _ENDED
@@ -225,14 +220,14 @@ class DockerPlace(Place):
                     with log.open("rb") as file:
                         blocks = BlockReader()
                         while piece := file.read(_PIECE_BYTES):
-                            # Without a block that the end of the container has torn.
+                            # The last block may be torn.
                             yield b"".join(one.encode() for one in blocks.feed(piece) if isinstance(one, LineBlock))
             if self.fetch(handle, files.events.name, files.events):
                 for number, event in enumerate(decode_json_lines(files.events.read_bytes())):
                     yield encode_event(number, event)
 
     def last_words(self, handle: RunHandle, part: Part, limit: int) -> bytes:
-        """The end of what a container printed."""
+        """The end of a container's output."""
         with explained(f"reading the output of {part.name}"):
             said: bytes = _engine(handle).api.logs(part.uid, tail=limit // 50)
         return said[-limit:]
@@ -249,14 +244,14 @@ class DockerPlace(Place):
             except ConnectionRefusedError as error:
                 raise BackendError(f"The agent in {name} does not listen yet", retryable=True) from error
             except OSError:
-                # Rootless engines and those in a virtual machine have networks that this machine does not see.
+                # The networks of rootless engines and of virtual machines cannot be reached from this machine.
                 self._bridged.add(engine.url)
         with explained(f"connecting to {name}"):
             made = engine.api.exec_create(name, ["python3", "-c", _BRIDGE, str(PORT + 2)], stdin=True)["Id"]
             return _Bridge(engine.api.exec_start(made, socket=True))
 
     def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
-        """Copy a file out of the first container, which works on one that has ended too."""
+        """Copy a file out of the first container, even after its end."""
         engine, container = _engine(handle), containers.container_name(handle.spec.name, handle.run, 0)
         with explained(f"fetching {name} from the container {container}"):
             try:
@@ -270,7 +265,7 @@ class DockerPlace(Place):
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def kill(self, handle: RunHandle, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
-        """End the run's containers; the engine sends SIGKILL itself when the grace is over."""
+        """End the run's containers; the engine sends SIGKILL when the grace is over."""
         engine = _engine(handle)
         if not why:
             mark = Entry(path=containers.CANCELLED_FILE.lstrip("/"), mode=0o444, data=records.identity().encode())
@@ -292,14 +287,14 @@ class DockerPlace(Place):
                     engine.api.kill(item["Id"], signal="SIGTERM" if head_leaves else "SIGKILL")
 
     def remove(self, handle: RunHandle) -> None:
-        """Remove the run's containers with what they wrote."""
+        """Remove the run's containers and their files."""
         engine = _engine(handle)
         _remove(engine, [item["Id"] for item in _list(engine, handle, every=True)])
 
     # -- adoption -----------------------------------------------------------------------------------------------------
 
     def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
-        """Find a job on the engine: its specification is a label, its key and snapshot are in the container's input."""
+        """Find a job on the engine: a label has its specification, the first container's input its key and snapshot."""
         engine = engines.connect()
         with explained(f"looking for {ref}"):
             found = engine.api.containers(all=True, filters={"label": f"{containers.JOB_LABEL}={ref.name}"})
@@ -330,16 +325,16 @@ class DockerPlace(Place):
             return handle, None
         key = _read(engine, head["Id"], f"{INPUT_FOLDER}/{InputFiles.KEY}")
         if key and (packed := _read(engine, head["Id"], f"{INPUT_FOLDER}/{InputFiles.SNAPSHOT}")):
-            # The model can then be built again from here.
+            # `job.model` is built from the snapshot.
             unpack_blobs(packed, records.blobs_dir())
         return handle, key or None
 
 
 class _Bridge:
-    """A connection through the engine: the streams of a program in the container, in frames of the engine's."""
+    """A connection to a program in a container: its streams, in frames of the engine's."""
 
     def __init__(self, stream: Any) -> None:
-        # The library gives a file around the socket on some engines, and the socket on others.
+        # Depending on the engine, docker-py returns the socket or a file around it.
         self._stream = stream
         self._socket = getattr(stream, "_sock", stream)
         self._left = 0
@@ -379,7 +374,7 @@ class _Bridge:
 
     def close(self) -> None:
         self.shutdown(socket.SHUT_RDWR)
-        # The library keeps the answer by which it got the socket beside it.
+        # docker-py also keeps the response that the socket came from.
         for held in (self._stream, getattr(self._stream, "_response", self._stream), self._socket):
             with contextlib.suppress(Exception):
                 held.close()
@@ -407,14 +402,14 @@ def _list(engine: Engine, handle: RunHandle, *, every: bool) -> Sequence[dict[st
 
 
 def _surveyed(name: str, items: Sequence[Mapping[str, Any]]) -> JobStatus:
-    """How a job is by the list of its containers, oldest first."""
+    """The status of a job from the list of its containers, oldest first."""
     heads = [item for item in items if not _number(item["Labels"])] or list(items)
     head = max(heads, key=lambda item: int(item["Labels"].get(containers.RUN_LABEL) or 1))
     state = StateName.RUNNING if head["State"] == "running" else StateName.PENDING
     if head["State"] in _ENDED:
         state = StateName.SUCCEEDED if str(head["Status"]).startswith("Exited (0)") else StateName.FAILED
     world_size = 0
-    # A version that this one does not understand has written it.
+    # Another version of kale_dist may have written it.
     with contextlib.suppress(KeyError, ValueError, TypeError):
         world_size = int(json.loads(head["Labels"][containers.SPEC_LABEL])["topology"]["number_of_processes"])
     return JobStatus(
@@ -431,7 +426,7 @@ def _number(labels: Mapping[str, str]) -> int:
 
 
 def _last_line(engine: Engine, identifier: str) -> str:
-    """The last line that was not written for the notebook; what the bootstrap says before all others."""
+    """The last line of a container's output that is no block of its agent; a line of the bootstrap if there is one."""
     with contextlib.suppress(docker.errors.APIError):
         said = engine.api.logs(identifier, tail=_WORDS).decode(errors="replace").splitlines()
         plain = [line for line in said if line.strip() and line[:1] not in "@=~*|!#+{"]
@@ -441,7 +436,7 @@ def _last_line(engine: Engine, identifier: str) -> str:
 
 
 def _read(engine: Engine, container: str, path: str) -> bytes:
-    """A small file of a container; empty if it is not there."""
+    """Read a small file of a container; empty if there is none."""
     with explained(f"reading {path} of a container"), contextlib.suppress(docker.errors.NotFound, StoreError):
         stream, _ = engine.api.get_archive(container, path)
         with contextlib.closing(stream):
@@ -478,13 +473,13 @@ def _start_all(
         with explained(f"starting the container {name} from {spec.image}"):
             engine.api.start(identifier)
 
-    # The first one is made alone: it takes the name, and if that is taken there is nothing else to undo.
+    # The first container is made alone: if the job's name is taken, nothing has to be undone.
     first = make(0)
     _each(begin, range(spec.topology.number_of_pods))
 
 
 def _each(act: Callable[[Any], None], items: Sequence[Any]) -> None:
-    """Do it for all, several at once; raises the first error once all have ended."""
+    """Call `act` with each item, in several threads; raises the first error when all have ended."""
     if items:
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist docker") as pool:
             for done in [pool.submit(act, item) for item in items]:
@@ -494,7 +489,7 @@ def _each(act: Callable[[Any], None], items: Sequence[Any]) -> None:
 def _input(
     spec: JobSpec, number: int, facts: Facts, files: Mapping[str, bytes | pathlib.Path], fresh: Sequence[str]
 ) -> Iterator[Entry]:
-    """Folders that the container's user can write into, and the job's input."""
+    """The contents of a container before its start: folders that its user can write into, and the job's input."""
     user, _, group = facts.user.partition(":")
     own = (int(user or 0), int(group or 0))
     yield Entry(path="kale-dist", mode=0o755)
@@ -520,7 +515,7 @@ def _input(
 
 
 def _fresh_volumes(engine: Engine, spec: JobSpec) -> tuple[str, ...]:
-    """Paths of named volumes that the engine is about to make: they would belong to root."""
+    """Paths of named volumes that the engine will create: without a folder of the job's user they would belong to root."""
     named = [volume for volume in spec.volumes if volume.kind is not VolumeKind.FOLDER and not volume.read_only]
     if not named:
         return ()
@@ -535,7 +530,7 @@ def _remove(engine: Engine, identifiers: Sequence[str]) -> None:
             try:
                 engine.api.remove_container(identifier, v=True, force=True)
             except docker.errors.APIError as error:
-                # It is being removed already.
+                # Another process is removing it.
                 if error.status_code != _CONFLICT:
                     raise explain_engine(error, "removing a container") from error
 

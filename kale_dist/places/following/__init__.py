@@ -1,13 +1,10 @@
 """Following a job that runs elsewhere: its folder here is a copy of the head's, kept up to date by one process.
 
-    reader        reads a job's folder: log, events, progress; for all backends, local too
-    copy          the copy of one run (one life of a head): brings the head's blocks, by a connection, else from its output;
-                  appends them to the same files here, says which numbers are missing
-    client        signed requests to the head's byte server
-    verdict       how a job stands, and how one ended whose head has not said so; pure
-    results       brings outcomes, checkpoints and last words here
-    follower      one job: looks at its pods, decides how a run ended, starts the next one
-    backend       `FollowedBackend`: the `Backend` protocol over a `Place`
+    backend       `FollowedBackend`: the `Backend` protocol over a `Place`, with a follower for each job
+    follower      follows one job: looks at its pods, decides how a run ended, fetches its results, starts the next run
+    copy          reads the log and the events of one run, and appends them to the files here
+    client        sends signed requests to the head's byte server
+    verdict       pure: a job's state from its head's events and its place; how a run ended without a verdict of its head
 
 Only the process that holds the lock of a job's folder writes there; others read.
 """

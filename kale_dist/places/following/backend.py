@@ -21,7 +21,7 @@ from kale_dist.places.following.follower import Follower, handle_of
 from kale_dist.wire import CANCEL_GRACE_S
 
 WAIT_S = 0.5
-"""How often a reader of a log looks for lines that another process has copied; its own follower wakes it."""
+"""How often a reader of a log looks for lines that another process has copied; a follower of this process wakes it."""
 
 
 class FollowedBackend(FolderBackend):
@@ -33,31 +33,21 @@ class FollowedBackend(FolderBackend):
 
     def __init__(self, place: Place) -> None:
         super().__init__(lambda _: True)
+        self.name = place.name
         self.place = place
         """Where containers run."""
         self._followers: dict[str, Follower] = {}
-
-    @property
-    def name(self) -> str:
-        """The word that `on=` takes."""
-        return self.place.name
 
     def settle(self, request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
         """Have the place look up what a request leaves open."""
         return self.place.settle(request, name=name, image=image, recipe=recipe, submit=submit)
 
     def plan(self, spec: JobSpec) -> Plan:
-        """What would be created."""
+        """The objects that `submit` would create."""
         return Plan(backend=self.name, spec=spec, text=self.place.render(spec))
 
     def submit(self, spec: JobSpec, key: bytes) -> JobRef:
-        """Create the job's objects, write the job down, and begin to follow it.
-
-        Raises:
-            JobExistsError: The name is taken, here or at the place.
-            StoreError: The job's folder cannot be written.
-            BackendError: The place cannot be reached or refused.
-        """
+        """Create the job's record and its objects at the place, and begin to follow it; neither stays after an error."""
         name = f"{spec.cluster.namespace}/{spec.name}" if spec.cluster.namespace else spec.name
         ref = JobRef(self.name, name)
         records.create(ref.record_name, key)
@@ -75,7 +65,7 @@ class FollowedBackend(FolderBackend):
         return ref
 
     def status(self, ref: JobRef) -> JobStatus:
-        """What heads have said, and what the place says of pods whose agents say nothing (yet)."""
+        """The status that the job's heads have sent, with what its place reports about pods."""
         job = self._reader(ref)
         if (status := job.status()).is_final:
             return status
@@ -91,37 +81,23 @@ class FollowedBackend(FolderBackend):
         )
 
     def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S) -> None:
-        """End a job: its head ends the ranks; where it cannot be reached, its place ends the containers."""
+        """End a job: its head ends the ranks; if the head cannot be reached, the place ends the containers."""
         if not self._reader(ref).status().is_final:
             self._follow(ref).cancel(grace_s)
 
     def delete(self, ref: JobRef) -> None:
-        """End the job and remove every trace of it, at its place and here.
-
-        Raises:
-            JobNotFoundError: No such job.
-            BackendError: The place cannot be reached or refused.
-        """
+        """End the job and remove every trace of it, at its place and here."""
         record = self._reader(ref).record()
-        with self._lock:
-            follower = self._followers.pop(ref.record_name, None)
-        if follower is not None:
-            follower.stop()
-        # Another process may follow it: it shall not start the next run.
+        # No follower, in this process or in another one, starts the next run of a cancelled job.
         records.mark_cancelled(records.files(ref.record_name))
+        self._forget(ref)
         for run in records.runs(ref.record_name):
             self.place.remove(handle_of(self.place, record, run))
-        if follower is not None:
-            follower.join()
-        with self._lock:
-            self._readers.pop(ref.record_name, None)
         records.delete(ref.record_name)
-        self._tell(ref)
+        self._notify(ref)
 
     def list(self) -> Sequence[JobRef]:
-        """Jobs of this user's records, and those of the place, oldest first.
-
-        Where jobs have namespaces, those of the configured one that the place has.
+        """Jobs of this user's records, and those of the place (in its configured namespace), oldest first.
 
         Raises:
             BackendError: The place does not answer, and there is no record that could be listed without it.
@@ -139,17 +115,11 @@ class FollowedBackend(FolderBackend):
         return known
 
     def survey(self, *, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> Sequence[JobStatus]:
-        """How all jobs of the place are, oldest first, as far as the place itself knows: none of them is followed."""
+        """The statuses of all jobs of the place, oldest first, as far as the place itself knows: no job is followed."""
         return self.place.survey(namespace, labels or {})
 
     def adopt(self, ref: JobRef, *, trust: bool | None) -> JobRef:
-        """Make a record of a job that was submitted from another machine, or by another user.
-
-        Args:
-            ref: The job.
-            trust: Whether its results may be loaded although another user submitted it. None only looks: the job's key
-                is not taken, so that the job does not become one of this user's.
-        """
+        """Make a record of a job that was submitted from another machine, or by another user; arguments as in `Backend`."""
         if ref.backend != self.name:
             raise JobNotFoundError(f"{ref} is not a job of the {self.name} backend")
         if records.exists(ref.record_name) and (trust is None or records.read_key(ref.record_name) is not None):
@@ -167,7 +137,7 @@ class FollowedBackend(FolderBackend):
         return handle.ref
 
     def fetch(self, ref: JobRef, name: str) -> None:
-        """Bring the checkpoint or an outcome of a job here.
+        """Fetch the checkpoint or an outcome of a job from its head or its place.
 
         Raises:
             StoreError: An ended job's file is gone.
@@ -183,14 +153,12 @@ class FollowedBackend(FolderBackend):
             raise StoreError(f"{name} of {ref} is no longer there: the job's {self.place.noun}s have ended or are gone")
 
     def describe(self, ref: JobRef) -> Mapping[str, object]:
-        """The object of the newest run, as it is now; empty where it is no single object."""
-        record = self._reader(ref).record()
-        return self.place.describe(handle_of(self.place, record, records.runs(ref.record_name)[-1]))
+        """The object of the newest run, as it is now; empty where a run is no single object."""
+        return self.place.describe(self._newest_run(ref))
 
     def events(self, ref: JobRef) -> Sequence[PlaceEvent]:
-        """What the place has said of the newest run's parts, oldest first."""
-        record = self._reader(ref).record()
-        return self.place.events(handle_of(self.place, record, records.runs(ref.record_name)[-1]))
+        """Events of the newest run at its place, oldest first."""
+        return self.place.events(self._newest_run(ref))
 
     def volumes(self) -> Sequence[str]:
         """Names of the volumes that jobs can have."""
@@ -217,12 +185,15 @@ class FollowedBackend(FolderBackend):
             )
         )  # fmt: skip
         for number in range(1, handle.run + 1):
-            # Of the runs before a job was adopted only their number is known.
+            # The runs before the adoption of a job are only known by their number.
             run = Run(number=number, files=records.files(name).run(number), first_attempt=number - 1)
             records.write_run(dataclasses.replace(run, object=handle.object) if number == handle.run else run)
 
+    def _newest_run(self, ref: JobRef) -> RunHandle:
+        return handle_of(self.place, self._reader(ref).record(), records.runs(ref.record_name)[-1])
+
     def _follow(self, ref: JobRef) -> Follower:
-        """The follower of a job."""
+        """This process's follower of a job, a new one if there is none that lives."""
         with self._lock:
             found = self._followers.get(ref.record_name)
             if found is None or not found.is_alive:
@@ -231,11 +202,12 @@ class FollowedBackend(FolderBackend):
                     record=self._reader(ref).record(),
                     key=records.read_key(ref.record_name),
                     on_lines=self._wake_readers,
-                    on_change=lambda: self._tell(ref),
+                    on_change=lambda: self._notify(ref),
                 )
             return found
 
     def _forget(self, ref: JobRef) -> None:
+        """Stop this process's follower and reader of a job."""
         with self._lock:
             follower = self._followers.pop(ref.record_name, None)
             self._readers.pop(ref.record_name, None)
@@ -244,7 +216,7 @@ class FollowedBackend(FolderBackend):
             follower.join()
 
     def _attend(self, ref: JobRef) -> float:
-        # A follower that failed (a full disk) is made again.
+        # A follower that failed, as on a full disk, is replaced.
         with contextlib.suppress(JobNotFoundError):
             self._follow(ref)
         return WAIT_S

@@ -10,7 +10,7 @@ import io
 import json
 import pathlib
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from kale_dist.errors import BackendError, StoreError
@@ -21,17 +21,17 @@ from kale_dist.wire.blobs import Store, fresh
 Answer = TypeVar("Answer")
 
 OnProgress = Callable[[int, int], None]
-"""Called with the bytes carried so far, and all there are."""
+"""Called with the number of bytes transferred so far, and of all."""
 
 _PIECE_BYTES = 1 << 20
 _ASK_FIRST_BYTES = 1 << 20
-"""A larger blob is asked for before it is sent: the head may have it, or a part of it."""
+"""Before a larger blob is sent, the head is asked how much of it it has."""
 
 _TRIES = 3
-"""Requests that are cut are repeated at once; more tries belong to the follower, which also looks at the pod."""
+"""How often a request is sent whose connection is cut. After that the follower tries again, which also looks at the pod."""
 
 _ANSWER_S = 60.0
-"""A head that says nothing for so long while it answers a request counts as gone. A busy one answers within seconds."""
+"""A head that sends no byte of an answer for so long counts as gone. A busy head answers within seconds."""
 
 _CUT = (OSError, http.client.HTTPException)
 
@@ -51,11 +51,11 @@ class HeadClient:
         self._key = key
 
     def missing(self) -> list[str]:
-        """Digests of the blobs that the head waits for."""
+        """Digests of the blobs of the snapshot that the head does not have yet."""
         return [str(digest) for digest in json.loads(self._ask("GET", "/missing"))]
 
     def ack(self) -> None:
-        """Tell the head that all outcomes are here, so that its pod may end."""
+        """Tell the head that all outcomes have been fetched, so that its pod may end."""
         self._ask("POST", "/ack", b"{}")
 
     def cancel(self, grace_s: float) -> None:
@@ -67,18 +67,18 @@ class HeadClient:
         """Blocks of the log and events as they come, until the job has ended.
 
         Args:
-            line: Number of the first line that is wanted.
-            event: Number of the first event that is wanted.
+            line: Number of the first line to send.
+            event: Number of the first event to send.
             silence_s: Seconds without a byte after which the connection counts as dead.
 
         Returns:
             The bytes, and a function that ends the stream from another thread.
         """
-        with self._request("GET", f"/stream?line={line}&event={event}", b"", silence_s) as (answer, end):
+        with self._request("GET", f"/stream?line={line}&event={event}", silence_s=silence_s) as (answer, end):
 
             def pieces() -> Iterator[bytes]:
                 try:
-                    # read1 gives what is there; read would wait until a whole piece has come.
+                    # `read` would wait for a whole piece.
                     while piece := answer.read1(_PIECE_BYTES):
                         yield piece
                 except (*_CUT, ValueError) as error:
@@ -133,33 +133,27 @@ class HeadClient:
 
     def _upload_one(self, digest: str, view: memoryview, on_progress: Callable[[int], None]) -> None:
         path = f"/blobs/{digest}"
-        offset = asked = 0
+        may_be_there = len(view) > _ASK_FIRST_BYTES
 
         def send() -> None:
-            nonlocal offset, asked
-            if asked or len(view) > _ASK_FIRST_BYTES:
+            nonlocal may_be_there
+            offset = 0
+            if may_be_there:
                 there = json.loads(self._request_once("GET", f"{path}/size"))
                 offset = len(view) if there["complete"] else int(there["received"])
-            asked = 1
+            may_be_there = True
             if offset < len(view) or not len(view):
-                self._put(f"{path}?offset={offset}", view, offset, on_progress)
+                headers = {SIZE_HEADER: str(len(view)), "Content-Length": str(len(view) - offset)}
+                with self._request("PUT", f"{path}?offset={offset}", pieces(offset), headers=headers):
+                    pass
             on_progress(len(view))
 
-        self._repeat(f"sending {len(view):,} bytes of the snapshot", send)
+        def pieces(offset: int) -> Iterator[memoryview]:
+            for start in range(offset, len(view), _PIECE_BYTES):
+                yield view[start : start + _PIECE_BYTES]
+                on_progress(min(len(view), start + _PIECE_BYTES))
 
-    def _put(self, path: str, view: memoryview, offset: int, on_progress: Callable[[int], None]) -> None:
-        with self._open(_ANSWER_S) as (peer, _):
-            peer.putrequest("PUT", path)
-            peer.putheader(MAC_HEADER, sign_request(self._key, "PUT", path))
-            peer.putheader(SIZE_HEADER, str(len(view)))
-            peer.putheader("Content-Length", str(len(view) - offset))
-            peer.endheaders()
-            while offset < len(view):
-                peer.send(view[offset : offset + _PIECE_BYTES])
-                offset = min(len(view), offset + _PIECE_BYTES)
-                on_progress(offset)
-            with peer.getresponse() as answer:
-                _check(answer, path)
+        self._repeat(f"sending {len(view):,} bytes of the snapshot", send)
 
     def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         return self._repeat(f"asking {method} {path}", lambda: self._request_once(method, path, body))
@@ -170,28 +164,30 @@ class HeadClient:
 
     @contextlib.contextmanager
     def _request(
-        self, method: str, path: str, body: bytes = b"", silence_s: float = _ANSWER_S
+        self,
+        method: str,
+        path: str,
+        body: bytes | Iterator[memoryview] = b"",
+        *,
+        silence_s: float = _ANSWER_S,
+        headers: Mapping[str, str] | None = None,
     ) -> Iterator[tuple[http.client.HTTPResponse, Callable[[], None]]]:
-        with self._open(silence_s) as (peer, end):
-            digest = hashlib.sha256(body).hexdigest() if method == "POST" else ""
-            headers = {MAC_HEADER: sign_request(self._key, method, path, digest)}
-            try:
-                peer.request(method, path, body=body if method == "POST" else None, headers=headers)
-                answer = peer.getresponse()
-            except _CUT as error:
-                raise _cut(f"asking {method} {path}", error) from error
-            with answer:
-                _check(answer, path)
-                yield answer, end
-
-    @contextlib.contextmanager
-    def _open(self, silence_s: float) -> Iterator[tuple[http.client.HTTPConnection, Callable[[], None]]]:
         with contextlib.closing(self._connect()) as connection:
             connection.settimeout(silence_s)
             peer = http.client.HTTPConnection("head")
             peer.sock = HttpSocket(connection)
             peer.auto_open = 0
-            yield peer, functools.partial(connection.shutdown, socket.SHUT_RDWR)
+            # The body of a PUT is a blob, which its digest in the path signs.
+            digest = hashlib.sha256(body).hexdigest() if method == "POST" and isinstance(body, bytes) else ""
+            signature = {MAC_HEADER: sign_request(self._key, method, path, digest)}
+            try:
+                peer.request(method, path, body or None, signature | dict(headers or {}))
+                answer = peer.getresponse()
+            except _CUT as error:
+                raise _cut(f"asking {method} {path}", error) from error
+            with answer:
+                _check(answer, path)
+                yield answer, functools.partial(connection.shutdown, socket.SHUT_RDWR)
 
     def _repeat(self, doing: str, act: Callable[[], Answer]) -> Answer:
         attempt = 0
@@ -211,14 +207,14 @@ class HeadClient:
 
 
 class HttpSocket:
-    """A place's connection with the methods that `http.client` wants of a socket."""
+    """Gives a place's connection the methods of a socket that `http.client` uses."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.sendall = connection.sendall
 
     def close(self) -> None:
-        """Nothing: the library lets go of its socket before the answer has been read."""
+        """Do nothing: `http.client` closes its socket before the answer has been read."""
 
     def makefile(self, _mode: str) -> io.BufferedReader:
         """A file that reads the connection."""
@@ -240,7 +236,7 @@ class _Received(io.RawIOBase):
 
 @contextlib.contextmanager
 def writing(target: pathlib.Path) -> Iterator[io.BufferedWriter]:
-    """A file that appears under its name when it is complete, and not at all after an error.
+    """A file that gets its name when it is complete, and is removed after an error.
 
     Raises:
         StoreError: The disk is full or read-only.
@@ -258,11 +254,11 @@ def writing(target: pathlib.Path) -> Iterator[io.BufferedWriter]:
 
 
 def _check(answer: http.client.HTTPResponse, path: str) -> None:
-    """Turn an answer that is an error into this library's.
+    """Raise the error that the status of the head's answer stands for.
 
     Raises:
         BackendError: The head refused.
-        StoreError: It has no such file, or could not keep what was sent.
+        StoreError: The head has no such file, or could not store the blob.
     """
     if answer.status < http.client.MULTIPLE_CHOICES:
         return
@@ -281,7 +277,7 @@ def _check(answer: http.client.HTTPResponse, path: str) -> None:
             raise StoreError(f"The disk of the head's pod is full: {said}")
         case http.client.UNPROCESSABLE_ENTITY:
             raise StoreError(
-                f"What arrived at the head is not blob {name}: the snapshot's file on this machine is damaged"
+                f"The head received other bytes than those of blob {name}: the snapshot's file on this machine is damaged"
             )
     raise BackendError(
         f"The head answered {path} with {answer.status}: {said}",

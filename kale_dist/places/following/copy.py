@@ -1,11 +1,11 @@
-"""The copy of one run here: the head's blocks are appended to the same files, each once, in their order.
+"""The notebook's copy of one run: `RunCopy` appends the head's blocks to the same files here, each once, in their order.
 
-A thread brings them (`HeadReader`), over a connection, else from the head's output as its place has it. A connection is first,
-because stdout is only a bounded copy of a fast log. The output is read where no connection is allowed or none stands for a
-while, and at the end for what is missing. The end of a stream means nothing: the end is the head's verdict, with the number of its last line.
+A thread (`HeadReader`) reads the blocks from a connection to the head. It reads the head's stdout, a bounded copy of the log, while no
+connection is allowed or possible, and once at the end for lines that are missing. The end of a stream means nothing: a run is
+complete with the head's verdict, which has the number of its last line.
 
-Where the next line and the next event belong is read from the files themselves: a follower that was killed leaves at most
-a torn block, which is cut off. Lines that will never come are replaced by one line that says how many are missing and why.
+The numbers of the next line and the next event are read from the files: a follower that was killed leaves at most a torn
+block, which is cut off. In the place of lines that are lost, one line says how many are missing and why.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from kale_dist.wire import (
 from kale_dist.wire.blobs import fresh
 
 SILENCE_S = 45.0
-"""A connection without a byte for so long is opened again from the last line: a tunnel that died (a laptop that slept)
-says nothing. The head says something every 15 s."""
+"""A connection without a byte for so long is opened again: a tunnel that died while a laptop slept reports no error. The head
+sends something every 15 s."""
 
 CONNECT_S = 15.0
-"""A head that cannot be connected to for so long is read from its stdout until it can."""
+"""After so long without a connection to the head, its stdout is read until there is one."""
 
 PAUSE_S = 0.5
-"""Between two tries to connect."""
+"""The time between two attempts to connect."""
 
 _DROPPED = "the head keeps only the newest part of a long log"
 _ENDED = "the head ended before they could be copied"
 
 
 class GapError(Exception):
-    """Lines or events are missing before the next block, and may yet be had in another way."""
+    """Lines or events are missing before the next block, and another stream may still have them."""
 
 
 class RunCopy:
@@ -70,7 +70,7 @@ class RunCopy:
 
     def __init__(self, files: JobFiles, on_lines: Callable[[], None], on_change: Callable[[], None]) -> None:
         self.verdict: Verdict | None = None
-        """The head's. Readers do not see it, or what follows it, before `release`."""
+        """The head's verdict. Readers do not see it, or events after it, before `release`."""
         self.last_attempt = 0
         """The head's newest attempt that was seen."""
         self.has_started = False
@@ -97,15 +97,15 @@ class RunCopy:
         return self.verdict is not None and self.next_line >= self.verdict.next_line
 
     def take(self, blocks: Iterable[Block], *, missing: str = "", is_last: bool = False) -> None:
-        """Append what is new, and write it to the disk.
+        """Append the blocks that are new, and write them to the disk.
 
         Args:
             blocks: From a connection or from the head's stdout.
-            missing: Why lines are missing that were skipped, as a clause after "because"; empty if they may still be had.
-            is_last: Whether stdout is read for the last time: what no agent wrote there is copied then, and only then.
+            missing: Why lines are lost that the blocks skip, as a clause after "because"; empty if another stream may have them.
+            is_last: Whether stdout is read for the last time: only then output that no agent wrote is copied.
 
         Raises:
-            GapError: Something was skipped, and `missing` is empty. What came before is kept.
+            GapError: The blocks skip something, and `missing` is empty. Everything before is kept.
             StoreError: The disk is full, or the job was deleted.
         """
         try:
@@ -128,7 +128,7 @@ class RunCopy:
             self._write_progress()
 
     def say(self, text: str) -> None:
-        """Append a line of our own, which has no number."""
+        """Append a line of this process, which has no number."""
         self._append_own(text.encode())
         self.flush()
 
@@ -146,11 +146,11 @@ class RunCopy:
         self._on_lines()
 
     def release(self, events: Iterable[dict[str, Any]] | None = None, *, note: str = "") -> None:
-        """Let readers see how the run ended. Nothing is copied after it.
+        """Write the events that end the run, so that readers see them. Nothing is copied afterwards.
 
         Args:
-            events: In the place of the head's verdict and what followed it; None for those.
-            note: A sentence for the status beside its reason, if there is more to say.
+            events: Written in the place of the head's verdict and the events after it; None for those.
+            note: A further sentence for the status; empty for none.
         """
         held = self._held if events is None else [wire.encode_json(event) for event in events]
         if note:
@@ -182,11 +182,11 @@ class RunCopy:
         self.last_attempt = max(self.last_attempt, block.attempt)
 
     def skip_lines(self, following: int, missing: str) -> None:
-        """Say that the lines before a number are missing; nothing if they are not.
+        """Append a line that says which lines before a number are missing, if any are.
 
         Args:
             following: The number of the next line that there is.
-            missing: As in `take`.
+            missing: Why they are lost, as for `take`.
         """
         count = following - self.next_line
         if count <= 0:
@@ -214,7 +214,7 @@ class RunCopy:
             events = "1 event is" if count == 1 else f"{count:,} events are"
             self._append_own(f"{events} missing here (metrics or states of ranks), because {missing}".encode())
         event = block.event
-        # Lines before an event are on the disk before it: who sees a rank's end can read its last line.
+        # A reader that sees a rank's end can then read its last line.
         self.flush()
         # Numbers are those of lines in the file; empty lines stand for events that are missing.
         data = b"\n" * (block.number - self.next_event) + wire.encode_json(event)
@@ -254,7 +254,7 @@ class RunCopy:
         return data.count(b"\n")
 
     def _take_part(self, part: OutcomePart) -> None:
-        """Outcomes are signed themselves: one that is not this job's is refused when it is read."""
+        """Collect the parts of an outcome into its file. Its signature is checked by `job.outcomes`, which reads it."""
         target = self._files.outcome(part.attempt, part.rank)
         if not part.index:
             self._parts[part.attempt, part.rank] = []
@@ -293,11 +293,11 @@ class HeadReader:
     Args:
         place: Where the run is.
         handle: The run.
-        client: For requests to the head; None where this user has no key.
-        copy: Where to write; no other thread appends to it meanwhile.
+        client: For requests to the head; None if this user has no key.
+        copy: Appended to by this reader's thread alone until it has ended.
         has_ended: Whether the head's container has ended or is gone.
-        on_end: Called when it has ended.
-        clock: Time.
+        on_end: Called when the thread ends.
+        clock: The follower's.
     """
 
     def __init__(
@@ -312,9 +312,9 @@ class HeadReader:
         clock: Clock,
     ) -> None:
         self.is_drained = False
-        """Whether nothing more will come."""
+        """Whether the thread has read everything that the head and its place still had."""
         self.error: StoreError | None = None
-        """Why it gave up: the disk is full, or the job was deleted here."""
+        """Why the thread gave up: the disk is full, or the job was deleted here."""
         self._place = place
         self._handle = handle
         self._client = client
@@ -331,7 +331,7 @@ class HeadReader:
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Read no more; what comes later is found by the next follower."""
+        """End the thread; the next follower continues where it stopped."""
         self._stopped.set()
         self.hurry()
         self._thread.join(timeout_s)
@@ -348,7 +348,7 @@ class HeadReader:
     def _run(self) -> None:
         try:
             while not self._stopped.is_set() and not self._copy.is_complete:
-                # Asked before reading: what a head has said before its end is then read for certain.
+                # Asked before reading, so that everything a head wrote before its end is read.
                 if self._has_ended():
                     break
                 self._read_once()
@@ -407,7 +407,7 @@ class HeadReader:
             self._copy.take(blocks.finish(), missing=missing, is_last=is_last)
 
     def _read_the_rest(self) -> None:
-        """The head has ended: read what its place still has of its output, then say what is missing."""
+        """Read what the place still has of an ended head's output, then say which lines are missing."""
         with contextlib.suppress(BackendError):
             self._read_stdout(follow=False, missing=self._only_stdout or _ENDED, is_last=True)
         verdict = self._copy.verdict

@@ -1,17 +1,18 @@
-"""Follows one unfinished job from this process: copies what its heads say, decides how it ended, starts its next run.
+"""Follows one unfinished job: has its log copied, decides how its runs ended, fetches its results, starts its next run.
 
-Everything it learns is written into the job's folder on this machine, so that every reader of a job reads files. One
-process follows a job at a time (a lock in its folder); the others read, and one of them takes over when it ends.
+A follower writes everything into the job's folder on this machine, so that every reader of a job reads files. One process
+follows a job at a time (a lock in its folder). The other processes read, and one of them takes over when the first ends.
 
-A head's UID identifies the run. If a run lost pods through no fault of the job, another one resumes from the last
-checkpoint, as long as `max_restarts` allows it; after a suspended run another one starts, which does not count. The next run's object is named
-`<name>-2`: if that name is taken, the follower of another machine was first, and its run is followed.
+A run is one life of a head, identified by the head's UID. If a run lost pods through no fault of the job, the next one resumes
+from the last checkpoint, as long as `max_restarts` allows it; a run after a suspended one does not count. Its object is named
+`<name>-2`: if that name is taken, the follower of another machine was first, and this one follows the same run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,6 @@ from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.spec.place_settings import PENDING_TIMEOUT_S
 from kale_dist.places.following.client import HeadClient
 from kale_dist.places.following.copy import Clock, HeadReader, RunCopy
-from kale_dist.places.following.results import Results
 from kale_dist.places.following.verdict import (
     RETRIED,
     closing_events,
@@ -38,37 +38,41 @@ from kale_dist.places.following.verdict import (
 from kale_dist.wire import EventKind, FailureCause, StateName, Verdict
 
 LOOK_S = 1.0
-"""How often a place is looked at that has not said that something changed."""
+"""How often a follower looks at a place that reports no change."""
 
 FIRST_LOOK_S = 10.0
-"""How long a first question about a job waits for a place that is slow to answer."""
+"""How long the first status of a job waits for the place."""
 
 LOCK_S = 2.0
-"""How often a process that only reads looks whether the one that follows has ended."""
+"""How often a process that does not follow tries to get the lock."""
 
 HEAD_S = 40.0
-"""A head learns within 30 s (TCP's) that another pod is gone, and ends the run. One that has not said so 10 s later never
-will: that pod ended before it reached the head."""
+"""A head learns within 30 s (TCP's) that another pod is gone, and ends the run. If it has not done so 10 s later, it never will:
+that pod ended before it had reached the head."""
 
 GIVE_UP_S = 5.0
-"""A trouble that does not heal ends the job when it has been seen for so long: a first look may see half of it."""
+"""A trouble that does not heal ends the job after so long: the first look may have seen only a part of the run."""
 
 ACT_WITHIN_S = 300.0
-"""So long a job waits for somebody to mend what only a person can, unless its `pending_timeout_s` says otherwise."""
+"""How long a job waits for a person to mend what does not heal by itself, unless its `pending_timeout_s` says otherwise."""
 
 EXPLAIN_S = 10.0
-"""A place may need so long to say what became of a pod that the head has lost."""
+"""How long a place may need to report why a pod that the head has lost is gone."""
+
+MAX_PODS, MAX_LINES, MAX_BYTES = 3, 20, 1 << 14
+"""How many failed pods have their last output copied into the log, and how much of it: the first that failed say why."""
 
 _NAMED = 5
+_MIB = 1 << 20
 _MADE_AGAIN = RETRIED - {"killed"}
-"""How a pod is lost that its controller may make again."""
+"""Losses of pods that their controller may make again."""
 
 CANCEL_MARGIN_S = 10.0
-"""A cancelled job whose pods still run so long after its ranks' grace is killed."""
+"""The pods of a cancelled job are killed so long after the grace of its ranks."""
 
 
 def handle_of(place: Place, record: Record, run: Run) -> RunHandle:
-    """What a place needs to find a run."""
+    """The handle by which a place finds a recorded run."""
     return RunHandle(
         ref=JobRef.parse(record.ref),
         object=run.object or place.object_name(record.spec.name, run.number),
@@ -79,15 +83,15 @@ def handle_of(place: Place, record: Record, run: Run) -> RunHandle:
 
 
 class Follower:
-    """One job's follower; its thread ends with the job.
+    """Follows one job in a thread that ends with the job.
 
     Args:
         place: Where the job runs.
         record: The job.
-        key: Its secret bytes; None if this user has none.
+        key: The job's secret bytes; None if this user does not have them.
         on_lines: Called when the log here has grown.
-        on_change: Called when something else about the job may have changed.
-        clock: Time; tests have one of their own.
+        on_change: Called when the job's status may have changed.
+        clock: Time; tests pass one of their own.
     """
 
     def __init__(
@@ -101,11 +105,11 @@ class Follower:
         clock: Clock | None = None,
     ) -> None:
         self.look = Look(fresh=False)
-        """What the place saw last."""
+        """The place's last report."""
         self.problem = ""
-        """Why the place does not answer, or why nothing can be written here, as a sentence."""
+        """Why the place does not answer, or why the job's folder cannot be written, as a sentence."""
         self.activity = ""
-        """What it does that takes time, as a sentence."""
+        """What the follower does at the moment that takes time, as a sentence."""
         self._place = place
         self._record = record
         self._spec: JobSpec = record.spec
@@ -115,8 +119,7 @@ class Follower:
         self._clock = clock or Clock()
         self._files = records.files(record.name)
         self._status = JobReader(record.name, lambda _: True)
-        self._run = records.runs(record.name)[-1]
-        self._handle = handle_of(place, record, self._run)
+        self._take_newest_run()
         self._opened: RunCopy | None = None
         self._reader: HeadReader | None = None
         self._input: threading.Thread | None = None
@@ -137,7 +140,7 @@ class Follower:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still follows."""
+        """Whether the thread still follows the job."""
         return self._thread.is_alive()
 
     @property
@@ -146,54 +149,63 @@ class Follower:
             raise StoreError(f"{self._files.folder} is followed by another process")
         return self._opened
 
-    def client(self) -> HeadClient | None:
-        """For requests to the head of the newest run; None where this user has no key."""
-        handle = self._handle
-        return None if self._key is None else HeadClient(lambda: self._place.connect(handle), self._key)
-
     def wait_for_look(self) -> None:
-        """Wait for the first look, and for the end of a run that has ended: what a new process shows first is then true."""
+        """Wait for the first look, and if the head has ended for the verdict: a new process then shows no outdated status first."""
         self._looked.wait(FIRST_LOOK_S)
-        # Not a second time: large results take a while.
+        # Only the first status waits: large results take a while.
         self._looked.set()
 
-    def wake(self) -> None:
-        """Look at once."""
-        self._woken.set()
-
     def stop(self) -> None:
-        """Follow no more; what the job does from here on is found later."""
+        """Have the thread end. The job runs on, and the next follower continues where this one stopped."""
         self._stopped.set()
         self._woken.set()
 
     def join(self, timeout_s: float = 10.0) -> None:
-        """Wait until it has stopped."""
+        """Wait until the thread has ended."""
         self._thread.join(timeout_s)
 
     def cancel(self, grace_s: float) -> None:
-        """End the job: by its head, which ends the ranks well; else by its place.
+        """End the job: by its head, which gives the ranks their grace; else by its place.
 
         Args:
             grace_s: Seconds that ranks may take to end by themselves.
 
         Raises:
-            BackendError: The place cannot be reached either.
+            BackendError: Neither head nor place can be reached.
         """
         records.mark_cancelled(self._files)
         self._kill_at = self._clock.monotonic() + grace_s + CANCEL_MARGIN_S
-        client = self.client()
-        asked = False
-        if client is not None:
-            with contextlib.suppress(BackendError, StoreError):
-                client.cancel(grace_s)
-                asked = True
-        if not asked:
+        if not self._ask_head(lambda head: head.cancel(grace_s)):
             self._place.kill(self._handle, grace_s)
-        self.wake()
+        self._woken.set()
 
     def fetch(self, name: str) -> bool:
-        """Bring a file of the newest run here, as it is now; see `Results.fetch`."""
-        return self._results().fetch(name)
+        """Fetch a file of the newest run as it is now: from the head while it runs, else from the place.
+
+        Args:
+            name: Of an outcome, or `checkpoint`.
+
+        Returns:
+            Whether the file was there.
+
+        Raises:
+            StoreError: The file cannot be written here.
+            BackendError: The place cannot be reached.
+        """
+        files, handle, client = self._run.files, self._handle, self._client()
+        target = files.folder / name
+        if client is not None and self._head_runs:
+            with contextlib.suppress(BackendError):
+                try:
+                    client.fetch_file(name, target, self._show_fetched)
+                except StoreError:
+                    if not files.folder.exists():
+                        raise
+                else:
+                    return True
+                finally:
+                    self._show("")
+        return self._place.fetch(handle, name, target)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -202,9 +214,8 @@ class Follower:
         try:
             with records.opened_lock(self._files) as lock:
                 while not records.try_lock(lock):
-                    # Another process follows. This one only looks, for what it shows until then.
-                    self._run = records.runs(self._record.name)[-1]
-                    self._handle = handle_of(self._place, self._record, self._run)
+                    # Another process follows the job. This one only looks, for the status that it shows.
+                    self._take_newest_run()
                     self._look()
                     self._kill_if_due()
                     if self._stopped.is_set() or self._status.status().is_final:
@@ -214,7 +225,7 @@ class Follower:
                 while not self._stopped.is_set() and not self._step():
                     self._wait(LOOK_S)
         except KaleDistError as error:
-            # The disk is full: the next question about the job tries again. Or the job was deleted.
+            # The disk is full, and the next call for the job's status tries again. Or the job was deleted.
             self.problem = f"{error}"
         finally:
             self._looked.set()
@@ -248,7 +259,11 @@ class Follower:
             self._on_change()
 
     def _step(self) -> bool:
-        """Look at everything once; whether the job is over."""
+        """Do what the job needs now: start its run, connect to its head, send its input, end it.
+
+        Returns:
+            Whether the job is over.
+        """
         if self._status.status().is_final:
             return True
         if not self._run.is_started:
@@ -259,25 +274,27 @@ class Follower:
             raise self._reader.error
         if self.problem:
             return False
-        head = self.look.head
-        if head is not None and not self._run.uid:
-            self._write_run(uid=head.uid)
-        if head is not None and head.uid != self._run.uid:
-            return self._follow_new_head(head)
-        if head is not None and head.state == "running" and self._run.is_suspended and not self.look.suspended:
-            # It was resumed before its pods were gone.
-            self._write_run(is_suspended=False)
-        if head is not None and head.state != "waiting" and self._reader is None:
-            self._reader = self._read_head()
-        if head is not None and head.state == "running" and self._input is None:
-            self._send_input()
-        return self._end_if_ended()
+        if (head := self.look.head) is not None:
+            if not self._run.uid:
+                self._write_run(uid=head.uid)
+            if head.uid != self._run.uid:
+                return self._follow_new_head(head)
+            if head.state != "waiting" and self._reader is None:
+                self._reader = self._read_head()
+            if head.state == "running" and self._input is None:
+                self._send_input()
+        self._note_suspension()
+        verdict = self._find_verdict() if self.look.fresh else None
+        return verdict is not None and self._end(verdict)
 
     # -- one run ------------------------------------------------------------------------------------------------------
 
-    def _open_newest_run(self) -> None:
+    def _take_newest_run(self) -> None:
         self._run = records.runs(self._record.name)[-1]
         self._handle = handle_of(self._place, self._record, self._run)
+
+    def _open_newest_run(self) -> None:
+        self._take_newest_run()
         self._listen()
         self._opened = RunCopy(self._run.files, self._on_lines, self._on_change)
         if not self._run.files.run_facts.exists():
@@ -302,11 +319,11 @@ class Follower:
             head = self.look.head
             if head is not None:
                 return head.uid != uid or head.state == "ended"
-            # A head that is missing in a look which lags may only not have been seen yet.
+            # In a look that is not up to date, the head may only be missing so far.
             return self.look.fresh
 
         return HeadReader(
-            place=self._place, handle=self._handle, client=self.client(), copy=self._copy, has_ended=has_ended,
+            place=self._place, handle=self._handle, client=self._client(), copy=self._copy, has_ended=has_ended,
             on_end=self._woken.set, clock=self._clock,
         )  # fmt: skip
 
@@ -324,16 +341,32 @@ class Follower:
         self._input = threading.Thread(target=send, name=f"kale_dist input {handle.object}", daemon=True)
         self._input.start()
 
-    def _results(self) -> Results:
-        return Results(
-            place=self._place, handle=self._handle, files=self._run.files, client=self.client(), look=self.look,
-            on_progress=self._show,
-        )  # fmt: skip
+    def _client(self) -> HeadClient | None:
+        """A client of the newest run's head; None if this user has no key."""
+        handle = self._handle
+        return None if self._key is None else HeadClient(lambda: self._place.connect(handle), self._key)
+
+    def _ask_head(self, request: Callable[[HeadClient], None]) -> bool:
+        """Send a request to the head; returns whether the head has it."""
+        client = self._client()
+        with contextlib.suppress(BackendError, StoreError):
+            if client is not None:
+                request(client)
+                return True
+        return False
+
+    @property
+    def _head_runs(self) -> bool:
+        return self.look.head is not None and self.look.head.state == "running"
 
     def _show(self, activity: str) -> None:
         if activity != self.activity:
             self.activity = activity
             self._on_change()
+
+    def _show_fetched(self, done: int, total: int) -> None:
+        if total > _MIB:
+            self._show(f"Fetching results: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
 
     def _kill_if_due(self) -> None:
         if self._kill_at is not None and self._clock.monotonic() > self._kill_at:
@@ -343,43 +376,50 @@ class Follower:
 
     # -- the end of a run ---------------------------------------------------------------------------------------------
 
-    def _end_if_ended(self) -> bool:
-        look, copy, reader = self.look, self._copy, self._reader
-        head = look.head
-        if look.suspended:
-            self._was_suspended = True
-            if self._run.uid and not self._run.is_suspended:
-                self._write_run(is_suspended=True)
-        elif self._was_suspended:
-            # From here on it counts how long the job waits for its pods.
-            self._was_suspended = False
+    def _note_suspension(self) -> None:
+        """Record whether the run is suspended. `pending_timeout_s` counts from the end of a suspension."""
+        is_suspended = bool(self.look.suspended)
+        if is_suspended and self._run.uid and not self._run.is_suspended:
+            self._write_run(is_suspended=True)
+        elif self._run.is_suspended and not is_suspended and self._head_runs:
+            # The run was resumed before its pods were gone.
+            self._write_run(is_suspended=False)
+        if self._was_suspended and not is_suspended:
             self._write_run(began=self._clock.time())
-        if not look.fresh:
-            return False
+        self._was_suspended = is_suspended
+
+    def _find_verdict(self) -> Verdict | None:
+        """The verdict on a run that has ended, and of which everything is read; None for any other run.
+
+        A run that its head will never end is killed first.
+        """
+        look, copy, reader, head = self.look, self._copy, self._reader, self.look.head
         is_read = reader is None or reader.is_drained
         if self._decided is not None:
-            return (is_read or self._lasts("decided", CANCEL_MARGIN_S)) and self._end(self._decided)
+            return self._decided if is_read or self._lasts("decided", CANCEL_MARGIN_S) else None
         if copy.verdict is not None:
             if not copy.is_complete and not is_read:
-                return False
+                return None
             is_explained = explains_loss(copy.verdict.cause, look, self._spec.topology.number_of_pods)
-            if not (is_explained or records.canceller(self._files) or self._lasts("lost", EXPLAIN_S)):
-                return False
-            return self._end(judge(copy.verdict, look, self._spec, canceller=records.canceller(self._files)))
+            is_known = is_explained or records.canceller(self._files) or self._lasts("lost", EXPLAIN_S)
+            return self._judge(copy.verdict) if is_known else None
         is_gone = head is None and bool(self._run.uid or look.gone or look.finished)
         if is_gone or (head is not None and head.state == "ended"):
-            if not is_read and reader is not None:
-                reader.hurry()
-                return False
-            return self._end(judge(None, look, self._spec, canceller=records.canceller(self._files)))
-        self._decided = self._hopeless(look)
+            if reader is None or reader.is_drained:
+                return self._judge(None)
+            reader.hurry()
+            return None
+        self._decided = self._give_up(look)
         if self._decided is not None:
             with contextlib.suppress(BackendError):
                 self._place.kill(self._handle, 0.0, self._decided.reason)
-        return False
+        return None
 
-    def _hopeless(self, look: Look) -> Verdict | None:
-        """How a run ends that its head will never end."""
+    def _judge(self, said: Verdict | None) -> Verdict:
+        return judge(said, self.look, self._status.status(), canceller=records.canceller(self._files))
+
+    def _give_up(self, look: Look) -> Verdict | None:
+        """The verdict on a run that its head will never end; None while the head may still end it."""
         error = self._input_error
         if error is not None and not getattr(error, "retryable", False):
             reason = f"The snapshot could not be sent to the job: {error}"
@@ -388,11 +428,8 @@ class Follower:
             self._input = self._input_error = None
         if self._lasts("gone", HEAD_S, seen=look.gone):
             # The object was deleted without its pods (--cascade=orphan), which only the head can end now.
-            client = self.client()
-            if client is not None:
-                with contextlib.suppress(BackendError, StoreError):
-                    client.cancel(0.0)
-            return judge(None, look, self._spec)
+            self._ask_head(lambda head: head.cancel(0.0))
+            return judge(None, look, self._status.status())
         waits = look.head is None or any(part.state == "waiting" for part in look.parts)
         trouble = look.trouble if waits and not (look.suspended or look.gone) else None
         limit_s = self._spec.cluster.pending_timeout_s
@@ -409,13 +446,16 @@ class Follower:
             return judge_trouble(dataclasses.replace(trouble, remedy=remedy))
         part = lost_part(look)
         if self._lasts("part", HEAD_S, seen=part is not None) and part is not None:
-            return judge_part(part, look, self._spec)
+            return judge_part(part, look, self._status.status())
         return None
 
     def _lasts(self, name: str, seconds: float, *, seen: bool = True) -> bool:
-        """Whether something was seen at each look for that long; to be asked at each look.
+        """Count how long a condition has been seen at every look; called at every look.
 
-        Time in which this machine slept does not count: what it has seen before it slept is old.
+        Time in which this machine slept does not count.
+
+        Returns:
+            Whether that is `seconds` or more.
         """
         if not seen:
             self._seen_s.pop(name, None)
@@ -424,20 +464,24 @@ class Follower:
         return self._seen_s[name] >= seconds
 
     def _end(self, verdict: Verdict) -> bool:
-        """End the job, or have its next run."""
+        """End the job with a verdict, or plan its next run.
+
+        Returns:
+            Whether the job is over. If not, it is asked again at the next look.
+        """
         if self._run.is_suspended and (verdict.cause is FailureCause.SUSPENDED or verdict.may_restart):
-            # The next run begins with the next head in the same object, however long that takes.
+            # The next run begins when the object is resumed, with its next head.
             return False
         if self._reader is not None:
             self._reader.stop()
         if verdict.state is StateName.FAILED:
-            self._results().keep_last_words(self._copy, self._heard)
+            self._keep_last_words()
         copy = self._copy
         may_go_on = verdict.may_restart and self._key is not None and not records.canceller(self._files)
         if may_go_on and self._used_restarts() < self._spec.policy.max_restarts:
             self._plan_run(verdict.reason)
             return False
-        if not self._results().fetch_all(verdict, copy, self._status.status()):
+        if not self._fetch_results(verdict):
             return False
         left = self._end_pods(verdict)
         if left is None:
@@ -449,14 +493,12 @@ class Follower:
                 copy.say(verdict.reason)
             events = closing_events(verdict, self._status.status(), copy.last_attempt, self._clock.time())
             copy.release(events, note=left)
-        client = self.client()
-        if client is not None and self.look.head is not None and self.look.head.state == "running":
-            with contextlib.suppress(BackendError, StoreError):
-                client.ack()
+        if self._head_runs:
+            self._ask_head(HeadClient.ack)
         return True
 
     def _end_pods(self, verdict: Verdict) -> str | None:
-        """See that no pod of an ended job starts any more, and that none runs on; a head that has ended the job leaves by itself.
+        """Have the place end all pods of a job that has ended, so that none starts later. A head with a verdict ends by itself.
 
         Returns:
             A sentence for the status about pods that had not started. None if the place has to be asked again.
@@ -484,20 +526,68 @@ class Follower:
         names = ", ".join(waiting[:_NAMED])
         return f"{len(waiting)} {noun}s had not started when the job ended, and are removed: {names}" if names else ""
 
+    # -- what the end of a run needs ----------------------------------------------------------------------------------
+
+    def _fetch_results(self, verdict: Verdict) -> bool:
+        """Fetch the outcomes of a run that has ended, and the last checkpoint of one that has not succeeded.
+
+        Returns:
+            Whether everything is here that will ever be.
+        """
+        if self._key is None:
+            return True
+        copy, files, status = self._copy, self._run.files, self._status.status()
+        is_success = verdict.state is StateName.SUCCEEDED
+        # Parameter servers, and the workers that serve them, are ended when the chief returns, and return nothing.
+        returning = status.replicas[:1] if self._spec.cluster.servers else status.replicas
+        ranks = [replica.rank for replica in returning if replica.rank not in verdict.lost] if is_success else []
+        if verdict.rank is not None and copy.verdict is not None:
+            ranks.append(verdict.rank)
+        names = [files.outcome(copy.last_attempt, rank).name for rank in ranks]
+        if status.checkpoint_epoch is not None and not is_success:
+            names.append(files.checkpoint.name)
+        missing = [name for name in names if not self._is_here(name)]
+        if not missing or not is_success:
+            return True
+        if self._head_runs:
+            # Results are worth waiting for: the head keeps them for `collect_wait_s`.
+            self._show("The results could not be fetched yet")
+            return False
+        what = ", ".join(missing[:_NAMED]) + (" and more" if len(missing) > _NAMED else "")
+        copy.say(f"Results could not be fetched, because the head ended before they were fetched: {what}")
+        return True
+
+    def _is_here(self, name: str) -> bool:
+        """Whether a file of the run is here, after an attempt to fetch it."""
+        path = self._run.files.folder / name
+        if not path.exists():
+            with contextlib.suppress(BackendError):
+                self.fetch(name)
+        return path.exists()
+
+    def _keep_last_words(self) -> None:
+        """Copy the last output of other pods that failed into the log: their agents may not have reached the head."""
+        failed = [part for part in self.look.parts if part.number and part.state == "ended" and part.exit_code]
+        for part in [part for part in failed[:MAX_PODS] if part.uid not in self._heard]:
+            self._heard.add(part.uid)
+            with contextlib.suppress(BackendError):
+                said = self._place.last_words(self._handle, part, MAX_BYTES).decode(errors="replace")
+                for line in [text for text in said.splitlines() if text.strip()][-MAX_LINES:]:
+                    self._copy.say(f"pod {part.number}: {line}")
+
     # -- the next run -------------------------------------------------------------------------------------------------
 
     def _used_restarts(self) -> int:
-        """How many restarts all runs have used, in their heads and as runs of their own."""
-        last = self._copy.last_attempt
+        """How often the job was restarted, as an attempt of the same head or as another run."""
         free = sum(run.is_free for run in records.runs(self._record.name))
-        return self._run.first_attempt + last - free
+        return self._run.first_attempt + self._copy.last_attempt - free
 
     def _plan_run(self, reason: str, *, uid: str = "", is_free: bool = False) -> None:
-        """End the present run and record the next one, so that it starts even if this process ends.
+        """End the present run, and record the next one: it is started even if this process ends before.
 
         Args:
             reason: Why the present run ended.
-            uid: Of the next run's head, if it is there already, in the same object.
+            uid: Of the next run's head, if the same object has it already.
             is_free: Whether the next run does not count against `max_restarts`.
         """
         copy, run = self._copy, self._run
@@ -517,7 +607,7 @@ class Follower:
         )
         text = f"Run {run.number} of the job ended: {reason.rstrip('.')}. Run {fresh.number} starts"
         if not uid:
-            text += " from the last checkpoint" if self._newest_checkpoint() else " from the beginning"
+            text += " from the last checkpoint" if self._checkpoints() else " from the beginning"
         copy.say(text)
         common = {"time": self._clock.time(), "attempt": copy.last_attempt + 1, "rank": None}
         note = {**common, "event": EventKind.NOTE, "text": text}
@@ -527,34 +617,38 @@ class Follower:
         self._close_run()
         self._open_newest_run()
         self.look = Look(fresh=False)
-        self.wake()
+        self._woken.set()
 
-    def _newest_checkpoint(self) -> bool:
-        return any(run.files.checkpoint.exists() for run in records.runs(self._record.name))
+    def _checkpoints(self) -> list[pathlib.Path]:
+        """The checkpoints of all runs that are here, the newest last."""
+        return [run.files.checkpoint for run in records.runs(self._record.name) if run.files.checkpoint.exists()]
 
     def _start_run(self) -> bool:
-        """Create the objects of the run that was planned; whether the job is over because that cannot be."""
+        """Create the objects of the run that was planned.
+
+        Returns:
+            Whether the job is over, because it was cancelled or the run cannot be started.
+        """
         runs = records.runs(self._record.name)
         if who := records.canceller(self._files):
             reason = f"The job was cancelled by {who}"
             return self._end(Verdict(StateName.CANCELLED, FailureCause.USER, reason))
         if self._key is None:
             return True
-        checkpoints = [run.files.checkpoint for run in runs if run.files.checkpoint.exists()]
         self._show(f"Run {self._run.number} is being started")
         try:
-            # What the run before it holds (GPUs, quota) is what this one needs.
+            # This run needs the GPUs and the quota of the one before it.
             self._place.remove(handle_of(self._place, self._record, runs[-2]))
             try:
                 self._handle = self._place.start(
                     self._spec,
                     self._key,
                     run=self._run.number,
-                    checkpoint=checkpoints[-1] if checkpoints else None,
+                    checkpoint=next(reversed(self._checkpoints()), None),
                     used_restarts=self._run.first_attempt - sum(run.is_free for run in runs),
                 )
             except JobExistsError:
-                # The follower of another machine was first, or this one before it was killed: it is the same run.
+                # The follower of another machine has started this run, or a process that was killed since.
                 theirs, _ = self._place.adopt(self._handle.ref, trust=None)
                 self._handle = dataclasses.replace(handle_of(self._place, self._record, self._run), place=theirs.place)
         except BackendError as error:
@@ -572,7 +666,7 @@ class Follower:
         return False
 
     def _follow_new_head(self, head: Part) -> bool:
-        """The object has another head: it was resumed after a suspension, or its operator made a deleted pod again."""
+        """Begin the next run with an object's new head: the object was resumed, or its operator made a deleted pod again."""
         reader = self._reader
         if reader is not None and not reader.is_drained:
             reader.hurry()

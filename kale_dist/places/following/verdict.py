@@ -1,6 +1,6 @@
-"""Decides a job's state and how it ended, from its head's messages and what its place sees. Pure.
+"""Decides a job's state and how it ended, from its head's events and its place's report. Pure.
 
-The sources, most trusted first: the head's final state event; the termination message of its container; the state of its
+The sources, most trusted first: the head's verdict in its events; the same in the termination message of its container; the state of the
 container; the state of the object. The object's state comes last because a PyTorchJob is Failed as soon as one worker
 ends badly, while its head still runs.
 """
@@ -18,32 +18,32 @@ from kale_dist.places.manifests.bootstrap import EXIT_CODE
 from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName, Verdict
 
 RETRIED = frozenset(("evicted", "deleted", "node lost", "preempted", "killed"))
-"""Losses after which another run may do better. Not `out of memory`: it would only happen again."""
+"""Losses after which another run starts. Out of memory is none of them: it would only happen again."""
 
 _UNSURE = (FailureCause.AGENT_DIED, FailureCause.DIED, FailureCause.LEFT, FailureCause.LOST)
-"""Causes by which a head says that something was killed; the place may know by what."""
+"""Causes of a head's verdict that only say that something was killed; the place may know by what."""
 
 _ENDED = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED, RankStateName.LOST)
 
 
-def judge(said: Verdict | None, look: Look, spec: JobSpec, *, canceller: str = "") -> Verdict:
+def judge(said: Verdict | None, look: Look, status: JobStatus, *, canceller: str = "") -> Verdict:
     """Decide how a run ended.
 
     Args:
         said: The head's verdict, from its events; None if there is none and none will come.
-        look: What its place sees.
-        spec: What was submitted.
+        look: The place's report.
+        status: From the job's folder: which pod has which ranks.
         canceller: The user who cancelled the job here; empty if none did.
 
     Returns:
-        The verdict. Its cause is `SUSPENDED` where the run was suspended; another run of it costs nothing.
+        The verdict. With the cause `SUSPENDED`, the next run does not count as a restart.
     """
     head, wish = look.head, f"The job was cancelled by {canceller}" if canceller else ""
     if not wish and look.trouble is not None and look.trouble.cause is FailureCause.USER:
-        # Cancelled or deleted from elsewhere.
+        # Somebody else has cancelled or deleted the job.
         wish = str(look.trouble)
     if said is not None:
-        verdict = _explained(said, look, spec)
+        verdict = _explained(said, look, status)
     elif wish:
         return Verdict(StateName.CANCELLED, FailureCause.USER, wish)
     elif look.suspended:
@@ -53,9 +53,9 @@ def judge(said: Verdict | None, look: Look, spec: JobSpec, *, canceller: str = "
         return Verdict(StateName.CANCELLED, FailureCause.USER, reason)
     elif head is not None and head.state == "ended":
         told = Verdict.parse(head.message)
-        verdict = judge_part(head, look, spec) if told is None else _explained(told, look, spec)
+        verdict = judge_part(head, look, status) if told is None else _explained(told, look, status)
     elif head is None and look.finished == "succeeded":
-        # Its pods are gone; the results may lie in its store.
+        # The pods are gone; the results may be in the job's store.
         return Verdict(StateName.SUCCEEDED)
     elif head is None and look.finished == "":
         reason = "The first pod of the job was deleted, and its last lines are lost"
@@ -64,29 +64,29 @@ def judge(said: Verdict | None, look: Look, spec: JobSpec, *, canceller: str = "
         reason = str(look.trouble or f"The job {look.finished or 'ended'} without a message from its ranks")
         return Verdict(StateName.FAILED, FailureCause.DIED, reason)
     if wish and verdict.cause in (FailureCause.SUSPENDED, FailureCause.LOST):
-        # The head only knows that it got SIGTERM.
+        # All the head knows is that it got SIGTERM.
         return Verdict(StateName.CANCELLED, FailureCause.USER, wish)
     return verdict
 
 
-def judge_part(part: Part, look: Look, spec: JobSpec) -> Verdict:
-    """Decide how a run ended when one of its parts ended and the head says nothing about it."""
+def judge_part(part: Part, look: Look, status: JobStatus) -> Verdict:
+    """Decide how a run ended of which a part has ended, while the head has no verdict."""
     reason, trouble = _loss(part, look), part.trouble or look.trouble
     cause = trouble.cause if trouble is not None else None
     if part.lost in RETRIED:
         return Verdict(StateName.FAILED, cause or FailureCause.LOST, reason, may_restart=True)
     if part.exit_code == EXIT_CODE:
         return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, reason)
-    return Verdict(StateName.FAILED, cause or FailureCause.DIED, reason, rank=_first_rank(part, spec))
+    return Verdict(StateName.FAILED, cause or FailureCause.DIED, reason, rank=_first_rank(part, status))
 
 
 def judge_trouble(trouble: Trouble) -> Verdict:
-    """Decide how a run ends when it can never start."""
+    """The verdict on a run that can never start."""
     return Verdict(StateName.FAILED, trouble.cause or FailureCause.NOT_STARTED, str(trouble))
 
 
 def lost_part(look: Look) -> Part | None:
-    """The part whose end explains a failure best: one out of memory, then one that was lost, then any that failed."""
+    """The part whose end explains a failure best: first one that was OOM killed, then one that was lost, then any that failed."""
     ended = [part for part in look.parts if part.state == "ended" and (part.lost or part.exit_code)]
 
     def order(part: Part) -> tuple[bool, bool, int]:
@@ -96,11 +96,11 @@ def lost_part(look: Look) -> Part | None:
 
 
 def explains_loss(cause: FailureCause | None, look: Look, pods: int) -> bool:
-    """Whether a place says by now what became of the pods that a head has lost.
+    """Whether a place reports by now why the pods are gone that a head has lost.
 
     Args:
         cause: Of the head's verdict.
-        look: What the place sees.
+        look: The place's report.
         pods: How many pods the run has.
     """
     head = look.head
@@ -114,14 +114,14 @@ def explains_loss(cause: FailureCause | None, look: Look, pods: int) -> bool:
 def overlay(
     status: JobStatus, look: Look, spec: JobSpec, noun: str, *, activity: str = "", problem: str = ""
 ) -> JobStatus:
-    """A job's status while it has not ended: what its head said, and what its place sees before and beside it.
+    """The status of a job that has not ended: from its head's events, with what the place reports about its pods.
 
     Args:
         status: From the job's folder.
-        look: What its place sees.
+        look: The place's report.
         spec: What was submitted.
-        noun: What the place calls a part: `container`, `pod`.
-        activity: What this process does for the job that takes time, as a sentence.
+        noun: The place's word for a part: `container`, `pod`.
+        activity: What the follower does at the moment that takes time, as a sentence.
         problem: Why the place does not answer, as a sentence.
     """
     if status.is_final:
@@ -156,12 +156,12 @@ def overlay(
 
 
 def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float) -> Sequence[dict[str, Any]]:
-    """The events by which a run ends whose head could not say so itself.
+    """The last events of a run whose head has sent none.
 
     Args:
-        verdict: How it ended.
-        status: What is known of its ranks.
-        attempt: As the head counts.
+        verdict: How the run ended.
+        status: Of the job, with the ranks of its newest attempt.
+        attempt: The newest attempt's number in the run.
         now: Seconds since 1970.
     """
     common = {"time": now, "attempt": attempt}
@@ -179,8 +179,8 @@ def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float
 # -- inside -----------------------------------------------------------------------------------------------------------
 
 
-def _explained(verdict: Verdict, look: Look, spec: JobSpec) -> Verdict:
-    """A head's verdict, with what became of a pod or of the whole run where the head cannot know it."""
+def _explained(verdict: Verdict, look: Look, status: JobStatus) -> Verdict:
+    """A head's verdict, with the place's reason why a pod or the whole run is gone, which a head cannot know."""
     head, part = look.head, lost_part(look)
     if verdict.cause is FailureCause.SUSPENDED:
         if look.suspended:
@@ -193,16 +193,14 @@ def _explained(verdict: Verdict, look: Look, spec: JobSpec) -> Verdict:
     if verdict.state is StateName.FAILED and verdict.cause in _UNSURE and part is not None and part.lost:
         if part.lost == "out of memory":
             reason = f"{_loss(part, look).rstrip('.')}. {verdict.reason}".strip()
-            rank = _first_rank(part, spec) if verdict.rank is None else verdict.rank
+            rank = _first_rank(part, status) if verdict.rank is None else verdict.rank
             return dataclasses.replace(verdict, reason=reason, rank=rank)
         if is_lost:
             return dataclasses.replace(verdict, may_restart=True, reason=_loss(part, look))
-    # The head only knows that a connection ended.
-    return (
-        dataclasses.replace(verdict, may_restart=True, reason=str(look.trouble or verdict.reason))
-        if is_lost
-        else verdict
-    )
+    if is_lost:
+        # All the head knows is that a connection ended.
+        return dataclasses.replace(verdict, may_restart=True, reason=str(look.trouble or verdict.reason))
+    return verdict
 
 
 def _loss(part: Part, look: Look) -> str:
@@ -214,9 +212,9 @@ def _loss(part: Part, look: Look) -> str:
     return f"{part.name} ended with exit code {part.exit_code} before it could say why"
 
 
-def _first_rank(part: Part, spec: JobSpec) -> int | None:
-    rank = part.number * spec.topology.processes_per_pod
-    return rank if rank < spec.topology.number_of_processes else None
+def _first_rank(part: Part, status: JobStatus) -> int | None:
+    """The first rank of a part; None before an attempt has given it ranks."""
+    return next((replica.rank for replica in status.replicas if replica.agent == part.number), None)
 
 
 def _replica(replica: ReplicaStatus, part: Part | None) -> ReplicaStatus:

@@ -38,22 +38,22 @@ _MANY_NODES = 500
 _ENFORCE = "pod-security.kubernetes.io/enforce"
 _RESTRICTED = "restricted"
 
-_NOT_OURS = frozenset(("rights", "forbidden", "object-exists", "busy", "server-error", "refused", "anonymous"))
+_NOT_OURS = frozenset(("rights", "forbidden", "object-exists", "busy", "server-error", "refused", "credentials"))
 """Refusals of a pod's dry run that say nothing of the controller's pods: this user's rights, and a busy cluster."""
 
 _ONLY_WARN = frozenset(("webhook", "webhook-unreachable", "quota"))
-"""Those that may not hold for the controller's pods: a webhook sees this user and a pod without an owner; a quota empties."""
+"""Refusals that may not hold for the controller's pods: a webhook sees this user and a pod without an owner; a quota empties."""
 
 HOST_LABEL = "kubernetes.io/hostname"
 _WORDS = {"cpu": "cores", "memory": "of memory"}
-"""What follows an amount of a resource."""
+"""The words after an amount of a resource."""
 
 _SECRETS = ("secrets", "count/secrets")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that is not as it should be."""
+    """One trouble that the checks found."""
 
     name: str
     """A word for tests and `kale-dist doctor`, such as `quota`."""
@@ -64,7 +64,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Namespace:
-    """What has to be known of a namespace before a job's form is settled."""
+    """What decides about a job's form in a namespace."""
 
     granted: frozenset[str]
     """What this user may do there: a verb and a resource, such as `get pods/log`."""
@@ -143,7 +143,7 @@ def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Findin
     job = kind.make(spec, RunSettings(submitter=cluster.identity))
     groups = kind.pod_groups(job)
     waits = bool(getattr(spec.cluster, "wait_for_nodes", False))
-    looks: tuple[Callable[[], list[Finding]], ...] = (
+    questions: tuple[Callable[[], list[Finding]], ...] = (
         functools.partial(_dry_runs, cluster, spec, kind, job),
         functools.partial(_dry_pods, cluster, job, groups),
         functools.partial(_claims, cluster, groups),
@@ -152,7 +152,7 @@ def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Findin
         *(() if waits else (functools.partial(_nodes, cluster, groups),)),
     )
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist checks") as pool:
-        found = [item for task in [pool.submit(look) for look in looks] for item in task.result()]
+        found = [item for task in [pool.submit(ask) for ask in questions] for item in task.result()]
     sums = list(quota_sums(namespace.quotas, kind, groups))
     # The dry run of one pod says less of the same.
     found = [item for item in found if not (sums and item.name in ("quota", "quota-too-small"))] + sums
@@ -175,17 +175,15 @@ def granted(cluster: Cluster, kind: Kind) -> frozenset[str]:
         BackendError: The cluster cannot be asked.
     """
     asked = [(right.group, right.resource, verb) for right in roles.rights(kind) for verb in right.verbs]
-    try:
+    with api.asking("create", "selfsubjectrulesreviews"):
         review = cluster.authorization.create_self_subject_rules_review(
             client.V1SelfSubjectRulesReview(spec=client.V1SelfSubjectRulesReviewSpec(namespace=cluster.namespace))
         )
         rules = review.status.resource_rules if review.status is not None else []
         open_ones = [one for one in dict.fromkeys(asked) if not any(_covers(rule, *one) for rule in rules)]
-        # Authorizers other than RBAC need not tell their rules, and one of them may allow it all the same.
+        # Authorizers other than RBAC need not list their rules, and one of them may still allow it.
         is_complete = review.status is not None and not review.status.incomplete
         refused = {one for one in open_ones if is_complete or not may(cluster, *one)}
-    except Exception as error:
-        raise api.explain(error, Doing(verb="create", resource="selfsubjectrulesreviews")) from error
     return frozenset(f"{verb} {resource}" for group, resource, verb in asked if (group, resource, verb) not in refused)
 
 
@@ -214,7 +212,7 @@ def _covers(rule: Any, group: str, resource: str, verb: str) -> bool:
 
 
 def missing_rights(cluster: Cluster, kind: Kind, allowed: frozenset[str]) -> Iterator[Finding]:
-    """What this user lacks, with what that costs."""
+    """The rights that this user lacks, with what does not work without each."""
     missing = [
         (right, verbs)
         for right in roles.rights(kind)
@@ -283,10 +281,7 @@ def _read_queue(cluster: Cluster, name: str) -> Any:
 
 def _dry_pods(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup]) -> list[Finding]:
     """One pod of each kind, as the controller would make it."""
-    try:
-        if not may(cluster, "", "pods", "create"):
-            return []
-    except Exception:  # noqa: BLE001 - what cannot be checked here shows when the job runs
+    if _lookup(functools.partial(may, cluster, "", "pods", "create")) is not True:
         return []
     found = []
     for pod in _example_pods(job, groups):
@@ -297,7 +292,7 @@ def _dry_pods(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGrou
                     cluster.namespace, pod, dry_run="All", _request_timeout=_TIMEOUT_S
                 )
             )
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - what cannot be checked here shows when the job runs
             seen = api.look_up(error, doing)
             if api.status_of(error) and seen.name not in _NOT_OURS:
                 found.append(Finding(name=seen.name, trouble=seen.trouble, is_fatal=seen.name not in _ONLY_WARN))
@@ -316,7 +311,7 @@ def _example_pods(job: Mapping[str, Any], groups: Sequence[PodGroup]) -> Iterato
 
 
 def _warnings(answer: Any) -> list[Finding]:
-    """What the API server remarks on an object that it takes: unknown fields, Pod Security that only warns."""
+    """The API server's warnings about an object that it accepts: unknown fields, Pod Security that only warns."""
     headers = answer[2] or {}
     said = [value for name, value in headers.items() if name.lower() == "warning"]
     texts = [part.split('"')[1] for value in said for part in value.split("299 - ") if part.count('"') >= 2]  # noqa: PLR2004 - a pair
@@ -371,17 +366,17 @@ def quota_sums(quotas: Sequence[Any], kind: Kind, groups: Sequence[PodGroup]) ->
             if not need or taken + need <= limit:
                 continue
             allowed, is_used, needed = (quantities.amount_text(key, number) for number in (limit, taken, need))
-            name = "quota-sum" if need > limit else "quota-full"
+            name, what = "quota-too-small" if need > limit else "quota", key.removeprefix("count/")
             trouble = sentences.of(
-                name, quota=quota.metadata.name, what=key.removeprefix("count/"), limited=allowed, used=is_used,
-                requested=needed,
+                name, quota=quota.metadata.name, namespace=quota.metadata.namespace, limited=f"{what}={allowed}",
+                used=is_used, requested=f"{what}={needed}",
             )  # fmt: skip
             # What this library makes itself is refused at once, and not only a pod.
             yield Finding(name=name, trouble=trouble, is_fatal=need > limit or key in once)
 
 
 def _nodes(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
-    """What the cluster can never hold. Only few users may list nodes."""
+    """What the job asks for and the nodes can never hold; empty for the many users who may not list nodes."""
     found = _lookup(lambda: cluster.core.list_node(limit=_MANY_NODES, _request_timeout=_TIMEOUT_S).items)
     if found is None or found is _MISSING or len(found) >= _MANY_NODES:
         return []
@@ -389,7 +384,7 @@ def _nodes(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
 
 
 def node_sums(allocatable: Sequence[Mapping[str, str]], groups: Sequence[PodGroup]) -> Iterator[Finding]:
-    """What the nodes can never hold, even when they are empty."""
+    """What a job asks for that the nodes can never hold, even when they are empty."""
     largest_pod: dict[str, float] = {}
     together = sums_of(groups)
     for group in groups:
@@ -421,17 +416,18 @@ def _claims(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
         claim = _lookup(functools.partial(read, _request_timeout=_TIMEOUT_S))
         if claim is None:
             continue
-        facts = {"object": name, "namespace": namespace, "pods": str(pods), "kind": "claim", "plural": "pvc"}
+        facts = {"object": name, "namespace": namespace, "pods": str(pods), "kind": "persistentvolumeclaim"}
+        facts["claims"] = name
         problem = ""
         if claim is _MISSING:
-            problem = "named-missing"
+            problem = "missing"
         elif claim.metadata.deletion_timestamp is not None or claim.status.phase == "Lost":
             problem = "claim-lost"
             facts["why"] = "it has lost its volume" if claim.status.phase == "Lost" else "it is being deleted"
         elif pods > 1:
             modes = set(claim.status.access_modes or claim.spec.access_modes or ())
             one_node = "" if all(_is_held(group.template["spec"]) for group in groups) else "claim-one-node"
-            problem = {("ReadWriteOncePod",): "claim-single", ("ReadWriteOnce",): one_node}.get(tuple(modes), "")
+            problem = {("ReadWriteOncePod",): "claim-one-pod", ("ReadWriteOnce",): one_node}.get(tuple(modes), "")
         if problem:
             found.append(
                 Finding(name="claim", trouble=sentences.of(problem, **facts), is_fatal=problem != "claim-one-node")
@@ -465,23 +461,20 @@ def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup])
                 secrets.append(source["name"])
         pull_secrets += [secret["name"] for secret in pod.get("imagePullSecrets") or ()]
     queue_name = queue.queue_of(job)
-    kinds: tuple[tuple[str, str, str, Sequence[str], Callable[[str], Any]], ...] = (
-        ("named-missing", "Secret", "secrets", [name for name in secrets if name != own],
+    kinds: tuple[tuple[str, str, Sequence[str], Callable[[str], Any]], ...] = (
+        ("missing", "secret", [name for name in secrets if name != own],
          lambda name: core.read_namespaced_secret(name, namespace)),
-        ("named-missing", "ConfigMap", "configmaps", config_maps,
-         lambda name: core.read_namespaced_config_map(name, namespace)),
-        ("pull-secret-missing", "Secret", "secrets", pull_secrets,
-         lambda name: core.read_namespaced_secret(name, namespace)),
-        ("queue-missing", "LocalQueue", "localqueues", [queue_name] if queue_name else [],
-         functools.partial(_read_queue, cluster)),
+        ("missing", "configmap", config_maps, lambda name: core.read_namespaced_config_map(name, namespace)),
+        ("pull-secret-missing", "secret", pull_secrets, lambda name: core.read_namespaced_secret(name, namespace)),
+        ("queue-missing", "queue", [queue_name] if queue_name else [], functools.partial(_read_queue, cluster)),
     )  # fmt: skip
     return [
         Finding(
             name="missing",
-            trouble=sentences.of(entry, kind=kind, plural=plural, object=name, namespace=namespace),
-            is_fatal=entry == "named-missing",
+            trouble=sentences.of(entry, kind=kind, object=name, namespace=namespace),
+            is_fatal=entry == "missing",
         )
-        for entry, kind, plural, names, read in kinds
+        for entry, kind, names, read in kinds
         for name in dict.fromkeys(names)
         if _lookup(functools.partial(read, name)) is _MISSING
     ]
@@ -505,7 +498,7 @@ _MISSING: Any = object()
 
 
 def _lookup(read: Callable[[], Any]) -> Any:
-    """What is read; `_MISSING` if it does not exist, None if this user may not know."""
+    """The object that is read; `_MISSING` if it does not exist, None if this user may not read it."""
     try:
         return read()
     except Exception as error:  # noqa: BLE001 - what cannot be checked here shows when the job runs

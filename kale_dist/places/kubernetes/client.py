@@ -31,7 +31,6 @@ from kale_dist.config import Config
 from kale_dist.errors import BackendUnavailableError, ConfigError
 from kale_dist.job import records
 from kale_dist.places.kubernetes.explain import api as answers
-from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.wire.blobs import fresh
 from kale_dist.wording import closest
 
@@ -44,10 +43,10 @@ _POOL = 64
 
 _ACCOUNT = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TOKEN_KEYS = ("BearerToken", "authorization")
-"""What versions of the client call the credentials in their settings."""
+"""Names under which versions of the client keep the credentials in their settings."""
 
 _SECRET_KEYS = ("kubeconfig", "config", "value")
-"""Where a Secret may have a kubeconfig, the first that is there; else its only key."""
+"""Keys of a Secret that may hold a kubeconfig: the first that is there, else the Secret's only key."""
 
 _ANONYMOUS = "system:anonymous"
 
@@ -67,7 +66,7 @@ class Cluster:
     identity: str
     """This user, as the API server names it; empty where it does not say."""
     context: str = ""
-    """Of the kubeconfig; empty in a pod."""
+    """Name of the kubeconfig's context; empty in a pod."""
     in_cluster: bool = False
     """Whether it is reached by the service account of the pod that this process runs in."""
 
@@ -247,13 +246,10 @@ def _source(config: Config, context: str) -> _Source:
 
 
 def _source_in(secret: str, config: Config, context: str) -> _Source:
-    """A kubeconfig out of a Secret, as a private file. It may not name programs: whoever can write the Secret would choose them."""
+    """A kubeconfig out of a Secret, as a private file. It may not name programs, as anyone who can write the Secret could then run one here."""
     own = connect(config=config)
-    try:
+    with answers.asking("get", "secrets", own.namespace, secret):
         data = own.core.read_namespaced_secret(secret, own.namespace).data or {}
-    except Exception as error:
-        doing = Doing(verb="get", resource="secrets", namespace=own.namespace, name=secret)
-        raise answers.explain(error, doing) from error
     key = next((key for key in _SECRET_KEYS if key in data), next(iter(data), "") if len(data) == 1 else "")
     where = f"the Secret {secret!r} of the namespace {own.namespace!r}"
     if not key:
@@ -263,11 +259,11 @@ def _source_in(secret: str, config: Config, context: str) -> _Source:
     text = base64.b64decode(data[key])
     try:
         users = [entry["user"] for entry in yaml.safe_load(text)["users"]]
-        runs = any("exec" in user or "auth-provider" in user for user in users)
+        names_program = any("exec" in user or "auth-provider" in user for user in users)
     except (YAMLError, KeyError, TypeError) as error:
         problem = f"{key!r} of {where} is not a kubeconfig ({type(error).__name__})"
         raise ConfigError("cluster_secret", problem, "Put a kubeconfig there, with a token or a certificate") from None
-    if runs:
+    if names_program:
         remedy = "Put one there with a token or a certificate"
         raise ConfigError("cluster_secret", f"the kubeconfig in {where} runs a program to log in", remedy)
     file = records.state_dir() / f"cluster-{hashlib.sha256(text).hexdigest()[:16]}"
@@ -322,7 +318,11 @@ def _open(source: _Source) -> Cluster:
 
 
 def _load_kubeconfig(source: _Source, configuration: client.Configuration) -> tuple[str, str]:
-    """Fill the client's settings; the context's namespace, or nothing, and its name."""
+    """Fill the client's settings from the kubeconfig.
+
+    Returns:
+        The context's namespace, which may be empty, and its name.
+    """
     try:
         merged = KubeConfigMerger(source.files).config  # type: ignore[no-untyped-call]
         whole: Mapping[str, Any] = merged.value if merged is not None else {}
@@ -360,22 +360,23 @@ def _load_kubeconfig(source: _Source, configuration: client.Configuration) -> tu
 
 
 def _named(whole: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The entries of a list by their names. What has no form of an entry is passed over."""
+    """The entries of a kubeconfig's list by their names; malformed entries are left out."""
     entries = (getattr(node, "value", None) for node in whole.get(kind) or ())
     return {str(entry["name"]): entry for entry in entries if isinstance(entry, Mapping) and "name" in entry}
 
 
 def _identity(api: client.ApiClient, server: str) -> str:
-    """Who the API server takes this user for. The first request: it tells a cluster that answers from one that does not."""
-    try:
-        review = _unchecked(client.AuthenticationV1Api(api)).create_self_subject_review(client.V1SelfSubjectReview())
-    except client.ApiException as error:
-        # Before Kubernetes 1.28 there is no such review.
-        is_anonymous = _ANONYMOUS in str(error.body)
-        if error.status in (answers.FORBIDDEN, answers.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED) and not is_anonymous:
-            return ""
-        raise answers.explain(error, Doing(verb="reach", resource=server)) from error
-    except Exception as error:
-        raise answers.explain(error, Doing(verb="reach", resource=server)) from error
+    """The user name that the API server knows this user by. As the first request, it also shows whether the cluster answers."""
+    with answers.asking("reach", server):
+        try:
+            review = _unchecked(client.AuthenticationV1Api(api)).create_self_subject_review(
+                client.V1SelfSubjectReview()
+            )
+        except client.ApiException as error:
+            # Before Kubernetes 1.28 there is no such review.
+            is_absent = error.status in (answers.FORBIDDEN, answers.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
+            if is_absent and _ANONYMOUS not in str(error.body):
+                return ""
+            raise
     user = review.status.user_info if review.status is not None else None
     return str(user.username or "") if user is not None else ""

@@ -1,4 +1,4 @@
-"""What `kale-dist doctor --on kubernetes` prints: the checks before a job, also those that pass."""
+"""The lines that `kale-dist doctor --on kubernetes` prints: the checks before a job, also those that pass."""
 
 from __future__ import annotations
 

@@ -25,11 +25,10 @@ from kale_dist.places.kubernetes import objects, port_forward
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.explain import pods as explain
-from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.places.kubernetes.views import JobView, PodView, pod_view
 from kale_dist.places.manifests import RunSettings, claim_of, kind_of
 from kale_dist.places.manifests.pod_template import ERRAND_S
-from kale_dist.places.manifests.settings import OBJECT_LABEL, STORE_FOLDER
+from kale_dist.places.manifests.settings import STORE_FOLDER
 
 _PORT = 8000
 _START_S = 60.0
@@ -67,18 +66,16 @@ def ask(cluster: Cluster, spec: Settled, image: str, command: Sequence[str], env
                 pod = _look(cluster, spec.cluster.namespace, job) or pod
             if pod.main.reason in ("StartError", "ContainerCannotRun"):
                 return pod.main.message.encode()
-            answer: Any = cluster.core.read_namespaced_pod_log(
-                pod.name, spec.cluster.namespace, container=pod.container, _preload_content=False
-            )
-            return bytes(answer.data)
+            with api.asking("get", "pods/log", spec.cluster.namespace, pod.name):
+                answer: Any = cluster.core.read_namespaced_pod_log(
+                    pod.name, spec.cluster.namespace, container=pod.container, _preload_content=False
+                )
+                return bytes(answer.data)
     except BackendError as error:
         raise ImageError(
-            f"The base image {image} has to be asked what it has, and no pod of it could be run: {str(error).rstrip('.')}",
+            f"The base image {image} has to be asked what it has, and no pod of it answered: {str(error).rstrip('.')}",
             error.retryable,
         ) from error
-    except Exception as error:
-        doing = Doing(verb="get", resource="pods/log", namespace=spec.cluster.namespace)
-        raise ImageError(f"{api.explain(error, doing)}") from error
 
 
 def read_store(cluster: Cluster, spec: Settled, object_: str, name: str, target: pathlib.Path) -> bool:
@@ -149,7 +146,7 @@ def _download(cluster: Cluster, namespace: str, pod: PodView, name: str, target:
 def _running(
     cluster: Cluster, spec: Settled, image: str, command: Sequence[str], environment: Mapping[str, str], store: str = ""
 ) -> Iterator[tuple[str, PodView]]:
-    """The name of an errand and its pod that has started; deleted at the end."""
+    """Run an errand; gives the name of its object, which is deleted at the end, and its pod, which has started."""
     kind, job = kind_of(spec), make(spec.cluster, image, command, environment, store)
     namespace, name = spec.cluster.namespace, job["metadata"]["name"]
     objects.create(cluster, kind, job)
@@ -186,15 +183,10 @@ def _await(cluster: Cluster, namespace: str, job: str) -> PodView:
     """Wait until the pod has started, also while its node pulls the image; not for long if something keeps it."""
     began = time.monotonic()
     while True:
-        try:
-            pod = _look(cluster, namespace, job)
-        except Exception as error:
-            raise api.explain(error, Doing(verb="get", resource="pods", namespace=namespace)) from error
+        pod = _look(cluster, namespace, job)
         if pod is not None and (pod.is_running or pod.has_ended):
             return pod
-        found = None
-        if pod is not None:
-            found = explain.hindrance(pod, JobView(name=job, namespace=namespace, pods=(pod,)))
+        found = explain.hindrance(pod, JobView(name=job, namespace=namespace, pods=(pod,))) if pod is not None else None
         waited_s = time.monotonic() - began
         # Its node pulls the image, which may be large; or says that it cannot.
         has_node = pod is not None and bool(pod.node)
@@ -206,8 +198,5 @@ def _await(cluster: Cluster, namespace: str, job: str) -> PodView:
 
 
 def _look(cluster: Cluster, namespace: str, job: str) -> PodView | None:
-    listed: Any = cluster.core.list_namespaced_pod(
-        namespace, label_selector=f"{OBJECT_LABEL}={job}", _preload_content=False
-    )
-    items = listed.json()["items"]
-    return pod_view(items[0]) if items else None
+    pods = objects.pods_of(cluster, namespace, job)
+    return pod_view(pods[0]) if pods else None

@@ -33,6 +33,10 @@ _START_SLACK_S = 5.0
 """The operator writes down when it began a little after it made the first pod."""
 
 
+_Seen = Sequence[tuple[PodView, Found | None]]
+"""The pods of a run, the head first, each with why it ended as it did, or what keeps it from running."""
+
+
 def look(view: JobView, spec: JobSpec, now: float) -> Look:
     """How a run is now.
 
@@ -41,18 +45,20 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
         spec: What was submitted.
         now: Seconds since 1970.
     """
-    job, is_fresh, kind = view.job, view.healthy and view.is_complete, kind_of(spec)
+    job, is_fresh, kind = view.job, view.is_complete and not view.problem, kind_of(spec)
+    state = ObjectState() if job is None else kind.state(job)
+    pods = [(pod, _trouble_of(pod, view)) for pod in pods_of_run(view, state)]
+    parts = tuple(_part(pod, found) for pod, found in pods)
     if view.is_deleted:
         is_late = spec.cluster.ttl_s is not None and not view.pods
         name = "job-expired" if is_late else "job-deleted"
         trouble = explain.of_job(name, view, kind, {"ttl": f"{spec.cluster.ttl_s}"}).trouble
-        return Look(parts=_parts(view, ObjectState()), trouble=trouble, gone=True, fresh=is_fresh)
+        return Look(parts=parts, trouble=trouble, gone=True, fresh=is_fresh)
     if job is None:
         problem = Trouble(sentence=view.problem.rstrip("."), heals=True) if view.problem else None
         return Look(trouble=problem, fresh=False)
-    state, is_suspended = kind.state(job), kind.is_suspended(job)
-    parts = _parts(view, state)
-    person, failure = (_annotation(job, name) for name in (CANCELLED_ANNOTATION, FAILED_ANNOTATION))
+    is_suspended = kind.is_suspended(job)
+    person, failure = _annotation(job, CANCELLED_ANNOTATION), _annotation(job, FAILED_ANNOTATION)
     if person or failure:
         is_over = all(part.state == "ended" for part in parts) and (is_suspended or bool(parts))
         word: Any = "cancelled" if person else "failed"
@@ -65,9 +71,8 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
         there = tuple(part for part in parts if part.lost != "deleted")
         number = None if view.queue_position is None else view.queue_position.number
         return Look(parts=there, trouble=trouble, suspended=str(trouble), queue_position=number, fresh=is_fresh)
-    found = _ended(view, kind, state) or _waiting(view, kind, state, now)
-    known = found.trouble if isinstance(found, Found) else found
-    if not view.healthy and view.problem:
+    known = _ended(pods, view, kind, state) or _waiting(pods, view, kind, state, now)
+    if view.problem:
         last = "" if known is None else f"As last seen: {known}"
         known = Trouble(sentence=view.problem.rstrip("."), remedy=last, heals=True)
     return Look(parts=parts, trouble=known, finished=state.finished, fresh=is_fresh)
@@ -78,35 +83,33 @@ def _annotation(job: Mapping[str, Any], name: str) -> str:
 
 
 def pods_of_run(view: JobView, state: ObjectState) -> Sequence[PodView]:
-    """One pod of each number: the newest since the job was started or resumed, for earlier ones ended with a suspension.
+    """One pod of each number: the newest since the job was started or resumed, as a suspension ended those before.
 
-    Of a worker that was deleted it is the deleted one: what the operator makes in its place comes too late for this run.
+    A worker that was deleted stands for its number: the pod that the operator makes in its place comes too late for this run.
     """
-    began = seconds(state.started)
+    began = seconds(state.started) or 0.0
     head = view.latest_pods[0] if view.latest_pods else None
     found = []
     for pod in view.latest_pods:
-        since = (began or 0.0) if pod is head or head is None else max(began or 0.0, head.created)
+        since = began if pod is head or head is None else max(began, head.created)
         lost = (
             old for old in view.pods
             if old.number == pod.number and pod is not head
             and old.is_gone and old.has_started and old.created >= since - _START_SLACK_S
         )  # fmt: skip
-        if pod.created >= (began or 0.0) - _START_SLACK_S:
+        if pod.created >= began - _START_SLACK_S:
             found.append(next(lost, pod))
     return found
 
 
-# -- parts -----------------------------------------------------------------------------------------------------------
+def _trouble_of(pod: PodView, view: JobView) -> Found | None:
+    if pod.has_ended:
+        return explain.end(pod, view) or explain.sidecar(pod, view)
+    return explain.hindrance(pod, view)
 
 
-def _parts(view: JobView, state: ObjectState) -> tuple[Part, ...]:
-    return tuple(_part(pod, view) for pod in pods_of_run(view, state))
-
-
-def _part(pod: PodView, view: JobView) -> Part:
+def _part(pod: PodView, found: Found | None) -> Part:
     state: Any = "ended" if pod.has_ended else "running" if pod.is_running else "waiting"
-    found = explain.end(pod, view) or explain.sidecar(pod, view) if pod.has_ended else explain.hindrance(pod, view)
     return Part(
         number=pod.number,
         name=pod.name,
@@ -115,76 +118,70 @@ def _part(pod: PodView, view: JobView) -> Part:
         exit_code=pod.main.exit_code,
         message=pod.main.message,
         trouble=None if found is None else found.trouble,
-        lost=found.lost if found is not None and pod.has_ended else "",
+        lost=found.entry.lost if found is not None and pod.has_ended else "",
         node=pod.node,
     )
 
 
-# -- what ended the run ------------------------------------------------------------------------------------------------
-
-
-def _ended(view: JobView, kind: Kind, state: ObjectState) -> Found | None:
-    """What ended the run, or will: a pod that failed, one that can never start."""
-    hindered = (explain.hindrance(pod, view) for pod in view.latest_pods)
-    hopeless = (found for found in hindered if found is not None and not found.trouble.heals)
-    sidecars = (explain.sidecar(pod, view) for pod in view.latest_pods)
-    found = _first_failure(view, state) or next(hopeless, None) or next(filter(None, sidecars), None)
+def _ended(pods: _Seen, view: JobView, kind: Kind, state: ObjectState) -> Trouble | None:
+    """What ended the run, or will: a pod that failed, else one that can never start, else one that a sidecar keeps alive."""
+    ended = [(pod, found) for pod, found in pods if pod.has_ended and found is not None]
+    failed = [(pod, found) for pod, found in ended if found.name != "sidecar"]
+    hopeless = [found for pod, found in pods if not pod.has_ended and found is not None and not found.trouble.heals]
     # The operator counts a relay that was lost as a failure while the head still works. A limit of the object's own ends it
     # with all of its pods deleted.
-    was_deleted = found is not None and found.name == "pod-deleted" and all(pod.is_gone for pod in view.latest_pods)
-    is_over = found is None and all(pod.has_ended for pod in view.latest_pods)
+    first = min(failed, key=_order_of_failures)[1] if failed else None
+    was_deleted = first is not None and first.name == "pod-deleted" and all(pod.is_gone for pod, _ in pods)
+    found = first or next(iter(hopeless), None) or next((found for _, found in ended), None)
+    is_over = found is None and all(pod.has_ended for pod, _ in pods)
     if state.finished == "failed" and (is_over or was_deleted):
-        return explain.of_job("job-failed", view, kind, {"detail": state.message or "without a reason"})
-    return found
+        found = explain.of_job("job-failed", view, kind, {"detail": state.message or "without a reason"})
+    return None if found is None else found.trouble
 
 
-def _first_failure(view: JobView, state: ObjectState) -> Found | None:
-    """Why the first pod failed. One that the cluster killed comes before those that ended because of it."""
-    ends = ((pod, explain.end(pod, view)) for pod in pods_of_run(view, state))
-    found = [(pod, finding) for pod, finding in ends if finding is not None]
-
-    def order(item: tuple[PodView, Found]) -> tuple[int, bool, float]:
-        pod, finding = item
-        said = explain.told(pod)
-        knows = said is not None and said.cause is FailureCause.ERROR
-        rank = {"ended": 1 if knows else 3, "pod-failed": 3, "pod-deleted": 2}.get(finding.name, 0)
-        return rank, said is None, pod.main.ended or pod.created
-
-    return min(found, key=order)[1] if found else None
+def _order_of_failures(item: tuple[PodView, Found]) -> tuple[int, bool, float]:
+    """A pod that the cluster killed comes before those that ended because of it, then the one that ended first."""
+    pod, found = item
+    said = explain.verdict_of(pod)
+    knows = said is not None and said.cause is FailureCause.ERROR
+    rank = {"ended": 1 if knows else 3, "pod-failed": 3, "pod-deleted": 2}.get(found.name, 0)
+    return rank, said is None, pod.main.ended or pod.created
 
 
 # -- what it waits for -------------------------------------------------------------------------------------------------
 
 
-def _waiting(view: JobView, kind: Kind, state: ObjectState, now: float) -> Found | Trouble | None:
+def _waiting(pods: _Seen, view: JobView, kind: Kind, state: ObjectState, now: float) -> Trouble | None:
     """What the run waits for; None if nothing is known to be missing."""
     refused = explain.refusal(view, kind)
     if refused is not None:
-        return refused
-    there = [pod for pod in view.latest_pods if not pod.is_gone]
-    hindered = [found for pod in there if (found := explain.hindrance(pod, view)) is not None]
-    lacking = [found for found in hindered if found.name != "waits-for-master"]
+        return refused.trouble
+    hindered = [found for pod, found in pods if found is not None and not pod.has_ended]
+    lacking = [found.trouble for found in hindered if found.name != "waits-for-master"]
     if lacking:
-        return next((found for found in lacking if found.trouble.needs_action), lacking[0])
-    idle = [pod for pod in there if not pod.is_running and not pod.has_ended]
+        return next((trouble for trouble in lacking if trouble.needs_action), lacking[0])
+    idle = [pod for pod, _ in pods if not pod.is_running and not pod.has_ended]
     # A worker that waits for the master lacks nothing itself.
     if hindered and idle[0].number > 0:
-        return hindered[0]
+        return hindered[0].trouble
     if idle:
         return Trouble(sentence=explain.progress(idle[0], view), heals=True)
-    return _untouched(view, kind, state, now) if not there else None
+    untouched = None if any(not pod.is_gone for pod, _ in pods) else _untouched(view, kind, state, now)
+    return None if untouched is None else untouched.trouble
 
 
 def _untouched(view: JobView, kind: Kind, state: ObjectState, now: float) -> Found | None:
-    """What is wrong with a job without pods of which no part of the cluster has said anything."""
+    """What is wrong with a job that has no pods and no refusal of one."""
     job = view.job or {"metadata": {}}
     waited_s = now - (seconds(job["metadata"].get("creationTimestamp")) or now)
     if waited_s < _DEAD_AFTER_S:
         return None
-    facts = {"waited": f"{waited_s:.0f}"}
     if view.lacks_events:
-        return explain.of_job("no-pods", view, kind, facts)
-    return None if state.is_known or view.events else explain.of_job("operator-dead", view, kind, facts)
+        unknown = f"the reason why the job has no pods after {waited_s:.0f} s"
+        return explain.of_job("not-readable", view, kind, {"kind": "events", "unknown": unknown})
+    if state.is_known or view.events:
+        return None
+    return explain.of_job("operator-dead", view, kind, {"waited": f"{waited_s:.0f}"})
 
 
 def _why_suspended(job: Mapping[str, Any], view: JobView, kind: Kind) -> Trouble:
@@ -232,13 +229,11 @@ def _status(
     (kind, first), (_, last) = runs[0], runs[-1]
     said = kind.state(last)
     state = StateName.RUNNING if said.is_running and not kind.is_suspended(last) else StateName.PENDING
+    failure, person = _annotation(last, FAILED_ANNOTATION), _annotation(last, CANCELLED_ANNOTATION)
     if said.finished:
         state = StateName(said.finished)
-    failure = _annotation(last, FAILED_ANNOTATION)
-    if state is not StateName.RUNNING and failure:
-        state = StateName.FAILED
-    if state is not StateName.RUNNING and _annotation(last, CANCELLED_ANNOTATION):
-        state = StateName.CANCELLED
+    if state is not StateName.RUNNING and (person or failure):
+        state = StateName.CANCELLED if person else StateName.FAILED
     position = queued.get(last["metadata"].get("uid", "")) if state is StateName.PENDING else None
     is_final = state.is_final
     reason = failure or said.message if state is StateName.FAILED else ""

@@ -23,7 +23,7 @@ _POLL_S = 0.3
 _RUNTIMES = (("clustertrainingruntimes", ""), ("trainingruntimes", "TrainingRuntime/"))
 
 AUTOMATIC: tuple[Kind, ...] = tuple(kind for kind in KINDS.values() if kind.is_automatic)
-"""Those that are chosen without a wish, the best first."""
+"""The kinds among which one is chosen if the call names none, the best first."""
 
 
 def is_served(cluster: Cluster, kind: Kind, version: str = "") -> bool:
@@ -32,13 +32,10 @@ def is_served(cluster: Cluster, kind: Kind, version: str = "") -> bool:
     Raises:
         BackendError: The cluster does not answer.
     """
-    try:
+    listed: Any = None
+    with _asking("list", kind):
         listed = cluster.custom.get_api_resources(kind.group, version or kind.version)
-    except Exception as error:
-        if api.status_of(error) == api.NOT_FOUND:
-            return False
-        raise api.explain(error, Doing(verb="list", resource=kind.plural)) from error
-    return any(resource.name == kind.plural for resource in listed.resources or ())
+    return listed is not None and any(resource.name == kind.plural for resource in listed.resources or ())
 
 
 def choose(cluster: Cluster, word: str) -> Kind:
@@ -110,7 +107,7 @@ def runtimes(cluster: Cluster) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _asking(verb: str, kind: Kind, namespace: str, name: str) -> Iterator[None]:
+def _asking(verb: str, kind: Kind, namespace: str = "", name: str = "") -> Iterator[None]:
     """Explain what the cluster refuses. That an object does not exist is no error, unless it was to be created."""
     try:
         yield
@@ -197,18 +194,18 @@ def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> No
         BackendError: Pods still exist after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    namespace, selector = handle.spec.cluster.namespace, f"{OBJECT_LABEL}={handle.object}"
+    namespace = handle.spec.cluster.namespace
     while True:
-        try:
-            items: list[Any] = cluster.core.list_namespaced_pod(namespace, label_selector=selector).items
-        except Exception as error:
-            raise api.explain(error, Doing(verb="list", resource="pods", namespace=namespace)) from error
-        for pod in items:
-            if not (pod.metadata.owner_references or pod.metadata.deletion_timestamp):
+        left = []
+        for pod in pods_of(cluster, namespace, handle.object):
+            meta, status = pod["metadata"], pod.get("status") or {}
+            if not (meta.get("ownerReferences") or meta.get("deletionTimestamp")):
                 # An object that was deleted with --cascade=orphan has left it behind.
                 with contextlib.suppress(Exception):
-                    cluster.core.delete_namespaced_pod(pod.metadata.name, namespace)
-        left = [pod.metadata.name for pod in items if not (pod.metadata.deletion_timestamp and _initialises(pod))]
+                    cluster.core.delete_namespaced_pod(meta["name"], namespace)
+            initialises = any("running" in one["state"] for one in status.get("initContainerStatuses") or ())
+            if not (meta.get("deletionTimestamp") and initialises):
+                left.append(meta["name"])
         if not left:
             return
         if time.monotonic() > deadline:
@@ -220,9 +217,17 @@ def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> No
         time.sleep(_POLL_S)
 
 
-def _initialises(pod: Any) -> bool:
-    """Whether an init container of a pod runs."""
-    return any(one.state and one.state.running for one in pod.status.init_container_statuses or ())
+def pods_of(cluster: Cluster, namespace: str, name: str) -> list[dict[str, Any]]:
+    """The pods of a job's object, as the API has them.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    with api.asking("list", "pods", namespace):
+        listed: Any = cluster.core.list_namespaced_pod(
+            namespace, label_selector=f"{OBJECT_LABEL}={name}", _preload_content=False
+        )
+        return list(listed.json()["items"])
 
 
 def list_all(cluster: Cluster, namespace: str, selector: str) -> list[tuple[Kind, Any]]:

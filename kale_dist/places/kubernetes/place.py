@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import getpass
 import json
 import pathlib
@@ -24,7 +25,6 @@ from kale_dist.places.kubernetes import look as looks
 from kale_dist.places.kubernetes import submit as submission
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
-from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.places.kubernetes.port_forward import PodConnection
 from kale_dist.places.kubernetes.views import event_view, is_about, seconds
 from kale_dist.places.manifests import kind_of
@@ -110,22 +110,18 @@ class KubernetesPlace:
     def head_output(self, handle: RunHandle, *, follow: bool) -> Iterator[Iterator[bytes]]:
         """The log of the head's container, as far as its node still has it."""
         pod, namespace = self._head(handle).name, handle.spec.cluster.namespace
-        doing = Doing(verb="get", resource="pods/log", namespace=namespace, name=pod)
-        try:
+        asking = functools.partial(api.asking, "get", "pods/log", namespace, pod)
+        with asking():
             # A log may be silent for hours; a dead connection is found by TCP's keepalive.
             core: Any = self._cluster(handle).core
             answer = core.read_namespaced_pod_log(
                 pod, namespace, container=kind_of(handle.spec).container, follow=follow, _preload_content=False,
                 _request_timeout=(_CONNECT_S, None),
             )  # fmt: skip
-        except Exception as error:
-            raise api.explain(error, doing) from error
 
         def pieces() -> Iterator[bytes]:
-            try:
+            with asking():
                 yield from answer.stream(_READ_BYTES)
-            except Exception as error:
-                raise api.explain(error, doing) from error
 
         try:
             yield pieces()
@@ -151,7 +147,7 @@ class KubernetesPlace:
     # -- its end --------------------------------------------------------------------------------------------------------
 
     def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
-        """Bring an outcome or the checkpoint from the log of the head, or from the job's store."""
+        """Copy an outcome or the checkpoint from the log of the head, or from the job's store."""
         if name.startswith("outcome-") and self._from_log(handle, name, target):
             return True
         if not handle.spec.store or not (name == "checkpoint" or name.startswith("outcome-")):
@@ -159,7 +155,7 @@ class KubernetesPlace:
         return self._from_store(handle, name, target)
 
     def _from_log(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
-        """Bring small outcomes out of the head's log: all that it has, as reading it again for each would take long."""
+        """Copy small outcomes out of the head's log: all of them at once, as reading the log again for each would take long."""
         parts: dict[str, list[bytes]] = {}
         reader = BlockReader()
         with contextlib.suppress(BackendError), self.head_output(handle, follow=False) as pieces:
@@ -278,13 +274,11 @@ class KubernetesPlace:
         return dict(found)
 
     def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:
-        """What the cluster has said of the object and its pods; it keeps that for an hour."""
+        """The events about the object and its pods; a cluster keeps them for an hour."""
         namespace = handle.spec.cluster.namespace
-        try:
+        with api.asking("list", "events", namespace):
             listed: Any = self._cluster(handle).core.list_namespaced_event(namespace, _preload_content=False)
             found = [event_view(item) for item in listed.json()["items"]]
-        except Exception as error:
-            raise api.explain(error, Doing(verb="list", resource="events", namespace=namespace)) from error
         return [
             PlaceEvent(
                 time=event.time, about=f"{event.kind.lower()}/{event.name}", is_warning=event.is_warning, reason=event.reason,
@@ -297,11 +291,8 @@ class KubernetesPlace:
     def volumes(self) -> Sequence[str]:
         """Names of the claims in the configured namespace."""
         cluster = client.connect()
-        try:
+        with api.asking("list", "persistentvolumeclaims", cluster.namespace):
             listed = cluster.core.list_namespaced_persistent_volume_claim(cluster.namespace)
-        except Exception as error:
-            doing = Doing(verb="list", resource="persistentvolumeclaims", namespace=cluster.namespace)
-            raise api.explain(error, doing) from error
         return sorted(claim.metadata.name for claim in listed.items if claim.metadata and claim.metadata.name)
 
     def close(self) -> None:
@@ -349,8 +340,8 @@ def _run_of(job: Mapping[str, Any]) -> int:
 
 def _check_selection(namespace: Any, labels: Any) -> None:
     """Refuse what would select other jobs than meant: a comma in a value begins another condition."""
-    is_place = namespace is None or namespace == "*" or (isinstance(namespace, str) and names.is_label(namespace))
-    if not is_place:
+    is_namespace = namespace is None or namespace == "*" or (isinstance(namespace, str) and names.is_label(namespace))
+    if not is_namespace:
         remedy = "Write lower-case letters, digits and dashes, such as 'team-a', or '*' for all"
         raise ConfigError("namespace", f"{show(namespace)} cannot be a namespace", remedy)
     if not isinstance(labels, Mapping):

@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import certifi
@@ -31,14 +31,14 @@ _SEND_BYTES = 128 * 1024
 """Payload of one message."""
 
 _DATA, _PROBLEM = 0, 1
-"""Channels of what is sent, and of what went wrong with it."""
+"""Numbers of the channels for the bytes and for error messages."""
 _PORT_BYTES = 2
 """Each channel of a port-forward begins with its port's number."""
 _SHOWN = 300
 
 
 class PodConnection:
-    """One connection to a port of a pod: a `Connection` of `backends.base`.
+    """One connection to a port of a pod: a `Connection` of `job.backend`.
 
     Not for several threads, but that one may write while another reads. There is no half-closing.
 
@@ -97,14 +97,14 @@ class PodConnection:
         with contextlib.suppress(Exception):
             self._socket.close(timeout=0)
         with contextlib.suppress(Exception):
-            # What was not connected any more, it has not closed.
+            # `close` above leaves the descriptor of a socket that is no longer connected open.
             self._socket.shutdown()  # type: ignore[no-untyped-call]
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     @property
     def problems(self) -> str:
-        """What the cluster said of this connection."""
+        """The error messages that the cluster sent over this connection."""
         return " ".join(self._problems.decode("utf-8", "replace").split())[:_SHOWN]
 
     def _receive(self) -> None:
@@ -132,21 +132,16 @@ class PodConnection:
             raise ConnectionResetError(f"The connection to the pod ended: {self.problems}")
 
 
-class _as_os_errors:  # noqa: N801 - used as a word, like contextlib.suppress
-    """Turns the websocket library's errors into those of a socket."""
-
-    def __init__(self, connection: PodConnection) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, websocket.WebSocketTimeoutException):
-            raise TimeoutError("The connection through the API server was silent for too long") from error
-        if isinstance(error, websocket.WebSocketException):
-            said = self._connection.problems or str(error)
-            raise ConnectionResetError(f"The connection through the API server broke: {said}") from error
+@contextlib.contextmanager
+def _as_os_errors(connection: PodConnection) -> Iterator[None]:
+    """Turn the websocket library's errors into those of a socket."""
+    try:
+        yield
+    except websocket.WebSocketTimeoutException as error:
+        raise TimeoutError("The connection through the API server was silent for too long") from error
+    except websocket.WebSocketException as error:
+        said = connection.problems or str(error)
+        raise ConnectionResetError(f"The connection through the API server broke: {said}") from error
 
 
 # -- opening ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where a job that Kueue has suspended stands in its queue."""
+"""The position in its queue of a job that Kueue has suspended."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _TIMEOUT_S = 5.0
 _FRESH_S = 5.0
 """How long an answer serves all jobs of a queue: each of them looks every second or two."""
 
-_Places = Mapping[tuple[str, str], QueuePosition]
-"""Where workloads stand, by kind and name of the objects that they stand for."""
+_Positions = Mapping[tuple[str, str], QueuePosition]
+"""Positions of workloads by kind and name of the objects that they were made for."""
 
 
 def queue_of(job: Mapping[str, Any]) -> str:
@@ -28,7 +28,7 @@ def queue_of(job: Mapping[str, Any]) -> str:
 
 
 def position(cluster: Cluster, kind: Kind, job: Mapping[str, Any]) -> QueuePosition | None:
-    """Where a job's object stands in its queue; None if it does not wait there, or if this user may not know.
+    """The position of a job's object in its queue; None if it does not wait there, or if this user may not read it.
 
     Kueue's visibility API knows the order of all jobs that wait for the same quota, those of other namespaces among them. Where
     it is not served, or not for this user, the workloads of the namespace are put in order.
@@ -36,15 +36,15 @@ def position(cluster: Cluster, kind: Kind, job: Mapping[str, Any]) -> QueuePosit
     if not kind.is_suspended(job) or not queue_of(job):
         return None
     meta = job["metadata"]
-    places = _places(cluster, meta["namespace"], queue_of(job))
-    return next((places[owner] for owner in kind.told_by(meta["name"]) if owner in places), None)
+    positions = _positions(cluster, meta["namespace"], queue_of(job))
+    return next((positions[owner] for owner in kind.told_by(meta["name"]) if owner in positions), None)
 
 
 _lock = threading.Lock()
-_known: dict[tuple[str, str, str, str], tuple[float, _Places]] = {}
+_known: dict[tuple[str, str, str, str], tuple[float, _Positions]] = {}
 
 
-def _places(cluster: Cluster, namespace: str, queue: str) -> _Places:
+def _positions(cluster: Cluster, namespace: str, queue: str) -> _Positions:
     key = (cluster.server, cluster.identity, namespace, queue)
     # One request at a time: the others take its answer.
     with _lock:
@@ -55,7 +55,7 @@ def _places(cluster: Cluster, namespace: str, queue: str) -> _Places:
     return found
 
 
-def _in_cluster_queue(cluster: Cluster, namespace: str, queue: str) -> _Places:
+def _in_cluster_queue(cluster: Cluster, namespace: str, queue: str) -> _Positions:
     where = (f"visibility.{_GROUP}", "v1beta1", namespace, "localqueues", f"{queue}/pendingworkloads")
     read = functools.partial(cluster.custom.get_namespaced_custom_object, *where)
     return {
@@ -65,17 +65,17 @@ def _in_cluster_queue(cluster: Cluster, namespace: str, queue: str) -> _Places:
     }
 
 
-def _in_namespace(cluster: Cluster, namespace: str, queue: str) -> _Places:
+def _in_namespace(cluster: Cluster, namespace: str, queue: str) -> _Positions:
     where = (_GROUP, "v1beta1", namespace, "workloads")
     workloads = _items(functools.partial(cluster.custom.list_namespaced_custom_object, *where))
     here = [workload for workload in workloads if workload["spec"].get("queueName") == queue and _waits(workload)]
     here.sort(key=lambda one: (-int(one["spec"].get("priority", 0)), one["metadata"]["creationTimestamp"]))
     waiting = [workload for workload in here if not _problem(workload)]
-    places = [QueuePosition(number=number, of=len(waiting)) for number in range(1, len(waiting) + 1)]
+    positions = [QueuePosition(number=number, of=len(waiting)) for number in range(1, len(waiting) + 1)]
     refused = [(workload, QueuePosition(number=None, problem=_problem(workload))) for workload in here]
     return {
-        owner: place
-        for workload, place in (*refused, *zip(waiting, places, strict=True))
+        owner: position
+        for workload, position in (*refused, *zip(waiting, positions, strict=True))
         for owner in _owners(workload)
     }
 
@@ -101,8 +101,8 @@ def _owners(workload: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _items(read: Callable[..., Any]) -> Sequence[Mapping[str, Any]]:
-    """What a list has; empty if it is not served, or this user may not read it: the job waits all the same."""
+    """The items of a list; empty if it is not served, or if this user may not read it."""
     try:
         return list(read(_request_timeout=_TIMEOUT_S)["items"] or ())
-    except Exception:  # noqa: BLE001 - a position is good to know, and no more
+    except Exception:  # noqa: BLE001 - a job waits the same without its position
         return ()

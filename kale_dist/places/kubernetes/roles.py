@@ -7,18 +7,17 @@ from collections.abc import Iterable, Sequence
 
 from kale_dist.places.manifests import Kind
 
-_CORE = ""
 _SERVICE_ACCOUNT = "system:serviceaccount:"
 
 NAME = "kale-dist"
-"""Of the Role and its binding."""
+"""Name of the Role and of its binding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Right:
     """Verbs on one resource that are granted together."""
 
-    group: str
+    group: str = ""
     """API group; empty for the core."""
     resource: str
     """With its subresource, such as `pods/log`."""
@@ -34,7 +33,6 @@ class Right:
 
 
 _SERVICES = Right(
-    group=_CORE,
     resource="services",
     verbs=("create", "delete"),
     without="No job of more than one pod can be submitted: its pods find each other by a Service",
@@ -43,72 +41,62 @@ _SERVICES = Right(
 
 _FOR_ALL = (
     Right(
-        group=_CORE,
         resource="secrets",
         verbs=("create",),
         without="No job can be submitted: its code and its key are sent in a Secret",
         is_needed=True,
     ),
     Right(
-        group=_CORE,
         resource="pods",
         verbs=("get", "list", "watch"),
         without="You cannot see which pod a job waits for or why one failed, and nothing can be fetched from pods",
         is_needed=True,
     ),
     Right(
-        group=_CORE,
         resource="pods/log",
         verbs=("get",),
         without="Logs come from the first pod through port-forward, and only while it runs",
     ),
     Right(
-        group=_CORE,
         resource="pods/portforward",
         verbs=("create", "get"),
         without="Nothing can be sent to pods or fetched from them: snapshots over 600 kB and weights need a store (store=), and "
         "a chatty log arrives with gaps",
     ),
     Right(
-        group=_CORE,
         resource="events",
         verbs=("get", "list", "watch"),
         without="Pods that are refused, wait for volumes or cannot pull images are explained less well or not at all",
     ),
     Right(
-        group=_CORE,
         resource="secrets",
         verbs=("get", "delete"),
         without="Results cannot be read from another machine, and the Secret of a job is deleted only by the garbage collector",
     ),
     Right(
-        group=_CORE,
         resource="persistentvolumeclaims",
         verbs=("get",),
         without="A claim that is missing is noticed only when pods wait for it",
     ),
     Right(
-        group=_CORE,
         resource="resourcequotas",
         verbs=("list", "watch"),
         without="A quota that is exhausted is noticed only when pods are refused, and a job that waits for it starts up to a "
         "minute late",
     ),
     Right(
-        group=_CORE,
         resource="limitranges",
         verbs=("list",),
         without="A limit of cores that the namespace demands is noticed only when pods are refused",
     ),
     Right(
-        group=_CORE,
         resource="namespaces",
         verbs=("get",),
         without='Whether the namespace enforces Pod Security "restricted" is not known before pods are refused; give '
         "master=False there",
     ),
 )
-"""What jobs of any kind need."""
+"""The rights that jobs of any kind need."""
 
 
 def rights(kind: Kind) -> tuple[Right, ...]:
@@ -140,20 +128,26 @@ def role_yaml(namespace: str, identity: str, rights: Iterable[Right], groups: Se
         namespace: Where; empty for a ClusterRole and its binding.
         identity: The user or service account as the API server names it; empty for a placeholder.
         rights: What it grants.
-        groups: Bound in the place of `identity`, if there are any.
+        groups: Bound instead of `identity`, if there are any.
     """
     verbs: dict[tuple[str, str], list[str]] = {}
     for right in rights:
         known = verbs.setdefault((right.group, right.resource), [])
         known += [verb for verb in right.verbs if verb not in known]
     kind = "Role" if namespace else "ClusterRole"
-    place = [f"  namespace: {namespace}"] if namespace else []
-    lines = ["apiVersion: rbac.authorization.k8s.io/v1", f"kind: {kind}", "metadata:", f"  name: {NAME}", *place]
+    namespace_line = [f"  namespace: {namespace}"] if namespace else []
+    lines = [
+        "apiVersion: rbac.authorization.k8s.io/v1",
+        f"kind: {kind}",
+        "metadata:",
+        f"  name: {NAME}",
+        *namespace_line,
+    ]
     lines.append("rules:")
     for (group, resource), allowed in verbs.items():
         lines.append(f'- {{apiGroups: ["{group}"], resources: ["{resource}"], verbs: [{", ".join(allowed)}]}}')
     lines += ["---", "apiVersion: rbac.authorization.k8s.io/v1", f"kind: {kind}Binding", "metadata:"]
-    lines += [f"  name: {NAME}", *place]
+    lines += [f"  name: {NAME}", *namespace_line]
     lines.append(f"roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: {kind}, name: {NAME}}}")
     lines.append("subjects:")
     lines += [f"- {_subject('Group', group)}" for group in groups] or [f"- {_identity(identity, namespace)}"]
@@ -162,8 +156,8 @@ def role_yaml(namespace: str, identity: str, rights: Iterable[Right], groups: Se
 
 def _identity(identity: str, namespace: str) -> str:
     if identity.startswith(_SERVICE_ACCOUNT):
-        place, _, name = identity.removeprefix(_SERVICE_ACCOUNT).partition(":")
-        return f'{{kind: ServiceAccount, name: "{name}", namespace: "{place}"}}'
+        owner, _, name = identity.removeprefix(_SERVICE_ACCOUNT).partition(":")
+        return f'{{kind: ServiceAccount, name: "{name}", namespace: "{owner}"}}'
     if not identity:
         return f'{{kind: ServiceAccount, name: default, namespace: "{namespace or "default"}"}}'
     return _subject("User", identity)

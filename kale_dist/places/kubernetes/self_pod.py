@@ -73,39 +73,23 @@ def find(cluster: Cluster) -> SelfPod | None:
     if not namespace or "KUBERNETES_SERVICE_HOST" not in os.environ:
         return None
     uid, container = _from_mounts()
-    name = _own_name()
-    plain = SelfPod(namespace=namespace, name=name, run_as_user=os.getuid())
+    plain = SelfPod(namespace=namespace, name=_own_name(), run_as_user=os.getuid())
+    pod: Any = None
     with contextlib.suppress(Exception):
-        pod: Any = cluster.core.read_namespaced_pod(name, namespace)
-        # The kubeconfig may be that of another cluster, where a pod of this name is another user's.
-        if uid in ("", pod.metadata.uid):
-            return describe(pod, container, plain, cluster)
-    return plain
-
-
-def describe(pod: Any, container: str, plain: SelfPod, cluster: Cluster) -> SelfPod:
-    """What a pod's object tells of one of its containers.
-
-    Args:
-        pod: The object, as the kubernetes client has it.
-        container: The container's name; empty if it is not known.
-        plain: What is known without the object.
-        cluster: Where claims are looked up.
-    """
-    found = _container(pod, container)
+        pod = cluster.core.read_namespaced_pod(plain.name, namespace)
+    # The kubeconfig may be that of another cluster, where a pod of this name is another user's.
+    found = _container(pod, container) if pod is not None and uid in ("", pod.metadata.uid) else None
     if found is None:
         return plain
-    statuses = {status.name: status for status in (pod.status.container_statuses or ())}
-    status = statuses.get(found.name)
-    image, warning = _image(found.image, getattr(status, "image_id", "") or "")
-    secrets = tuple(secret.name for secret in pod.spec.image_pull_secrets or () if secret.name)
+    image_ids = {status.name: status.image_id for status in pod.status.container_statuses or ()}
+    image, warning = _image(found.image, image_ids.get(found.name) or "")
     return dataclasses.replace(
         plain,
         container=found.name,
         image=image,
         image_warning=warning,
-        image_pull_secrets=secrets,
-        claims=_claims(pod, found, plain.namespace, cluster),
+        image_pull_secrets=tuple(secret.name for secret in pod.spec.image_pull_secrets or () if secret.name),
+        claims=_claims(pod, found, namespace, cluster),
         node=pod.spec.node_name or "",
     )
 

@@ -31,7 +31,7 @@ class ContainerView:
     reason: str = ""
     message: str = ""
     exit_code: int | None = None
-    """Of a terminated container."""
+    """The exit code of a terminated container; else None."""
     ended: float | None = None
     """When it terminated, in seconds since 1970."""
     restarts: int = 0
@@ -49,7 +49,7 @@ class PodView:
     uid: str
     name: str
     number: int
-    """In its job; 0 is the head."""
+    """The pod's number in its job; 0 is the head."""
     container: str = "pytorch"
     """Name of the agent's container."""
     created: float = 0.0
@@ -96,31 +96,31 @@ class PodView:
 
     @property
     def is_over(self) -> bool:
-        """Whether none of its containers runs any longer, so that the cluster has said why."""
+        """Whether none of its containers runs any longer, so that the cluster's reason is known."""
         return self.is_gone or self.phase in ("Succeeded", "Failed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EventView:
-    """What a part of the cluster has said about an object."""
+    """An event: what a part of the cluster reports about an object."""
 
     uid: str
     kind: str
-    """Of the object it is about."""
+    """Kind of the object that the event is about."""
     name: str
     object_uid: str
     is_warning: bool
     reason: str
     message: str
     time: float
-    """When it was said last, in seconds since 1970."""
+    """When it was reported last, in seconds since 1970."""
     count: int = 1
-    """How often it was said."""
+    """How often it was reported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QueuePosition:
-    """Where a job stands among those that wait for the same quota."""
+    """The position of a job among those that wait for the same quota."""
 
     number: int | None
     """From 1; None if Kueue does not take the job into the queue."""
@@ -130,7 +130,7 @@ class QueuePosition:
     """Why Kueue does not take it, in Kueue's words."""
 
     def __str__(self) -> str:
-        """As it stands in a sentence."""
+        """Such as `at position 3`."""
         return f"at position {self.number}" + (f" of the namespace's {self.of}" if self.of is not None else "")
 
 
@@ -148,16 +148,14 @@ class JobView:
     """About the job, its pods and their claims; oldest first."""
     is_deleted: bool = False
     """Whether its object is known to be gone."""
-    healthy: bool = True
-    """Whether this is up to date."""
     problem: str = ""
-    """Why it is not, in a sentence."""
+    """Why this is not up to date, in a sentence; empty if it is."""
     is_complete: bool = True
     """Whether all pods there are have been listed."""
     lacks_events: bool = False
-    """Whether this user may not read events, so that it cannot be said why pods are refused."""
+    """Whether this user may not read events, so that the reason why pods are refused is not known."""
     queue_position: QueuePosition | None = None
-    """In Kueue's queue."""
+    """The job's position in Kueue's queue; None if it does not wait there."""
 
     @property
     def latest_pods(self) -> tuple[PodView, ...]:

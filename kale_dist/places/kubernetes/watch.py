@@ -1,8 +1,8 @@
 """Watches the jobs of a namespace: one set of watches for all jobs of this process.
 
-Three `ResourceWatch`es (the objects of one kind, pods, events) feed one `_State`, from which `view` makes a frozen `JobView`. While a
-job waits under a quota a fourth one looks at the quotas: when room becomes free the job is touched, because the operator's
-own retries back off (32 s against 0.3 s: tried).
+Three threads read one `ResourceWatch` each (the objects of one kind, pods, events) into one `_State`, from which `view` makes a
+frozen `JobView`. While a job waits under a quota, a fourth one reads the quotas: when room becomes free, the job is touched,
+because the operator's own retries back off (32 s against 0.3 s: tried).
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ import functools
 import http
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
-
-from kubernetes.client.exceptions import ApiException
 
 from kale_dist.job.spec import quantities
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import sentences
-from kale_dist.places.kubernetes.resource_watch import ResourceWatch
+from kale_dist.places.kubernetes.resource_watch import ADDED, DELETED, LISTED, TROUBLED, ResourceWatch
 from kale_dist.places.kubernetes.views import (
     EventView,
     JobView,
@@ -34,10 +32,12 @@ from kale_dist.places.kubernetes.views import (
 from kale_dist.places.manifests import Kind
 from kale_dist.places.manifests.settings import OBJECT_LABEL, SELECTOR, TOUCHED_ANNOTATION
 
-JOBS = "jobs"
-"""What a watch of objects is called here, whatever their kind."""
+_JOBS, _PODS, _EVENTS, _QUOTAS = "jobs", "pods", "events", "resourcequotas"
+"""What is watched. Objects are called jobs here, whatever their kind."""
 
-_QUOTAS = "resourcequotas"
+_MISSING = "MISSING"
+"""The change of a job that was looked up by its name and does not exist."""
+
 _QUOTA_REFUSAL = "exceeded quota"
 _EVENTS_AN_OBJECT = 20
 _OBJECTS_WITH_EVENTS = 4096
@@ -55,22 +55,20 @@ class NamespaceWatch:
     """
 
     def __init__(self, cluster: Cluster, kind: Kind) -> None:
-        self.namespace = cluster.namespace
-        self.kind = kind
-        self._path = (*kind.api, cluster.namespace, kind.plural)
         self._cluster = cluster
+        self._kind = kind
+        self._path = (*kind.api, cluster.namespace, kind.plural)
         self._lock = threading.RLock()
         self._callbacks: dict[str, dict[object, Callable[[], None]]] = {}
         self._watches: dict[str, ResourceWatch] = {}
-        self._state = _State(self.namespace, kind)
-        self._views: dict[str, JobView] = {}
+        self._state = _State(cluster.namespace, kind, self._callbacks.keys())
 
     def subscribe(self, job_name: str, callback: Callable[[], None]) -> Callable[[], None]:
         """Have `callback` called whenever something about the job has changed.
 
         Args:
             job_name: The object.
-            callback: Called in a thread of the watch. It must be quick, and may look at `view`.
+            callback: Called in a thread of the watch. It must be quick, and may call `view`.
 
         Returns:
             A function that ends the subscription; more than one call of it is fine.
@@ -80,34 +78,27 @@ class NamespaceWatch:
             self._callbacks.setdefault(job_name, {})[token] = callback
             if not self._watches:
                 self._start()
-            elif JOBS in self._state.listed and job_name not in self._state.jobs:
+            elif _JOBS in self._state.listed and job_name not in self._state.jobs:
                 self._look_up(job_name)
         return functools.partial(self._unsubscribe, job_name, token)
 
     def view(self, job_name: str) -> JobView:
-        """What is known now."""
+        """What is known of a job now."""
         with self._lock:
-            found = self._views.get(job_name)
-            if found is None:
-                found = self._views[job_name] = self._state.view(job_name)
-            return found
+            return self._state.view(job_name)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        core, custom, namespace = self._cluster.core, self._cluster.custom, self.namespace
-        state = self._state = _State(namespace, self.kind)
-        state.followed = self._callbacks.keys()
-        self._views.clear()
-        jobs = functools.partial(custom.list_namespaced_custom_object, *self._path, label_selector=SELECTOR)
-        pods = functools.partial(core.list_namespaced_pod, namespace, label_selector=SELECTOR)
-        events = functools.partial(core.list_namespaced_event, namespace)
-        self._watches = {
-            kind: ResourceWatch(f"kale_dist watch {kind} of {namespace}", call, _Sink(self, state, kind))
-            for kind, call in ((JOBS, jobs), ("pods", pods), ("events", events))
-        }
-        for watch in self._watches.values():
-            watch.start()
+        core, custom, namespace = self._cluster.core, self._cluster.custom, self._cluster.namespace
+        self._state = _State(namespace, self._kind, self._callbacks.keys())
+        self._watch(_JOBS, custom.list_namespaced_custom_object, *self._path, label_selector=SELECTOR)
+        self._watch(_PODS, core.list_namespaced_pod, namespace, label_selector=SELECTOR)
+        self._watch(_EVENTS, core.list_namespaced_event, namespace)
+
+    def _watch(self, what: str, call: Callable[..., Any], *where: str, **selector: str) -> None:
+        watch = self._watches[what] = ResourceWatch(functools.partial(call, *where, **selector))
+        _in_thread(f"watch {what} of {self._cluster.namespace}", self._follow, watch, self._state, what)
 
     def _unsubscribe(self, job_name: str, token: object) -> None:
         with self._lock:
@@ -121,175 +112,155 @@ class NamespaceWatch:
         for watch in watches.values():
             watch.stop()
 
-    def take(self, state: _State, kind: str, change: Callable[[], set[str]], *, is_list: bool = False) -> None:
-        """Apply a change to what is known, and call those whose jobs it concerns. For the watches' threads.
+    def _follow(self, watch: ResourceWatch, state: _State, what: str) -> None:
+        """Apply each change to the state, and call those who follow a job that it concerns."""
+        try:
+            for change, value in watch:
+                self._apply(state, what, change, value)
+        except Exception as error:
+            self._apply(state, what, TROUBLED, error)
+            raise
 
-        Args:
-            state: What is to be changed; that of watches that have been stopped is left alone.
-            kind: What was listed or has changed.
-            change: Changes it and returns the names of the jobs concerned.
-            is_list: Whether all objects of the kind were listed.
-        """
+    def _apply(self, state: _State, what: str, change: str, value: Any) -> None:
         with self._lock:
             if state is not self._state or not self._watches:
                 return
-            before = dict(state.problems), state.lacks_events
-            names = change()
-            if before != (state.problems, state.lacks_events):
-                names = set(self._callbacks)
-            if kind == JOBS and is_list:
-                # It may have been made while the list was on its way.
-                for name in self._callbacks:
-                    if name not in state.jobs:
-                        self._look_up(name)
-            if kind in (JOBS, "events") and _QUOTAS not in self._watches and state.waiting_for_quota():
-                self._watch_quotas(state)
-            for name in names:
-                self._views.pop(name, None)
+            names = state.apply(what, change, value)
+            if what == _JOBS and change == LISTED:
+                # They may have been made while the list was on its way.
+                for name in self._callbacks.keys() - state.jobs.keys():
+                    self._look_up(name)
+            if what in (_JOBS, _EVENTS) and _QUOTAS not in self._watches and state.waiting_for_quota():
+                self._watch(_QUOTAS, self._cluster.core.list_namespaced_resource_quota, self._cluster.namespace)
             callbacks = [callback for name in names for callback in self._callbacks.get(name, {}).values()]
         for callback in callbacks:
             callback()
+        if what == _QUOTAS:
+            self._touch(names)
 
     def _look_up(self, name: str) -> None:
-        """Ask for one job by its name: the watches tell nothing of what is not there."""
-        state = self._state
-        if name in state.deleted:
-            return
+        """Ask for one job by its name, as watches do not mention what does not exist."""
+        if name not in self._state.deleted:
+            _in_thread(f"look up {name}", self._ask_for, self._state, name)
 
-        def ask() -> None:
-            try:
-                self._cluster.custom.get_namespaced_custom_object(*self._path, name, _request_timeout=_TIMEOUT_S)
-            except ApiException as error:
-                if error.status == http.HTTPStatus.NOT_FOUND:
-                    self.take(state, "one job", lambda: state.is_missing(name))
+    def _ask_for(self, state: _State, name: str) -> None:
+        try:
+            self._cluster.custom.get_namespaced_custom_object(*self._path, name, _request_timeout=_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001 - the watches report a cluster that does not answer
+            if getattr(error, "status", None) == http.HTTPStatus.NOT_FOUND:
+                self._apply(state, _JOBS, _MISSING, {"metadata": {"name": name}})
 
-        _in_background(f"look up {name}", ask)
-
-    def _watch_quotas(self, state: _State) -> None:
-        call = functools.partial(self._cluster.core.list_namespaced_resource_quota, self.namespace)
-        watch = ResourceWatch(f"kale_dist watch {_QUOTAS} of {self.namespace}", call, _Sink(self, state, _QUOTAS))
-        self._watches[_QUOTAS] = watch
-        watch.start()
-
-    def touch(self, names: Collection[str]) -> None:
+    def _touch(self, names: Collection[str]) -> None:
         """Change something of jobs that wait under a quota, so that the operator looks at them now."""
         change = {"metadata": {"annotations": {TOUCHED_ANNOTATION: f"{time.time():.3f}"}}}
-
-        def ask() -> None:
-            for name in names:
+        for name in names:
+            with contextlib.suppress(Exception):
                 self._cluster.custom.patch_namespaced_custom_object(
                     *self._path, name, change, _request_timeout=_TIMEOUT_S
                 )
 
-        if names:
-            _in_background("touch jobs", ask)
-
-
-class _Sink:
-    """Hands what one kind's watch says to the state that it was started for."""
-
-    def __init__(self, owner: NamespaceWatch, state: _State, kind: str) -> None:
-        self._owner, self._state, self._kind = owner, state, kind
-
-    def listed(self, items: list[Object]) -> None:
-        """Take all objects."""
-        state = self._state
-        take = {JOBS: state.list_jobs, "pods": state.list_pods}.get(self._kind)
-        if take is None:
-            for item in items:
-                self.changed("ADDED", item)
-        else:
-            self._owner.take(state, self._kind, lambda: take(items), is_list=True)
-
-    def changed(self, change: str, item: Object) -> None:
-        """Take one object."""
-        state = self._state
-        if self._kind == _QUOTAS:
-            if state.change_quota(item):
-                self._owner.touch(state.waiting_for_quota())
-            return
-        take = {JOBS: state.change_job, "pods": state.change_pod, "events": state.change_event}[self._kind]
-        self._owner.take(state, self._kind, lambda: take(change, item))
-
-    def troubled(self, error: Exception | None) -> None:
-        """Take what went wrong."""
-        state, kind = self._state, self._kind
-        if kind == _QUOTAS:
-            return
-
-        def note() -> set[str]:
-            if error is None:
-                state.problems.pop(kind, None)
-            elif kind != "events":
-                state.problems[kind] = _describe(state, kind, error)
-            if kind == "events":
-                state.lacks_events = getattr(error, "status", None) == http.HTTPStatus.FORBIDDEN
-            return set()
-
-        self._owner.take(state, "troubles", note)
-
 
 class _State:
-    """What is known of one namespace. Each method that takes something returns the names of the jobs concerned."""
+    """What is known of one namespace.
 
-    def __init__(self, namespace: str, kind: Kind) -> None:
-        self.namespace = namespace
-        self.kind = kind
-        self._told_kinds = {"Pod", "PersistentVolumeClaim", "Workload", *(told for told, _ in kind.told_by(""))}
-        self.followed: Collection[str] = ()
-        """Jobs whose deleted pods are remembered."""
-        self.problems: dict[str, str] = {}
-        """Kind of object to why nothing is known of it now."""
-        self.lacks_events = False
+    Args:
+        namespace: Its name.
+        kind: What the jobs are.
+        followed: Names of the jobs with a subscription, as a live view: their deleted pods are remembered.
+    """
+
+    def __init__(self, namespace: str, kind: Kind, followed: Collection[str]) -> None:
+        self._namespace = namespace
+        self._kind = kind
+        self._followed = followed
+        self._about = {"Pod", "PersistentVolumeClaim", "Workload", *(about for about, _ in kind.told_by(""))}
+        """Kinds of objects whose events are kept."""
         self.listed: set[str] = set()
-        """Kinds of which all objects are known: a job whose pods were not listed yet only seems to have none."""
+        """Kinds of objects that were listed as a whole: before, a job only seems to have no pods."""
         self.jobs: dict[str, Object] = {}
         self.deleted: set[str] = set()
         self._pods: dict[str, dict[str, PodView]] = {}
         self._events: dict[tuple[str, str], dict[str, EventView]] = {}
         self._quota_used: dict[str, dict[str, str]] = {}
+        self._problems: dict[str, str] = {}
+        """Why nothing is known of jobs or pods now."""
+        self._lacks_events = False
 
     def view(self, name: str) -> JobView:
-        """One job."""
+        """All that is known of a job now."""
         job = self.jobs.get(name)
         # Pods of an earlier job of this name may still be ending.
         since = 0.0 if job is None else seconds(job["metadata"].get("creationTimestamp")) or 0.0
         pods = [pod for pod in self._pods.get(name, {}).values() if pod.created >= since]
-        about = [*self.kind.told_by(name), ("Workload", name), *(("Pod", pod.name) for pod in pods)]
+        about = [*self._kind.told_by(name), ("Workload", name), *(("Pod", pod.name) for pod in pods)]
         events = [event for key in about for event in self._events.get(key, {}).values() if event.time >= since]
         for claim in dict.fromkeys(claim for pod in pods for claim in pod.claims):
             events += self._events.get(("PersistentVolumeClaim", claim), {}).values()
-        problem = " ".join(dict.fromkeys(self.problems.values()))
         return JobView(
             name=name,
-            namespace=self.namespace,
+            namespace=self._namespace,
             job=job,
             pods=tuple(sorted(pods, key=lambda pod: pod.created)),
             events=tuple(sorted(events, key=lambda event: event.time)),
             # With --cascade=foreground, an object stays until its pods are gone.
             is_deleted=name in self.deleted or (job is not None and "deletionTimestamp" in job["metadata"]),
-            healthy=not problem,
-            is_complete={JOBS, "pods"} <= self.listed,
-            problem=problem,
-            lacks_events=self.lacks_events,
+            is_complete={_JOBS, _PODS} <= self.listed,
+            problem=" ".join(dict.fromkeys(self._problems.values())),
+            lacks_events=self._lacks_events,
         )
 
-    # -- jobs ---------------------------------------------------------------------------------------------------------
+    def waiting_for_quota(self) -> set[str]:
+        """Followed jobs of which a quota has refused pods."""
+        return {
+            name
+            for name in self._followed
+            if name in self.jobs
+            and any(
+                _QUOTA_REFUSAL in event.message
+                for about in self._kind.told_by(name)
+                for event in self._events.get(about, {}).values()
+            )
+        }
 
-    def list_jobs(self, items: Sequence[Object]) -> set[str]:
-        """All jobs there are. A job of which nothing is known yet may still come: see `is_missing`."""
-        now = {item["metadata"]["name"]: item for item in items}
-        gone = set(self.jobs) - set(now)
-        changed = {name for name, item in now.items() if item != self.jobs.get(name)}
-        self.deleted = (self.deleted | gone) - set(now)
-        self.jobs = now
-        self.listed.add(JOBS)
-        return changed | gone
+    def apply(self, what: str, change: str, value: Any) -> set[str]:
+        """Take in what a `ResourceWatch` yields.
 
-    def change_job(self, change: str, item: Object) -> set[str]:
-        """A job was `ADDED`, `MODIFIED` or `DELETED`."""
+        Returns:
+            Names of the jobs that it concerns; of a quota those that wait for it, if less of it is used than before.
+        """
+        if change == TROUBLED:
+            return self._trouble(what, value)
+        take: Callable[[str, Object], set[str]] = {
+            _JOBS: self._job, _PODS: self._pod, _EVENTS: self._event, _QUOTAS: self._quota
+        }[what]  # fmt: skip
+        if change != LISTED:
+            return take(change, value)
+        names = {name for item in value for name in take(ADDED, item)} | self._vanish(what, value)
+        if what == _PODS and what not in self.listed:
+            names |= set(self._followed)
+        self.listed.add(what)
+        return names
+
+    def _vanish(self, what: str, listed: Collection[Object]) -> set[str]:
+        """Jobs or pods were deleted between two lists."""
+        there = {item["metadata"]["uid"] for item in listed}
+        if what == _JOBS:
+            jobs = [job for job in self.jobs.values() if job["metadata"]["uid"] not in there]
+            return {name for job in jobs for name in self._job(DELETED, job)}
+        pods = [(name, pod) for name, found in self._pods.items() for pod in found.values()] if what == _PODS else []
+        lost = [(name, pod) for name, pod in pods if pod.uid not in there and not pod.is_gone]
+        for name, pod in lost:
+            self._lose_pod(name, pod)
+        return {name for name, _ in lost}
+
+    def _job(self, change: str, item: Object) -> set[str]:
         name = item["metadata"]["name"]
-        if change == "DELETED":
+        if self.jobs.get(name) == item and change != DELETED:
+            return set()
+        # It may have come in the meantime.
+        if change == _MISSING and name in self.jobs:
+            return set()
+        if change in (DELETED, _MISSING):
             self.jobs.pop(name, None)
             self.deleted.add(name)
         else:
@@ -297,36 +268,13 @@ class _State:
             self.deleted.discard(name)
         return {name}
 
-    def is_missing(self, name: str) -> set[str]:
-        """The cluster has no job of this name, as it says when asked for it."""
-        if name in self.jobs or name in self.deleted:
-            return set()
-        self.deleted.add(name)
-        return {name}
-
-    # -- pods ---------------------------------------------------------------------------------------------------------
-
-    def list_pods(self, items: Sequence[Object]) -> set[str]:
-        """All pods there are."""
-        names = {name for item in items for name in self.change_pod("MODIFIED", item)}
-        if "pods" not in self.listed:
-            self.listed.add("pods")
-            names |= set(self.followed)
-        there = {item["metadata"]["uid"] for item in items}
-        for name, pods in list(self._pods.items()):
-            for uid, pod in list(pods.items()):
-                if uid not in there and not pod.is_gone:
-                    self._lose_pod(name, pod)
-                    names.add(name)
-        return names
-
-    def change_pod(self, change: str, item: Object) -> set[str]:
-        """A pod was `ADDED`, `MODIFIED` or `DELETED`. What changes nothing that is shown concerns no job."""
+    def _pod(self, change: str, item: Object) -> set[str]:
+        """A pod's change; one in which nothing differs that is shown concerns no job."""
         name = (item["metadata"].get("labels") or {}).get(OBJECT_LABEL)
         if name is None:
             return set()
         pod = pod_view(item)
-        if change == "DELETED":
+        if change == DELETED:
             self._lose_pod(name, pod)
             return {name}
         pods = self._pods.setdefault(name, {})
@@ -337,25 +285,23 @@ class _State:
 
     def _lose_pod(self, name: str, pod: PodView) -> None:
         pods = self._pods.setdefault(name, {})
-        if name in self.followed:
+        if name in self._followed:
             pods[pod.uid] = dataclasses.replace(pod, is_gone=True)
             return
         pods.pop(pod.uid, None)
         if not pods:
             del self._pods[name]
 
-    # -- events and quotas ----------------------------------------------------------------------------------------------
-
-    def change_event(self, change: str, item: Object) -> set[str]:
+    def _event(self, change: str, item: Object) -> set[str]:
         """An event of anything in the namespace.
 
-        What may be ours is kept, for it may be heard of before its object; whether it is, names and UIDs tell later.
+        It may come before the object that it is about, so it is kept if it may be one of a job; `view` selects by names and times.
         """
         event = event_view(item)
         name, kind = event.name, event.kind
         if kind == "Workload":
-            name = owner_of_workload(name, self.kind)
-        if change == "DELETED" or kind not in self._told_kinds:
+            name = owner_of_workload(name, self._kind)
+        if change == DELETED or kind not in self._about:
             return set()
         known = self._events.setdefault((kind, name), {})
         known.pop(event.uid, None)
@@ -368,49 +314,42 @@ class _State:
             return {job for job, pods in self._pods.items() if any(name in pod.claims for pod in pods.values())}
         if kind == "Pod":
             return {job for job, pods in self._pods.items() if any(name == pod.name for pod in pods.values())}
-        return {job for job in tuple(self.followed) if (kind, name) in (("Workload", job), *self.kind.told_by(job))}
+        return {job for job in self._followed if (kind, name) in (("Workload", job), *self._kind.told_by(job))}
 
-    def waiting_for_quota(self) -> set[str]:
-        """Followed jobs of which a quota has refused pods."""
-        return {
-            name
-            for name in tuple(self.followed)
-            if name in self.jobs
-            and any(
-                _QUOTA_REFUSAL in event.message
-                for told in self.kind.told_by(name)
-                for event in self._events.get(told, {}).values()
-            )
-        }
-
-    def change_quota(self, item: Object) -> bool:
-        """A quota was listed or has changed. Whether less of it is used than before."""
+    def _quota(self, _: str, item: Object) -> set[str]:
         used, name = (item.get("status") or {}).get("used") or {}, item["metadata"]["name"]
         before, self._quota_used[name] = self._quota_used.get(name, {}), used
-        return any(quantities.amount(used.get(key, "0")) < quantities.amount(text) for key, text in before.items())
+        is_less = any(quantities.amount(used.get(key, "0")) < quantities.amount(text) for key, text in before.items())
+        return self.waiting_for_quota() if is_less else set()
+
+    def _trouble(self, what: str, error: Exception | None) -> set[str]:
+        """Note why changes do not arrive, or that they arrive again; all followed jobs are concerned if that differs from before."""
+        before = dict(self._problems), self._lacks_events
+        if what == _EVENTS:
+            self._lacks_events = getattr(error, "status", None) == http.HTTPStatus.FORBIDDEN
+        elif error is None:
+            self._problems.pop(what, None)
+        elif what != _QUOTAS:
+            self._problems[what] = self._describe(what, error)
+        return set() if before == (self._problems, self._lacks_events) else set(self._followed)
+
+    def _describe(self, what: str, error: Exception) -> str:
+        status = getattr(error, "status", None)
+        if status == http.HTTPStatus.NOT_FOUND and what == _JOBS:
+            return str(sentences.of("operator-missing", **sentences.facts_of(self._kind)))
+        if status == http.HTTPStatus.FORBIDDEN:
+            plural = self._kind.plural if what == _JOBS else what
+            return str(
+                sentences.of("not-readable", kind=plural, namespace=self._namespace, unknown="the state of the job")
+            )
+        if status == http.HTTPStatus.UNAUTHORIZED:
+            return str(sentences.of("credentials", status=f"{status}"))
+        said = f"answers with {status}" if status else f"cannot be reached ({type(error).__name__})"
+        return str(sentences.of("watch-cut", what=said))
 
 
-def _describe(state: _State, kind: str, error: Exception) -> str:
-    status = getattr(error, "status", None)
-    if status == http.HTTPStatus.NOT_FOUND and kind == JOBS:
-        return str(sentences.of("operator-missing", **sentences.facts_of(state.kind)))
-    if status == http.HTTPStatus.FORBIDDEN:
-        what = state.kind.plural if kind == JOBS else kind
-        return str(sentences.of("not-readable", kind=what, namespace=state.namespace))
-    if status == http.HTTPStatus.UNAUTHORIZED:
-        return str(sentences.of("credentials"))
-    what = f"answers with {status}" if status else f"cannot be reached ({type(error).__name__})"
-    return str(sentences.of("watch-cut", what=what))
-
-
-def _in_background(what: str, ask: Callable[[], None]) -> None:
-    """Ask something of the cluster whose refusal is no trouble: the watches tell of a cluster that does not answer."""
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            ask()
-
-    threading.Thread(target=run, name=f"kale_dist {what}", daemon=True).start()
+def _in_thread(name: str, target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, name=f"kale_dist {name}", daemon=True).start()
 
 
 _shared: dict[tuple[str, str, str, str], NamespaceWatch] = {}

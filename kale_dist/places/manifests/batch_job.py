@@ -72,13 +72,13 @@ class BatchJob(Kind):
         return (headless_service(spec, settings, owner),) if has_relays else ()
 
     def end(self, spec: Settled, *, head_leaves: bool) -> dict[str, Any]:
-        """With several pods by the number of those that may fail: the others would run on. A Job of one pod ends with it."""
+        """The change that ends a Job: of several pods none may fail any more, as the others would run on; one pod ends its Job."""
         if not head_leaves:
             return self.suspension(value=True)
         return {"spec": {"maxFailedIndexes": 0}} if spec.topology.number_of_pods > 1 else {}
 
     def state(self, made: Mapping[str, Any]) -> ObjectState:
-        """Its conditions; that it runs, its number of active pods says."""
+        """The state by the Job's conditions; its number of active pods shows whether it runs."""
         status, condition = made.get("status") or {}, last_condition(made)
         finished: Any = {"Complete": "succeeded", "Failed": "failed"}.get(str(condition.get("type")), "")
         return ObjectState(

@@ -10,7 +10,7 @@ asks the kind of a job for what differs. To add a kind:
    number of their type's first pod (`FIRST_POD_LABEL`), by which they are found and numbered, and tells the agents the same.
    `index` is the field of the pod that holds its index in its type: a label or an annotation that the controller sets.
    Pod 0 is the head, in which rank 0 runs; the others are relays.
-3. Put the instance into `KINDS`, and its word into `places.OBJECT_KINDS`.
+3. Put the instance into `KINDS`, and its word into `OBJECT_KINDS` of `job/spec/place_settings.py`.
 4. Add its golden jobs to `tests/unit/golden_jobs.py`, its states to `tests/unit/test_kinds.py`, and its word to
    `tests/cluster/test_kinds_on_cluster.py`.
 """
@@ -187,7 +187,7 @@ class Kind(abc.ABC):
             raise refuse(f"it removes the container {self.container!r} of the {without[0]}, in which the ranks run")
 
     def order(self, spec: Settled) -> Mapping[str, Any]:
-        """What its agents have to know beyond what all orders say: fields of `contract.Order`."""
+        """What its agents have to know beyond what all orders say: fields of `wire.Order`."""
         del spec
         return {}
 
@@ -257,7 +257,7 @@ def input_secret(
         spec: The job.
         settings: As for the object.
         owner: From `owner_of`.
-        data: Bytes by the names of `contract.InputFiles`.
+        data: Bytes by the names of `wire.InputFiles`.
     """
     name = input_secret_name(object_name(spec.name, settings.run))
     return {

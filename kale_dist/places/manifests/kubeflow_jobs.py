@@ -21,7 +21,7 @@ from kale_dist.places.manifests.settings import REPLICA_INDEX_LABEL, RunSettings
 from kale_dist.wire import EndsWith
 
 INIT_REQUESTS = {"cpu": "50m", "memory": "10Mi"}
-"""What the container asks for that the operator puts before workers beside a master."""
+"""The requests of the init container that the operator puts before workers beside a master."""
 
 _INIT_CONTAINER = {
     "name": "init-pytorch",
@@ -29,7 +29,7 @@ _INIT_CONTAINER = {
     "command": ["sh", "-c", "true"],
     "resources": {"limits": {"cpu": "100m", "memory": "20Mi"}, "requests": INIT_REQUESTS},
 }
-"""As the operator makes it."""
+"""The init container, in the form that the operator gives it."""
 
 
 class KubeflowJob(Kind):
@@ -66,11 +66,11 @@ class KubeflowJob(Kind):
         )
 
     def suspension(self, *, value: bool) -> dict[str, Any]:
-        """In its run policy."""
+        """The change that suspends or resumes a job, in its run policy."""
         return {"spec": {"runPolicy": {"suspend": value}}}
 
     def end(self, spec: Settled, *, head_leaves: bool) -> dict[str, Any]:
-        """By the policy for pods, as an object that has failed or succeeded no longer heeds a suspension."""
+        """The change that ends a job by its policy for pods, as an object that has failed or succeeded no longer heeds a suspension."""
         del spec
         suspend = {} if head_leaves else {"suspend": True}
         return {"spec": {"runPolicy": {"cleanPodPolicy": "Running", **suspend}}}
@@ -152,7 +152,7 @@ class PyTorchJob(KubeflowJob):
         return (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(pods - 1)))
 
     def head_host(self, spec: Settled, run: int = 1) -> str:
-        """That of the head's Service, which the operator makes for each pod."""
+        """The host name of the head's Service; the operator makes one for each pod."""
         return self.pod_names(spec, run)[0]
 
     def _replicas(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class TFJob(KubeflowJob):
         )
 
     def head_host(self, spec: Settled, run: int = 1) -> str:
-        """That of the chief's Service, which the operator makes for each pod."""
+        """The host name of the chief's Service; the operator makes one for each pod."""
         return self.pod_names(spec, run)[0]
 
     def order(self, spec: Settled) -> Mapping[str, Any]:

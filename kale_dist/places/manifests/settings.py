@@ -7,16 +7,16 @@ import dataclasses
 from kale_dist.job.spec.job_spec import Settled
 
 INSTANCE_LABEL = "app.kubernetes.io/instance"
-"""Of every object of a job: its name."""
+"""Label on every object of a job: the job's name."""
 
 OBJECT_LABEL = "kale-dist.dev/object"
-"""On every pod: the name of its run's object."""
+"""Label on every pod: the name of its run's object."""
 
 FIRST_POD_LABEL = "kale-dist.dev/first-pod"
-"""On every pod: the number in the job that the first pod of its replica type has."""
+"""Label on every pod: the number in the job that the first pod of its replica type has."""
 
 CONTAINER_ANNOTATION = "kubectl.kubernetes.io/default-container"
-"""On every pod: the container with the agent, which is also what `kubectl logs` shows."""
+"""Annotation on every pod: the container with the agent, which is also what `kubectl logs` shows."""
 
 REPLICA_INDEX_LABEL = "training.kubeflow.org/replica-index"
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
@@ -26,18 +26,18 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 MANAGED_BY = "kale-dist"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 SELECTOR = f"{MANAGED_BY_LABEL}={MANAGED_BY}"
-"""Of all jobs and pods of this library in a namespace."""
+"""Selects all jobs and pods of this library in a namespace."""
 
 SPEC_ANNOTATION = "kale-dist.dev/spec"
 SUBMITTED_BY_ANNOTATION = "kale-dist.dev/submitted-by"
 CANCELLED_ANNOTATION = "kale-dist.dev/cancelled"
-"""On the object of a cancelled job: who cancelled it."""
+"""Annotation on the object of a cancelled job: who cancelled it."""
 
 FAILED_ANNOTATION = "kale-dist.dev/failed"
-"""On the object of a run that its follower ended because it had failed: why."""
+"""Annotation on the object of a run that its follower ended because it had failed: why."""
 
 RUN_LABEL = "kale-dist.dev/run"
-"""On the objects of later runs: which run it is. The first one has none."""
+"""Label on the objects of later runs: which run it is. The first one has none."""
 
 TOUCHED_ANNOTATION = "kale-dist.dev/touched"
 """When a job that waits under a quota was last shown to the operator again."""
@@ -52,11 +52,11 @@ INPUT_FOLDER = "/kale-dist/input"
 WORK_FOLDER = "/kale-dist/work"
 HOME_FOLDER = "/kale-dist/home"
 STORE_FOLDER = "/kale-dist/store"
-"""Where pods see the claim that is the job's store."""
+"""Folder at which pods mount the claim that is the job's store."""
 
 
 CLAIM_SCHEME = "pvc://"
-"""Of a store that is a claim."""
+"""Begins the URL of a store that is a claim."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ class RunSettings:
     submitter: str = ""
     """Who creates it, as the API server names them."""
     command: tuple[str, ...] = ()
-    """In the place of the agent: an errand of this library, which has no input and is listed nowhere."""
+    """Runs instead of the agent: for an errand of this library, which has no input and is not listed."""
 
 
 def object_name(job: str, run: int) -> str:

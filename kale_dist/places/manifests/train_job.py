@@ -17,7 +17,7 @@ from kale_dist.places.manifests.settings import COMPLETION_INDEX, RunSettings, o
 
 _API_GROUP = "trainer.kubeflow.org"
 _STEP = "node"
-"""What Trainer calls the pods that train: their replicated job, and the container in each."""
+"""Trainer's name for the replicated job whose pods train, and for the container in each."""
 
 DEFAULT_RUNTIME = "torch-distributed"
 _NAMESPACED = "TrainingRuntime"
@@ -109,7 +109,7 @@ class TrainJob(Kind):
         )
 
     def told_by(self, name: str) -> tuple[tuple[str, str], ...]:
-        """Its Job is refused pods, and its JobSet a Job."""
+        """Pods are refused to its Job, and a Job to its JobSet."""
         return ((self.name, name), ("JobSet", name), ("Job", f"{name}-{_STEP}-0"))
 
 

@@ -36,7 +36,7 @@ class Agent:
     Args:
         forkserver: Socket and process id of a forkserver that was launched already.
         connection: Descriptor of the socket to the notebook's kernel.
-        address: Where other processes of the user reach the agent: `contract.socket_address`.
+        address: Where other processes of the user reach the agent: `wire.socket_address`.
         kernel_pid: Process id of the kernel.
         kernel_start: When it began, in clock ticks since boot.
     """

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from kale_dist.worker.training.trained import alter
+
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The entries of the model's lists and sequences that have parameters, the outermost ones; else the model itself."""
+    """Return the outermost entries with parameters of the model's lists and sequences; without any, the model itself."""
     found: list[torch.nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
@@ -29,7 +31,7 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 def alter_blocks(
     blocks: Iterable[torch.nn.Module], stack: contextlib.ExitStack, *, compiled: bool, checkpointed: bool
 ) -> None:
-    """Compile blocks, and have their activations computed again in the backward pass.
+    """Compile blocks, and drop their activations, which the backward pass then computes once more.
 
     Args:
         blocks: The modules, each called by itself.
@@ -46,27 +48,7 @@ def alter_blocks(
         if checkpointed:
             forward = functools.partial(_recomputed, block, forward)
         if compiled or checkpointed:
-            replace_forward(block, forward, stack)
-
-
-def replace_forward(module: torch.nn.Module, forward: Any, stack: contextlib.ExitStack) -> None:
-    """Give a module another `forward`; its class, hooks and parameters stay. The stack undoes it.
-
-    Args:
-        module: The module.
-        forward: If it computes with the module, then as a method of it (`types.MethodType`): a step may copy the module,
-            and what the copy computes has to come from the copy's weights.
-        stack: Undoes it.
-    """
-    state = module.__dict__
-    before = {name: state[name] for name in ("forward",) if name in state}
-
-    def restore() -> None:
-        state.pop("forward", None)
-        state.update(before)
-
-    state["forward"] = forward
-    stack.callback(restore)
+            alter(block, stack, forward=forward)
 
 
 def _recomputed(block: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:

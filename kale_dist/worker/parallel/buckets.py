@@ -21,7 +21,7 @@ class Bucket:
         group: The ranks.
         exchange: Sums the buffer.
         index: The bucket's number in the order of exchange.
-        extra: Numbers after the gradients, for the caller's own use.
+        extra: How many numbers follow the gradients, for the caller's own use.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether all gradients have come in this backward pass."""
+        """Whether all of its gradients are complete in this backward pass."""
         return self.ready == len(self.parameters)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -103,7 +103,7 @@ class Bucket:
 def fill_buckets(
     parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, controls: int, group: Group, exchange: AllReduce
 ) -> tuple[list[Bucket], Tensor]:
-    """Lay parameters out in buckets, last parameter first, as backward passes make gradients in about that order.
+    """Lay parameters out in buckets, the last parameter first: backward passes make gradients in about that order.
 
     Args:
         parameters: Parameters with dense gradients.
@@ -143,12 +143,12 @@ def fill_buckets(
 
 
 def real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, which every backend can sum."""
+    """View complex numbers as pairs of real ones, which every backend can sum."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def average_sparse(parameter: torch.nn.Parameter, group: Group) -> None:
-    """Replace a parameter's gradient by the mean over ranks, sparse if this rank's is. Called by all ranks.
+    """Replace a parameter's gradient by the mean over ranks, sparse if this rank's is. All ranks call this.
 
     Args:
         parameter: A parameter for which at least one rank has a gradient; without one, this rank counts as zero.
@@ -190,7 +190,7 @@ def average_sparse(parameter: torch.nn.Parameter, group: Group) -> None:
 
 
 def sparse_parameters(modules: Iterable[torch.nn.Module]) -> frozenset[int]:
-    """Identities of the parameters whose gradients will be sparse: embeddings made with `sparse=True`."""
+    """Return the identities of parameters whose gradients will be sparse: embeddings made with `sparse=True`."""
     return frozenset(
         id(module.weight)
         for module in modules

@@ -44,21 +44,21 @@ _NOTES = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sent:
-    """Control numbers of an exchange that have not been looked at yet."""
+    """Control numbers of an exchange that this rank has not read yet."""
 
     batch: int
     numbers: Tensor
-    """On the CPU; there once `arrived` is."""
+    """On the CPU; complete when `arrived` is."""
     arrived: Any
-    """An event of the GPU's."""
+    """An event of the GPU; None without one."""
 
 
 class DataParallel(Replica):
     """Keeps the gradients of all ranks equal.
 
     Args:
-        settings: Bucket size.
-        layout: This rank's.
+        settings: Bucket size, exchange and compression.
+        layout: This rank's layout.
     """
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
@@ -69,7 +69,7 @@ class DataParallel(Replica):
         self._shares_memory = False
         self._told_bytes = 0.0
         self._bytes_before = 0
-        """Written to memory that is not used any more."""
+        """Bytes written to memory that was closed since."""
         self._bucket_bytes = max(1, int(self.settings.bucket_mib * 2**20))
         self._trainable: list[torch.nn.Parameter] = []
         self._dense: list[torch.nn.Parameter] = []
@@ -84,7 +84,7 @@ class DataParallel(Replica):
         self._fired: set[int] = set()
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
-        """Put hooks on all parameters."""
+        """Put hooks on all parameters, and choose how to exchange gradients."""
         roots = [root for root in (parts.model, parts.criterion) if isinstance(root, torch.nn.Module)]
         self._sparse_ids = sparse_parameters(module for root in roots for module in root.modules())
         super().prepare(parts, stack)
@@ -250,7 +250,7 @@ class DataParallel(Replica):
                 average_sparse(parameter, self.parts.column)
 
     def metrics(self) -> dict[str, float]:
-        """Bytes that were sent, or written into shared memory, since the last call."""
+        """Return the bytes that were sent, or written into shared memory, since the last call."""
         if self._exchange is None:
             return {}
         written = self._bytes_before + (self._sum.bytes_written if self._sum is not None else 0)
@@ -259,21 +259,21 @@ class DataParallel(Replica):
         return {"bytes_sent": new}
 
     def own_state(self) -> dict[str, Any]:
-        """Residuals of the compression."""
+        """Return the residuals of the compression."""
         return {} if self._exchange is None else self._exchange.state()
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `own_state`."""
+        """Restore the residuals of the compression."""
         if self._exchange is not None:
             self._exchange.load(state)
 
     def end_epoch(self) -> None:
-        """Look at the last control numbers, then average the buffers."""
+        """Check the last control numbers, then average the buffers."""
         self._verify()
         super().end_epoch()
 
     def _write_controls(self, *, skipped: bool, left: bool) -> list[bool]:
-        """Write this rank's numbers; gives which parameters have a gradient here."""
+        """Write this rank's control numbers; returns which parameters have a gradient in this rank."""
         numbers = [0.0] * _CONTROLS
         numbers[self.parts.pace.batches % _SLOTS] = 1.0
         numbers[_SKIPPED] = float(skipped)
@@ -285,7 +285,7 @@ class DataParallel(Replica):
         return mine
 
     def _fetch_controls(self) -> None:
-        """Have the sums of the control numbers come to the CPU, without waiting for a GPU."""
+        """Start to copy the sums of the control numbers to the CPU, without waiting for a GPU."""
         is_remote = self._control.is_cuda
         numbers = torch.empty(self._control.shape, dtype=self._control.dtype, pin_memory=is_remote)
         numbers.copy_(self._control, non_blocking=is_remote)
@@ -295,7 +295,7 @@ class DataParallel(Replica):
         self._sent = _Sent(self.parts.pace.batches, numbers, arrived)
 
     def _verify(self) -> list[bool]:
-        """Look at the control numbers of the last exchange, if that has not been done; see `_checked`."""
+        """Check the control numbers of the last exchange, unless that was done; see `_checked`."""
         sent, self._sent = self._sent, None
         if sent is None:
             return []
@@ -305,7 +305,7 @@ class DataParallel(Replica):
 
 
 def _sums(notes: Sequence[bytes]) -> list[float]:
-    """The control numbers that an exchange by buckets would have summed, of notes in shared memory."""
+    """Add up notes of shared memory to the control numbers that an exchange by buckets gives."""
     numbers = [0.0] * _CONTROLS
     for batch, skipped, left, *_ in notes:
         numbers[batch] += 1.0
@@ -315,7 +315,7 @@ def _sums(notes: Sequence[bytes]) -> list[float]:
 
 
 def _checked(numbers: Sequence[float], here: int, world: int) -> list[bool]:
-    """Whether any rank had a gradient, for each parameter.
+    """Check that all ranks are at the same place; return for each parameter whether any rank had a gradient.
 
     Args:
         numbers: Sums over ranks of the control numbers.

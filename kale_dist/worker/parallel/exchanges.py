@@ -6,11 +6,11 @@
 | `ring` | 2 (n-1)/n M | the same |
 | `driver` | M; the first rank (n-1) M | Li et al.: Scaling Distributed Machine Learning with the Parameter Server, 2014, with one server |
 
-`ring` and `driver` count what they send. Of `torch` the formula is used, as it does not say what it sends.
+`ring` and `driver` count the bytes that they send. `torch` does not say what it sends, so its bytes come from the formula.
 
 Compressed gradients are exchanged by PyTorch's own communication hooks, which take our buckets for those of its DDP. fp16 and bf16
-send half of what float32 takes. PowerSGD (Vogels et al., 2019) sends two thin matrices of rank 4 for each matrix, keeps what
-that leaves out, and adds it to the next gradient; so its residuals belong to a checkpoint.
+send half the bytes of float32. PowerSGD (Vogels et al., 2019) sends two thin matrices of rank 4 for each matrix, keeps the rest
+(the residual), and adds it to the next gradient; so residuals belong to a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ class _Done:
 
 
 DONE = _Done()
-"""An exchange that is over when it has begun."""
+"""The work of an exchange that is over when `start` returns."""
 
 
 class AllReduce:
-    """`torch.distributed.all_reduce`: gloo, or NCCL on GPUs. Other ways to sum derive from it.
+    """Sums by `torch.distributed.all_reduce`: gloo, or NCCL on GPUs. Other exchanges derive from it.
 
     Args:
         group: The ranks.
     """
 
     averages = False
-    """Whether the outcome is the mean; otherwise the sum, exact but for rounding."""
+    """Whether the exchange gives the mean; otherwise the sum, exact but for rounding."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.bytes_sent = 0.0
 
     def start(self, bucket: Any) -> Any:
-        """Begin the exchange of `bucket.flat`; gives an object whose `wait()` returns when it is done."""
+        """Begin the exchange of `bucket.flat`; returns an object whose `wait()` returns when it is done."""
         world = self.group.world_size
         self.bytes_sent += 2 * (world - 1) / world * bucket.flat.numel() * bucket.flat.element_size()
         return dist.all_reduce(bucket.flat, group=self.group.world, async_op=True)
 
     def state(self) -> dict[str, Any]:
-        """What later exchanges need of earlier ones."""
+        """Return what later exchanges need from earlier ones, for a checkpoint."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Restore what `state` returned."""
 
 
 class Ring(AllReduce):
     """Each rank sends pieces to the next one: n-1 times to add them up, n-1 times to spread the sums.
 
-    All ranks get the same bits, since one rank has made each sum.
+    All ranks get the same bits, since each sum is made by one rank.
     """
 
     def start(self, bucket: Any) -> Any:
-        """Sum, at once."""
+        """Sum the bucket before returning."""
         rank, world = self.group.rank, self.group.world_size
         pieces = list(bucket.flat.tensor_split(world))
         for step in range(2 * (world - 1)):
@@ -99,7 +99,7 @@ class Driver(Ring):
     """The first rank receives all buffers, adds them up in the order of the ranks, and sends the sum to all."""
 
     def start(self, bucket: Any) -> Any:
-        """Sum, at once."""
+        """Sum the bucket before returning."""
         flat = bucket.flat
         if self.group.rank:
             self._send(flat, 0).wait()
@@ -116,7 +116,7 @@ class Driver(Ring):
 
 
 class _TorchBucket:
-    """A bucket as torch's hooks know it."""
+    """A bucket with the methods that torch's hooks call."""
 
     def __init__(self, bucket: Any) -> None:
         self._bucket = bucket
@@ -147,7 +147,7 @@ class _Running:
 
     @timed
     def wait(self) -> None:
-        """Wait, and have the outcome in the bucket."""
+        """Wait for the mean, and copy it into the bucket."""
         outcome = self._future.wait()
         outcome = outcome[0] if isinstance(outcome, list) else outcome
         if outcome.data_ptr() != self._flat.data_ptr():
@@ -155,7 +155,7 @@ class _Running:
 
 
 class Half(AllReduce):
-    """16-bit floats.
+    """Sends gradients as 16-bit floats.
 
     Args:
         group: The ranks.
@@ -169,14 +169,14 @@ class Half(AllReduce):
         self._hook: Any = default_hooks.fp16_compress_hook if kind == "fp16" else default_hooks.bf16_compress_hook
 
     def start(self, bucket: Any) -> Any:
-        """Begin to average."""
+        """Begin to average the bucket."""
         world = self.group.world_size
         self.bytes_sent += 2 * (world - 1) / world * bucket.flat.numel() * 2
         return _Running(self._hook(self.group.world, _TorchBucket(bucket)), bucket.flat)
 
 
 class PowerSGD(AllReduce):
-    """Thin matrices with error feedback."""
+    """Sends thin matrices, with error feedback."""
 
     averages = True
 
@@ -187,7 +187,7 @@ class PowerSGD(AllReduce):
         )
 
     def start(self, bucket: Any) -> Any:
-        """Average, at once: torch's hook exchanges twice more from threads of its own, and so must be alone."""
+        """Average the bucket before returning: torch's hook exchanges twice more from its own threads, and must be alone."""
         state: Any = self._state
         before = state.total_numel_after_compression
         is_plain = state.iter < state.start_powerSGD_iter
@@ -198,7 +198,7 @@ class PowerSGD(AllReduce):
         return DONE
 
     def state(self) -> dict[str, Any]:
-        """Residuals and the last thin matrices of each bucket, and how many steps were made."""
+        """Return the residuals and the last thin matrices of each bucket, and how many steps were made."""
         state: Any = self._state
         return {
             "iter": state.iter,
@@ -208,7 +208,7 @@ class PowerSGD(AllReduce):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Restore what `state` returned."""
         mine: Any = self._state
         mine.iter = state["iter"]
         kept = ((mine.error_dict, "errors"), (mine.p_memory_dict, "p"), (mine.q_memory_dict, "q"))

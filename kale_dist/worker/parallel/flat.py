@@ -1,4 +1,4 @@
-"""Tensors of several shapes side by side in flat buffers, one buffer for each dtype, to be sent as a whole."""
+"""Tensors of several shapes side by side in flat buffers, one for each dtype, which are sent as a whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Flat:
     """A copy of some tensors in flat buffers.
 
     Args:
-        tensors: What is copied, in an order that is the same on all ranks. Complex numbers are taken as pairs of real ones.
+        tensors: The tensors, in an order that is the same on all ranks. Complex numbers are copied as pairs of real ones.
         device: Where the buffers are; None for the device of the tensors.
     """
 
@@ -24,7 +24,7 @@ class Flat:
             groups.setdefault(real.dtype, []).append(real)
         self._groups = list(groups.values())
         self.buffers: list[Tensor] = []
-        """One for each dtype."""
+        """One buffer for each dtype."""
         self._views: list[list[Tensor]] = []
         for group in self._groups:
             sizes = [tensor.numel() for tensor in group]
@@ -34,7 +34,7 @@ class Flat:
             self._views.append([piece.view(tensor.shape) for piece, tensor in zip(pieces, group, strict=True)])
         views = {views[0].dtype: iter(views) for views in self._views}
         self.pieces = [next(views[_real(tensor).dtype]) for tensor in originals]
-        """For each tensor its place in the buffers, with its shape; a complex one's as pairs of real numbers."""
+        """A view of the buffers for each tensor, in its shape; complex numbers are pairs of real ones."""
 
     @property
     def bytes(self) -> int:

@@ -1,13 +1,13 @@
 """Fully sharded data parallelism by torch's `fully_shard`, in place.
 
-The model stays an instance of its class, but every parameter is a new object (a DTensor), so the optimizer's are exchanged by
-name. The old ones become NaN: a step that captured them before the call sees it at once, instead of training
-weights that nothing uses.
+The model stays an instance of its class, but every parameter is a new object (a DTensor), which replaces the old one of the
+same name in the optimizer. The old parameters become NaN: a step that captured them before the call gets NaN at once, instead
+of training weights that nothing uses.
 
-Four things are ours. Gradients are multiplied by the weight of the rank's batch before the reduce-scatter. Before
+Four things are not torch's. Gradients are multiplied by the weight of the rank's batch before the reduce-scatter. Before
 each collective, ranks compare a few numbers on the CPU, so that ranks which use different layers get an error in words:
 torch's collectives of different sizes hang, or end the process. A parameter that a rank did not use, in a
-unit that it did use, takes part with zeros; one that no rank used keeps `grad` None. And a rank that has
+unit that it did use, takes part with zeros; a parameter that no rank used keeps `grad` None. And a rank that has
 evaluated all of its batches still joins the gathers of the others.
 
 Gradients are reduced after every backward pass, also within an accumulation window: kept whole, they would need the
@@ -33,7 +33,7 @@ from kale_dist.strategies import Layout, Settings
 from kale_dist.strategies.fsdp import select_units
 from kale_dist.worker.parallel.blocks import alter_blocks
 from kale_dist.worker.parallel.replica import Replica
-from kale_dist.worker.parallel.tensor import norm_of_parts, whole_optimizer_state
+from kale_dist.worker.parallel.tensor import norm_of_parts, whole_states
 from kale_dist.worker.training.strategy import FullState, Parts
 
 _GATHER, _REDUCE, _NO_BACKWARD, _LEFT, _EVALUATED = range(5)
@@ -52,7 +52,7 @@ class FullySharded(Replica):
 
     Args:
         settings: The units.
-        layout: This rank's.
+        layout: This rank's layout.
     """
 
     reduces = False
@@ -68,7 +68,7 @@ class FullySharded(Replica):
     # -- sharding --------------------------------------------------------------------------------------------------
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
-        """Shard everything in place."""
+        """Shard the model and the optimizer's state in place."""
         model, optimizer = parts.model, parts.optimizer
         if parts.column.is_alone:
             super().prepare(parts, stack)
@@ -86,7 +86,7 @@ class FullySharded(Replica):
         named_before = dict(model.named_parameters(remove_duplicate=False))
         stack.callback(self._restore, modules, before, {module: type(module) for module in modules.values()})
         for name in names:
-            # Also the outermost: whole parameters of an evaluation would outlive a step of the optimizer.
+            # The outermost module, too: whole parameters of an evaluation would outlive a step of the optimizer.
             fully_shard(modules[name], mesh=mesh, reshard_after_forward=True)
         now = dict(model.named_parameters(remove_duplicate=False))
         self._old_of = {id(now[name]): old for name, old in named_before.items()}
@@ -103,7 +103,7 @@ class FullySharded(Replica):
         super().prepare(parts, stack)
 
     def _restore(self, modules: dict[str, Any], before: list[Any], classes: dict[Any, type]) -> None:
-        """Put the old parameters back; in rank 0 with what was learnt."""
+        """Put the old parameters back; in rank 0 with the trained values."""
         for unit in self._units:
             unit.undo()
         for module, name, old in before:
@@ -134,17 +134,17 @@ class FullySharded(Replica):
             )
 
     def begin_batch(self, *, weight: float, due: bool) -> None:
-        """Also let go of what a checkpoint has gathered."""
+        """Free the states that a checkpoint has gathered, too."""
         self._full = None
         super().begin_batch(weight=weight, due=due)
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def agree(self, kind: int, unit: int = 0, flags: Sequence[bool] = ()) -> list[list[int]]:
-        """Compare with the other ranks what comes next; returns the flags of each.
+        """Compare the next collective with the other ranks'; returns the flags of each rank.
 
         Raises:
-            KaleDistError: They do something else.
+            KaleDistError: The ranks are not at the same collective.
         """
         column = self.parts.column
         width = self._units[0].width if self._units else 0
@@ -172,14 +172,14 @@ class FullySharded(Replica):
         )
 
     def gather(self, unit: _Unit, output: Tensor, given: Tensor) -> None:
-        """An all-gather of a unit's weights."""
+        """All-gather a unit's weights."""
         if not self._joins:
             self.agree(_GATHER, unit.number)
         dist.all_gather_single(output, given, group=self.parts.column.world)
         self._count(output)
 
     def reduce_scatter(self, output: Tensor, given: Tensor, op: Any) -> None:
-        """A reduce-scatter of a unit's gradients, each multiplied by the weight of the rank's batch."""
+        """Multiply a unit's gradients by the weight of the rank's batch, and reduce-scatter them."""
         if not self._weight:
             # A repeated sample may well give nan, which no factor removes.
             given.zero_()
@@ -195,7 +195,7 @@ class FullySharded(Replica):
     # -- a batch ---------------------------------------------------------------------------------------------------
 
     def end_batch(self, *, left: bool) -> None:
-        """Show ranks that have made a backward pass that this one has not, or has left."""
+        """Tell ranks that have made a backward pass that this rank has not, or has left the loop: they raise an error."""
         if self._units and (left or not self._reductions_of_batch):
             self.agree(_LEFT if left else _NO_BACKWARD)
 
@@ -220,7 +220,7 @@ class FullySharded(Replica):
             self._joins = False
 
     def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
-        """The norm over all ranks' parts."""
+        """Return the norm over all ranks' parts."""
         local = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
         if not local:
             return super().total_norm(gradients, kind)
@@ -229,42 +229,35 @@ class FullySharded(Replica):
     # -- states ----------------------------------------------------------------------------------------------------
 
     def full_state(self) -> FullState | None:
-        """Gather all; rank 0 keeps it, on the CPU."""
+        """Gather the states; rank 0 keeps them, on the CPU."""
         if not self._units:
             return super().full_state()
-        seen: dict[int, Tensor] = {}
-        model = self.parts.model.state_dict(keep_vars=True)
-        for name, value in model.items():
-            if isinstance(value, Tensor):
-                if id(value) not in seen:
-                    seen[id(value)] = self._kept(value, value)
-                model[name] = seen[id(value)]
-        optimizer = whole_optimizer_state(self.parts.optimizer, self._kept)
-        self._full = FullState(model=model, optimizer=optimizer) if self.parts.group.rank == 0 else None
+        full, _ = whole_states(self.parts, self._kept)
+        self._full = full if self.parts.group.rank == 0 else None
         return self._full
 
     def whole(self, value: Tensor, parameter: Any) -> Tensor:  # noqa: ARG002 - where weights are divided too, it matters
-        """A parameter, or a state of its shape, as on one process."""
+        """Gather a parameter, or an optimizer's state of its shape."""
         gathered = value.detach()
         return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
 
     def _kept(self, value: Tensor, parameter: Any) -> Tensor:
-        """A whole tensor on the CPU in rank 0; the other ranks drop it at once."""
+        """Gather a tensor: rank 0 keeps it on the CPU, the other ranks drop it at once."""
         whole = self.whole(value, parameter)
         return whole.cpu() if self.parts.group.rank == 0 else whole.new_empty(0)
 
     def old_of(self, parameter: Any) -> Any:
-        """The object that a parameter was before the model was sharded."""
+        """Return the object that a parameter was before the model was sharded."""
         return self._old_of.get(id(parameter), parameter)
 
     def metrics(self) -> dict[str, float]:
-        """Bytes sent."""
+        """Return the bytes sent."""
         sent, self._sent = self._sent, 0.0
         return {"bytes_sent": sent}
 
 
 class _Unit:
-    """A module that is gathered by itself, and its collectives. Torch calls `allocate` and the object itself."""
+    """A module whose parameters are gathered together, and its collectives."""
 
     def __init__(self, strategy: FullySharded, number: int, name: str, module: Any, width: int) -> None:
         self.number = number
@@ -286,7 +279,7 @@ class _Unit:
         self._strategy.gather(self, output, given)
 
     def _agreed(self, group: Any) -> Any:
-        """Torch's end of a unit's backward pass, with zeros for parameters that only other ranks have used."""
+        """Wrap torch's end of a unit's backward pass: parameters that only other ranks have used get zeros."""
         original = group.post_backward
 
         def post_backward(*unused: Any) -> None:
@@ -341,7 +334,7 @@ def _parameters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _public_methods(kind: type) -> list[str]:
-    """Methods that a user's class has beyond torch's modules: they may use the weights, as `model.loss(x)` does."""
+    """Return the methods of a user's class beyond torch's modules: they may use the weights, as `model.loss(x)` does."""
     names: list[str] = []
     for base in kind.__mro__:
         if base is torch.nn.Module or base.__module__.startswith("torch."):
@@ -351,7 +344,7 @@ def _public_methods(kind: type) -> list[str]:
 
 
 def _rekey(optimizer: Any, new_of: dict[int, Any], mesh: DeviceMesh) -> None:
-    """Give the optimizer the new parameters, and each its part of the old one's state."""
+    """Replace the optimizer's parameters by the new ones, and divide the state of the old ones."""
     for group in optimizer.param_groups:
         group["params"] = [new_of[id(p)] for p in group["params"]]
     old_state = list(optimizer.state.items())

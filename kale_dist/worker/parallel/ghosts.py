@@ -1,10 +1,10 @@
 """One stage of a model: the user's forward runs on every rank, with ghosts in the place of other ranks' modules.
 
 A model is cut in front of some of its modules. A *unit* is a largest module that has no cut inside; the forward of every
-unit is replaced, in place. In the rank of stage s, units of earlier stages return ghosts: tensors of the shape that
-the real ones had in their rank, filled with NaN, which take no memory. When the first unit of stage s is called, its input
+unit is replaced, in place. In the rank of stage s, units of earlier stages return ghosts: tensors filled with NaN that take no
+memory, in the shapes of the results in the earlier stages' ranks. When the first unit of stage s is called, its input
 tensor, the object itself, is filled with what stage s - 1 sent, so that everything that the parent's forward does with
-it later (a residual connection) is right. At the first unit of stage s + 1 the forward is left by an exception. So no
+it later (a residual connection) is right. At the first unit of stage s + 1 an exception leaves the forward. So no
 tracing is needed, and any forward works in which one tensor crosses each cut.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from kale_dist.errors import KaleDistError
-from kale_dist.worker.parallel.blocks import replace_forward
+from kale_dist.worker.training.trained import alter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Shape:
 
 
 Calls = list[tuple[str, Any]]
-"""Units in the order of their calls, with what each gave: `Shape` in the place of tensors."""
+"""Units in the order of their calls, each with its result, which has `Shape` in the place of tensors."""
 
 
 class Reached(BaseException):
@@ -60,7 +60,7 @@ class Unit:
 
 
 def units_of(model: torch.nn.Module, cuts: Sequence[str]) -> list[Unit]:
-    """The units of a model, in the order of their registration.
+    """Return the units of a model, in the order of their registration.
 
     Args:
         model: The model.
@@ -90,7 +90,10 @@ def units_of(model: torch.nn.Module, cuts: Sequence[str]) -> list[Unit]:
 
 
 def owners_of(model: torch.nn.Module, units: Sequence[Unit], stages: int) -> dict[str, tuple[int, ...]]:
-    """Which stages hold each parameter, by name: one of a unit, all those of a tied one, every stage the parent's own."""
+    """Return the stages that hold each parameter, by name.
+
+    A unit's parameter is in one stage, a tied one in all stages that use it, the parent's own in every stage.
+    """
     found: dict[int, set[int]] = {}
     inside: set[int] = set()
     for unit in units:
@@ -109,11 +112,11 @@ class Ghosts:
 
     Args:
         model: The model.
-        units: Its units.
-        stage: This rank's.
-        stages: How many there are.
+        units: The model's units.
+        stage: The stage of this rank.
+        stages: Number of stages.
         device: Where the model is.
-        stack: Gives the units their own forward back.
+        stack: Undoes it.
     """
 
     def __init__(
@@ -132,9 +135,9 @@ class Ghosts:
         self._first = [unit.name for unit in units if unit.is_first]
         self._forward = model.forward
         self._at: int | None = None
-        """The stage that the forward is in; None outside of one."""
+        """The stage that the forward is in; None outside a forward."""
         self._known: Calls = []
-        """What the units of earlier stages gave."""
+        """Calls of the units of earlier stages."""
         self._made: Calls = []
         self._arrived: Tensor | None = None
         self._with_gradient = False
@@ -142,7 +145,7 @@ class Ghosts:
         self._fill: Callable[[int], float] = lambda _: float("nan")
         self._runs_backward = False
         for unit in units:
-            replace_forward(unit.module, functools.partial(self._call, unit, unit.module.forward), stack)
+            alter(unit.module, stack, forward=functools.partial(self._call, unit, unit.module.forward))
 
     # -- one micro-batch -------------------------------------------------------------------------------------------
 
@@ -159,18 +162,18 @@ class Ghosts:
         """Run this stage's part of the forward.
 
         Args:
-            args: Of the model's forward.
-            kwargs: Of the model's forward.
-            known: Calls of units in the stages before, with what they gave.
-            arrived: What crossed the cut to this stage, a leaf if it needs a gradient; None in stage 0.
+            args: Positional arguments of the model's forward.
+            kwargs: Keyword arguments of the model's forward.
+            known: Calls of units in the stages before.
+            arrived: The tensor that crossed the cut to this stage, a leaf if it needs a gradient; None in stage 0.
             with_gradient: Whether a backward pass will follow.
-            check: Whether to see to it that no other tensor of an earlier stage was used.
+            check: Whether to check that no other tensor of an earlier stage was used.
 
         Returns:
-            What the model gave (in the last stage) or the tensor that crosses to the next stage, and the calls so far.
+            The model's result (in the last stage) or the tensor that crosses to the next stage, and the calls so far.
 
         Raises:
-            KaleDistError: The forward does what cannot be cut so.
+            KaleDistError: The forward cannot be cut so.
         """
         outcome, made = self._run(args, kwargs, known, arrived, with_gradient=with_gradient, check=check)
         if check and arrived is not None and _has_nan(outcome) and not _has_nan(arrived):
@@ -208,7 +211,7 @@ class Ghosts:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """While a backward pass runs, checkpointed parts may call units again."""
+        """Allow units to be called while a backward pass runs: checkpointed parts of the model call them."""
         self._runs_backward = True
         try:
             yield
@@ -244,7 +247,7 @@ class Ghosts:
         return result
 
     def _pass_over(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A unit of an earlier stage: give what stands for its result."""
+        """Return ghosts in the place of the result of a unit of an earlier stage."""
         position = len(self._made)
         name, result = self._known[position] if position < len(self._known) else ("nothing more", None)
         if name != unit.name:
@@ -258,7 +261,7 @@ class Ghosts:
         return pytree.tree_map_only(Shape, lambda shape: ghost(shape, self._fill(position), self._device), result)
 
     def _enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """This stage begins: its input becomes what the stage before has sent."""
+        """Begin this stage: fill its input with the tensor that the stage before has sent."""
         arrived = self._arrived
         tensor = _crossing(name, args, kwargs)
         if arrived is None or tensor.shape != arrived.shape or tensor.dtype != arrived.dtype:
@@ -291,10 +294,10 @@ class Ghosts:
     # -- a result that is not a number -----------------------------------------------------------------------------
 
     def _explain_nan(self, args: Any, kwargs: Any, known: Calls, arrived: Tensor) -> None:
-        """Find out whether NaN comes from a ghost, by running the stage with others.
+        """Find out whether NaN comes from a ghost, by running the stage with ghosts of zeros.
 
         Raises:
-            KaleDistError: It does. The text names whose result is used behind the cut.
+            KaleDistError: NaN does. The text names the module whose result is used behind the cut.
         """
         foreign = [(name, p) for name, p in self._model.named_parameters() if is_ghost(p)]
 
@@ -309,7 +312,7 @@ class Ghosts:
 
         try:
             if gives_nan(None, None):
-                # The model itself gives it.
+                # The model itself gives NaN.
                 return
             names = [name for at, (name, _) in enumerate(known) if gives_nan(at, None)]
             names = names or [name for name, _ in foreign if gives_nan(None, name)]
@@ -325,7 +328,7 @@ class Ghosts:
 
 
 def ghost(shape: Shape, value: float, device: torch.device) -> Tensor:
-    """A tensor full of one value, in the memory of one number."""
+    """Make a tensor full of one value, in the memory of one number."""
     is_real = shape.dtype.is_floating_point or shape.dtype.is_complex
     one = torch.full((), value if is_real else 0, dtype=shape.dtype, device=device)
     # Its own object: what `expand` gives is a view, which cannot be written later.
@@ -344,10 +347,10 @@ def _keep(leaf: Tensor, gradient: Tensor) -> None:
 
 
 def _crossing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The tensor that crosses the cut at a module: its first argument.
+    """Return the tensor that crosses the cut at a module: the module's first argument.
 
     Raises:
-        KaleDistError: That is no tensor, or not one of real numbers.
+        KaleDistError: The first argument is no tensor, or a tensor of whole numbers.
     """
     first = next(iter((*args, *kwargs.values())), None)
     if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
@@ -360,7 +363,7 @@ def _crossing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
 
 
 def _described(name: str, result: Any) -> Any:
-    """What a unit gave, without its numbers."""
+    """Return a unit's result with `Shape` in the place of tensors."""
     leaves, _ = pytree.tree_flatten(result)
     for leaf in leaves:
         if not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str)):

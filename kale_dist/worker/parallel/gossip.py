@@ -5,10 +5,10 @@ i + d and receives those of rank i - d, and with m distances,
 
     x_i  <-  x_i + sum over d of (x_(i-d) - x_i) / (m + 1).
 
-As many ranks receive x_i as x_i loses shares to, so the mean of all ranks is kept: D-PSGD (Lian et al., NeurIPS 2017) with
-the mixing after the step. Only what changed (Koloskova et al., CHOCO-SGD, ICML 2019, algorithm 2): both sides keep what the
-neighbour knows of x_i; the largest differences are sent and added to it on both sides, and ranks mix with what is known
-instead of with x_i. What was not sent is part of the next difference, so nothing is lost (error feedback).
+Rank i gives as many shares of x_i away as it receives, so the mean of all ranks is kept: D-PSGD (Lian et al., NeurIPS 2017)
+with the mixing after the step. With `send="changed"` (Koloskova et al., CHOCO-SGD, ICML 2019, algorithm 2) both sides keep a
+copy of x_i as the neighbour knows it; rank i sends the largest differences, both add them to the copy, and ranks mix with the
+copies. What was not sent is part of the next difference, so nothing is lost (error feedback).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from kale_dist.worker.parallel.pairs import Pair, open_pairs
 from kale_dist.worker.training.strategy import Parts
 
 CHANGED_SHARE = 0.1
-"""The share of numbers that are sent with `send="changed"`."""
+"""The share of all numbers that a rank sends with `send="changed"`."""
 CHANGED_STEP = 0.5
-"""How far ranks move towards what they know of their neighbours: by less than the whole way, or sparse news oscillate."""
+"""How far ranks move towards their copies of the neighbours: less than the whole way, or sparse changes oscillate."""
 
 
 def rounds_of(graph: str, world: int) -> list[list[int]]:
-    """Distances to the neighbours of each round; rounds take turns.
+    """Return the distances to the neighbours of each round; rounds take turns.
 
     Args:
         graph: `ring` or `exponential` (Assran et al., ICML 2019, section 3: one neighbour at a time).
@@ -51,11 +51,11 @@ def rounds_of(graph: str, world: int) -> list[list[int]]:
 
 
 def partners_of(graph: str, rank: int, world: int) -> list[int]:
-    """The ranks that one meets asynchronously: at odd distances, so that an even rank meets odd ones only.
+    """Return the ranks that a rank meets asynchronously: at odd distances, so that even ranks meet odd ranks only.
 
     Args:
         graph: `ring` (distance 1) or `exponential` (1, 3, 5, 9, ...: Assran et al.'s bipartite graph).
-        rank: Whose.
+        rank: The rank.
         world: Number of ranks, even.
     """
     distances = [1]
@@ -65,12 +65,12 @@ def partners_of(graph: str, rank: int, world: int) -> list[int]:
 
 
 class Neighbours(OwnSteps):
-    """Gossip in both modes."""
+    """Gossip, synchronous or asynchronous."""
 
     levels = frozenset({"consensus_distance"})
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
-        """Lay out what is sent, and connect to partners in the asynchronous mode."""
+        """Copy the weights where the neighbours' copies start from them, and in the asynchronous mode connect to partners."""
         super().prepare(parts, stack)
         self._distance = 0.0
         self._keeps_copies = self.settings.mode == "async" or self.settings.send == "changed"
@@ -86,10 +86,10 @@ class Neighbours(OwnSteps):
         self._circle = _Meetings(self, stack) if self.settings.mode == "async" else _Circle(self)
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
-        """Take in parameters that came later, unless copies of the weights are kept.
+        """Add new parameters.
 
         Raises:
-            ConfigError: They are.
+            ConfigError: The settings need copies of all weights from the start.
         """
         known = {id(tensor) for tensor in self.parts.named.values()}
         if self._keeps_copies and any(id(parameter) not in known for parameter in parameters):
@@ -101,14 +101,14 @@ class Neighbours(OwnSteps):
         super().adopt(parameters)
 
     def stepped(self) -> None:
-        """Meet neighbours."""
+        """Average with neighbours."""
         super().stepped()
         if self._circle is not None:
             self._circle.meet()
 
     @torch.no_grad()
     def end_epoch(self) -> None:
-        """Measure how far ranks are apart, and average them all."""
+        """Measure how far the ranks' weights are apart, and average them."""
         if self._circle is not None:
             self._circle.end()
             own = Flat(self.weights())
@@ -121,10 +121,10 @@ class Neighbours(OwnSteps):
         super().end_epoch()
 
     def metrics(self) -> dict[str, float]:
-        """Bytes sent, and the consensus distance at the end of the epoch, before all were averaged.
+        """Return the bytes sent, and the consensus distance at the end of the epoch, before all ranks were averaged.
 
-        That is the root of the mean squared distance of the ranks' weights from their mean (Kong et al., Consensus
-        Control for Decentralized Deep Learning, ICML 2021, section 3).
+        The distance is the root of the mean squared distance of the ranks' weights from their mean (Kong et al.,
+        Consensus Control for Decentralized Deep Learning, ICML 2021, section 3).
         """
         return {**super().metrics(), "consensus_distance": self._distance / self.group.world_size}
 
@@ -142,15 +142,15 @@ class _Circle:
         self._rounds = rounds_of(owner.settings.graph, owner.group.world_size)
         self._sends_changes = owner.settings.send == "changed"
         self._sent: dict[int, list[Tensor]] = {}
-        """By distance: what the neighbour there knows of this rank."""
+        """This rank's weights as the neighbour knows them, by the distance to the neighbour."""
         self._known: dict[int, list[Tensor]] = {}
-        """By distance: what this rank knows of the neighbour that is as far away in the other direction."""
+        """The weights, as far as this rank knows, of the neighbour at that distance in the other direction."""
         flat = Flat(owner.weights())
         flat.read()
         self.begin(flat.buffers)
 
     def begin(self, weights: Sequence[Tensor]) -> None:
-        """All ranks have these weights."""
+        """Called when all ranks have these weights: set the copies to them."""
         if self._sends_changes:
             for distance in {distance for distances in self._rounds for distance in distances}:
                 self._sent[distance] = [tensor.clone() for tensor in weights]
@@ -158,7 +158,7 @@ class _Circle:
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Mix the weights with those of the neighbours of this round."""
+        """Mix this rank's weights with the weights of this round's neighbours."""
         own = Flat(self._owner.weights())
         own.read()
         distances = self._round()
@@ -175,7 +175,7 @@ class _Circle:
         own.write()
 
     def end(self) -> None:
-        """The epoch is over: so it has to be at the neighbours, and on all ranks."""
+        """Check that the epoch is over on the neighbours too, and then on all ranks."""
         self._exchange({distance: [] for distance in self._round()}, at_end=True)
         self._owner.agree(at_end=True)
 
@@ -202,7 +202,7 @@ class _Circle:
                 mine.add_(known - sent, alpha=step)
 
     def _exchange(self, messages: dict[int, list[Tensor]], *, at_end: bool = False) -> dict[int, list[Tensor]]:
-        """Send a message for each distance, and receive one of the same sizes from each neighbour.
+        """Send a message for each distance, and receive a message of the same sizes from each neighbour.
 
         Raises:
             KaleDistError: A neighbour is at another step.
@@ -238,9 +238,9 @@ class _Circle:
 class _Meetings:
     """Asynchronous gossip (AD-PSGD): an even rank sends its weights to an odd one, which answers at once with its own.
 
-    Both move half of the difference towards each other, so the mean is kept, whatever either has trained in the
-    meantime. Threads of the odd rank answer with its weights after its latest step; what they change
-    is added to the weights when that step is over, as a backward pass must not see weights change.
+    Both move half of the difference towards each other, so their mean is kept, whatever either has trained in the
+    meantime. Threads of the odd rank answer with its weights after its latest step. The rank adds their changes to its
+    weights when the present step is over, as a backward pass must not see weights change.
 
     Args:
         owner: The strategy.
@@ -257,9 +257,9 @@ class _Meetings:
         self._choice = random.Random(group.rank)  # noqa: S311 - of a partner; leaves the user's generators alone
         self._lock = threading.Lock()
         self._shown: list[Tensor] = []
-        """In an odd rank: the weights after its latest step, and what meetings have added since."""
+        """In an odd rank: its weights after its latest step, with the changes of the meetings since."""
         self._before: list[Tensor] = []
-        """The weights after the latest step."""
+        """In an odd rank: its weights after its latest step, without those changes."""
         self._problem: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self.begin(self._read().buffers)
@@ -276,7 +276,7 @@ class _Meetings:
         return flat
 
     def begin(self, weights: Sequence[Tensor]) -> None:
-        """All ranks have these weights."""
+        """Called when all ranks have these weights: answer partners with them."""
         if not self._is_active:
             with self._lock:
                 self._shown = [tensor.to("cpu", copy=True) for tensor in weights]
@@ -284,7 +284,7 @@ class _Meetings:
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Meet a partner, or take in what partners have changed."""
+        """In an even rank meet a partner; in an odd rank add the partners' changes to the weights."""
         own = self._read()
         if self._is_active:
             pair = self._pairs[self._choice.choice(sorted(self._pairs))]
@@ -304,7 +304,7 @@ class _Meetings:
         own.write()
 
     def end(self) -> None:
-        """Take in the last changes, when no rank meets another any more."""
+        """Wait until no rank meets another any more; then add the last changes to the weights."""
         self._owner.agree(at_end=True)
         if not self._is_active:
             self.meet()
@@ -315,7 +315,7 @@ class _Meetings:
 
     @torch.no_grad()
     def _answer(self, pair: Pair) -> None:
-        """The life of a thread: answer one partner until it leaves."""
+        """Answer one partner until it leaves. Runs in a thread."""
         try:
             theirs = [torch.empty_like(tensor) for tensor in self._shown]
             while True:
@@ -334,7 +334,7 @@ class _Meetings:
             self._problem = error
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
-        """After a training that went well: end the threads and close the connections."""
+        """End the threads and close the connections, unless the training failed."""
         if kind is not None:
             return
         if self._is_active:

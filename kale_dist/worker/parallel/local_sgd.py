@@ -19,14 +19,11 @@ from torch import Tensor
 from kale_dist.errors import KaleDistError
 from kale_dist.worker.parallel.flat import Flat
 from kale_dist.worker.parallel.replica import Replica
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.group import LARGE, Group
 from kale_dist.worker.training.strategy import FullState, Parts
 
 OUTER_LEARNING_RATE = 0.7
 OUTER_MOMENTUM = 0.9
-
-_LARGE = 1 << 18
-"""Elements of a buffer from which on it is a table of positions or a mask."""
 
 
 class OwnSteps(Replica):
@@ -38,13 +35,13 @@ class OwnSteps(Replica):
     reduces = False
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
-        """Count what is sent."""
+        """Put hooks on all parameters, and begin to count steps and bytes."""
         super().prepare(parts, stack)
         self.group: Group = parts.column
         self.steps = 0
         """Real steps in this epoch."""
         self.bytes_sent = 0.0
-        """Since the last call of `metrics`."""
+        """Bytes sent since the last call of `metrics`."""
 
     def stepped(self) -> None:
         """Count the step."""
@@ -52,20 +49,20 @@ class OwnSteps(Replica):
         self.steps += 1
 
     def weights(self) -> list[Tensor]:
-        """The parameters that training may change."""
+        """Return the parameters that training may change."""
         return list(self.parameters.values())
 
     def buffers(self) -> list[Tensor]:
-        """Floating-point buffers that are averaged with the weights. Large ones are tables, which no step changes."""
+        """Return the floating-point buffers that are averaged with the weights; large ones are not."""
         named = sorted(self.parts.model.named_buffers())
         floats = [b for _, b in named if b.is_floating_point() and not torch.nn.parameter.is_lazy(b)]
-        return [b for b in floats if b.numel() <= _LARGE]
+        return [b for b in floats if b.numel() <= LARGE]
 
     def agree(self, *, at_end: bool) -> None:
         """Check that all ranks have made as many steps and are at the same place, before weights are averaged.
 
         Raises:
-            KaleDistError: They are not.
+            KaleDistError: The ranks have made different numbers of steps, or some have ended the epoch.
         """
         world, steps = self.group.world_size, self.steps
         total, squares, ends = self.group.sum_int64([steps, steps * steps, int(at_end)])
@@ -73,7 +70,7 @@ class OwnSteps(Replica):
             raise KaleDistError(different_steps(steps))
 
     def average(self, tensors: Iterable[Tensor], *, is_counted: bool = True) -> Flat:
-        """The mean of some tensors over ranks, in flat buffers; all ranks get the same bits."""
+        """Average tensors over ranks; returns flat buffers with the means, the same bits on all ranks."""
         flat = Flat(tensors)
         flat.read()
         world = self.group.world_size
@@ -85,12 +82,12 @@ class OwnSteps(Replica):
         return flat
 
     def end_epoch(self) -> None:
-        """Begin to count the steps of the next epoch; buffers that are not averaged follow rank 0's."""
+        """Copy rank 0's other buffers to all ranks, and begin to count the steps of the next epoch."""
         super().end_epoch()
         self.steps = 0
 
     def full_state(self) -> FullState | None:
-        """The model, and the mean of all ranks' optimizer states: step counts and the like are rank 0's."""
+        """Return the model, and the mean of all ranks' optimizer states; rank 0's own step counts and the like."""
         if self.group.is_alone:
             return super().full_state()
         optimizer, state_of = self.parts.optimizer, self.parts.optimizer.state
@@ -115,15 +112,15 @@ class OwnSteps(Replica):
         return FullState(model=whole.model, optimizer=_replaced(whole.optimizer, means))
 
     def own_state(self) -> dict[str, Any]:
-        """This rank's optimizer state."""
+        """Return this rank's optimizer state."""
         return {"optimizer": self.parts.optimizer.state_dict()}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Take this rank's optimizer state instead of the mean."""
+        """Load this rank's optimizer state in the place of the mean."""
         self.parts.optimizer.load_state_dict(state["optimizer"])
 
     def metrics(self) -> dict[str, float]:
-        """Bytes sent by this rank."""
+        """Return the bytes that this rank has sent since the last call."""
         sent, self.bytes_sent = self.bytes_sent, 0.0
         return {"bytes_sent": sent}
 
@@ -144,14 +141,14 @@ class LocalSteps(OwnSteps):
             self._remember()
 
     def stepped(self) -> None:
-        """Average if it is time."""
+        """Average the weights after every `sync_every` steps."""
         super().stepped()
         self._since += 1
         if self._since == self.settings.sync_every:
             self._synchronise(at_end=False)
 
     def end_epoch(self) -> None:
-        """Average what was not averaged yet."""
+        """Average the weights if there were steps since the last time."""
         self._synchronise(at_end=True)
         super().end_epoch()
 
@@ -172,7 +169,7 @@ class LocalSteps(OwnSteps):
     def _step_outer(self, mean: Flat) -> None:
         before = self._before
         if before is None or [b.shape for b in before.buffers] != [b.shape for b in mean.buffers]:
-            # Parameters came later: they have no past to step from.
+            # The step made new parameters: there are no weights before them to step from.
             mean.write()
             self._momentum = []
         else:
@@ -190,17 +187,17 @@ class LocalSteps(OwnSteps):
         self._before.read()
 
     def own_state(self) -> dict[str, Any]:
-        """This rank's optimizer state and the outer momentum."""
+        """Return this rank's optimizer state and the outer momentum."""
         return {**super().own_state(), "momentum": list(self._momentum)}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `own_state`."""
+        """Load this rank's optimizer state and the outer momentum."""
         super().load_own_state(state)
         self._momentum = [momentum.to(self.group.device) for momentum in state["momentum"]]
 
 
 def different_steps(steps: int) -> str:
-    """The error of a rank that has made other steps than others."""
+    """Word the error of a rank that has made another number of steps than the others."""
     return (
         f"The ranks have not made the same number of optimizer steps in this epoch (this rank has made {steps}). All ranks"
         " must take the same steps: do not skip a batch or leave the loop over the loader because of this rank's own data"
@@ -208,7 +205,7 @@ def different_steps(steps: int) -> str:
 
 
 def _replaced(value: Any, means: dict[int, Tensor]) -> Any:
-    """A state dict with some of its tensors replaced by others."""
+    """Copy a state dict with some of its tensors replaced, by identity."""
     if isinstance(value, Tensor):
         return means.get(id(value), value)
     if isinstance(value, dict):

@@ -24,7 +24,7 @@ from kale_dist.worker.training.strategy import Parts
 
 
 def made(settings: Mesh, layout: Layout) -> FullySharded | TensorParallel | PipelineParallel:
-    """The strategy for a mesh."""
+    """Make the strategy for a mesh."""
     if settings.pipeline is not None:
         return PipelineParallel(settings.stages, layout)
     if settings.fsdp is not None and layout.shards > 1:
@@ -33,11 +33,11 @@ def made(settings: Mesh, layout: Layout) -> FullySharded | TensorParallel | Pipe
 
 
 class ShardedTensorParallel(FullySharded):
-    """Weights divided over a row of ranks by layers, and what each has of them over its column by `fully_shard`.
+    """Divides weights by layers over a row of ranks, and each rank's part over its column by `fully_shard`.
 
     Args:
         settings: The plan.
-        layout: This rank's.
+        layout: This rank's layout.
     """
 
     division: Division
@@ -48,7 +48,7 @@ class ShardedTensorParallel(FullySharded):
         self._plan: Any = settings.plan
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
-        """Divide the layers, then shard what is left of them."""
+        """Divide the layers, then shard this rank's parts."""
         prepare_without_fast_path(stack)
         peers = Peers(parts.row)
         self.division = divide_layers(parts.model, self._plan, peers, parts.optimizer, stack)
@@ -58,7 +58,7 @@ class ShardedTensorParallel(FullySharded):
         return id(self.old_of(parameter)) in self.division.dimensions
 
     def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
-        """The norm over columns and rows; gradients of weights that a whole row has count once."""
+        """Return the norm over columns and rows; gradients of weights that all ranks of a row hold count once."""
         if not gradients:
             return super().total_norm(gradients, kind)
         divided = {id(p.grad) for p in self.parameters.values() if self._is_divided(p)}
@@ -68,11 +68,11 @@ class ShardedTensorParallel(FullySharded):
         return norm_of_parts([] if column is None else [column], kind, self.parts.row, like)
 
     def whole(self, value: Tensor, parameter: Any) -> Tensor:
-        """Gathered over the column, then over the row."""
+        """Gather a tensor over the column, then over the row."""
         return self.division.whole(super().whole(value, parameter), self.old_of(parameter))
 
     def metrics(self) -> dict[str, float]:
-        """Bytes sent along both."""
+        """Return the bytes sent along columns and rows."""
         sent = super().metrics()
         sent["bytes_sent"] += self.division.peers.bytes_sent
         self.division.peers.bytes_sent = 0.0

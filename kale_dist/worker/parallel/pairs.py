@@ -1,7 +1,7 @@
 """Connections between two ranks, for threads: one group of two ranks each, and calls that wait in the kernel.
 
-A receive that names its sender ends with an error when that process is gone. One from any sender would wait for ever,
-which is why there is none here.
+A receive that names its sender ends with an error when that process is gone. A receive from any sender would wait for ever,
+so there is none here.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Pair:
             raise LostPeerError(f"the connection to rank {self.other} has ended: {error}") from error
 
     def send_bytes(self, data: bytes) -> None:
-        """Send bytes, of which the other rank does not know how many there are. Raises as `send` does."""
+        """Send bytes and their number. Raises what `send` raises."""
         self.send(torch.tensor([len(data)]), *([torch.frombuffer(bytearray(data), dtype=torch.uint8)] if data else []))
 
     def receive_bytes(self) -> bytes:
-        """What `send_bytes` sent. Raises as `receive` does."""
+        """Receive what the other rank sent by `send_bytes`. Raises what `receive` raises."""
         length = torch.empty(1, dtype=torch.int64)
         self.receive(length)
         data = torch.empty(int(length), dtype=torch.uint8)
@@ -78,14 +78,14 @@ class Pair:
 
 
 def open_pairs(group: Group, wanted: Iterable[tuple[int, int]]) -> dict[int, Pair]:
-    """Open connections; all ranks have to call this with the same.
+    """Open connections. All ranks have to call this with the same pairs.
 
     Args:
         group: All ranks.
         wanted: Pairs of ranks, each once.
 
     Returns:
-        Those of this rank, by the other rank.
+        This rank's connections, by the other rank.
     """
     own = {}
     for first, second in wanted:

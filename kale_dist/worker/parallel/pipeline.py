@@ -1,8 +1,8 @@
 """A model cut into stages, one a rank, through which each batch goes in micro-batches (GPipe).
 
 The user's step runs on every rank, with the whole batch. Its call of the model runs this rank's stage (see `ghosts`) for one
-micro-batch after another and gives the output of the last stage, which is sent to all; so every rank computes the same
-loss. Its `backward()` comes back to the same place, where stages run backwards, the last first. All micro-batches go
+micro-batch after another and returns the output of the last stage, which sends it to all; so every rank computes the same
+loss. Its `backward()` runs the stages backwards, the last first. All micro-batches go
 forward before the first goes backward (Huang et al., GPipe, NeurIPS 2019, section 2.2): stages wait for each other for
 (S - 1) / (M + S - 1) of the time, with S stages and M micro-batches.
 
@@ -27,11 +27,13 @@ from torch.utils import _pytree as pytree
 
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import DDP, Layout, Pipeline
-from kale_dist.worker.parallel.blocks import alter_blocks, replace_forward
+from kale_dist.worker.parallel.blocks import alter_blocks
 from kale_dist.worker.parallel.ddp import DataParallel
 from kale_dist.worker.parallel.ghosts import Calls, Ghosts, Shape, ghost, owners_of, units_of
 from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.result import optimizers_of
 from kale_dist.worker.training.strategy import FullState, Parts
+from kale_dist.worker.training.trained import alter
 
 
 class _Links:
@@ -47,7 +49,7 @@ class _Links:
         self._last_sent: dict[tuple[str, int], bytes] = {}
         self._last_received: dict[tuple[str, int], bytes] = {}
         self.bytes_sent = 0
-        """Of tensors. Notes about their shapes are a few bytes, and sent in full only where they change."""
+        """Bytes of tensors. Notes about their shapes are a few bytes, and sent in full only where they change."""
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Start to send a tensor."""
@@ -59,7 +61,7 @@ class _Links:
         self._under_way.append((dist.isend(tensor, group=self._row.world, group_dst=to), tensor))
 
     def receive(self, shape: Shape, source: int) -> Tensor:
-        """Wait for a tensor."""
+        """Wait for a tensor, and return it."""
         tensor = torch.empty(shape.size, dtype=shape.dtype, device=self._row.device)
         return self._receive(tensor, source)
 
@@ -70,7 +72,7 @@ class _Links:
         return tensor
 
     def send_note(self, kind: str, value: Any, to: int) -> None:
-        """Send a small value; nearly nothing where it is the one before of its kind."""
+        """Send a small value; nearly nothing where it equals the last value of its kind."""
         data = pickle.dumps(value)
         is_known = self._last_sent.get((kind, to)) == data
         self._last_sent[kind, to] = data
@@ -79,7 +81,7 @@ class _Links:
             self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to)
 
     def receive_note(self, kind: str, source: int) -> tuple[Any, bool]:
-        """The value, and whether it is another than the one before."""
+        """Receive a value; returns it, and whether it differs from the last value of its kind."""
         size = int(self._receive(torch.empty(1, dtype=torch.int64), source))
         if size:
             array: Any = self._receive(torch.empty(size, dtype=torch.uint8), source).numpy()
@@ -87,7 +89,7 @@ class _Links:
         return pickle.loads(self._last_received[kind, source]), bool(size)
 
     def flush(self) -> None:
-        """Wait until all is sent."""
+        """Wait until all messages are sent."""
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()
@@ -100,15 +102,15 @@ class _Passage:
     size: int
     """Samples in it."""
     arrived: Tensor | None = None
-    """What came from the stage before: a leaf that gets a gradient."""
+    """The tensor that came from the stage before: a leaf that gets a gradient."""
     sent: Tensor | None = None
-    """What went to the next stage and needs a gradient."""
+    """The tensor that went to the next stage, if it needs a gradient."""
     outputs: list[Tensor | None] = dataclasses.field(default_factory=list)
-    """What the last stage gave; None in the place of what needs no gradient."""
+    """The outputs of the last stage; None for those that need no gradient."""
 
 
 class _Join(torch.autograd.Function):
-    """Where the user's graph ends and the stages begin."""
+    """Begins the user's graph at the outputs of the last stage; its backward pass runs the stages backwards."""
 
     @staticmethod
     def forward(ctx: Any, _anchor: Tensor, backward: Any, flags: Sequence[bool], *outputs: Tensor) -> Any:
@@ -127,13 +129,13 @@ class _Join(torch.autograd.Function):
 class PipelineParallel(DataParallel):
     """Runs one stage, and hides that from the user's step; averages its gradients over pipelines.
 
-    Bytes of tensors that all ranks send for a training step with S stages (Huang et al., section 2.2, and what this adds):
+    Bytes of tensors that all ranks send for a training step with S stages (Huang et al., section 2.2, with our additions):
     2 (S - 1) A for activations of A bytes at each cut and their gradients, (S - 1) O for an output of O bytes, and up to
-    2 (k - 1) W for each parameter of W bytes that k stages share: those that did not use it send nothing.
+    2 (k - 1) W for each parameter of W bytes that k stages share: stages that did not use it send nothing.
 
     Args:
         settings: Cuts and micro-batches.
-        layout: This rank's.
+        layout: This rank's layout.
     """
 
     def __init__(self, settings: Pipeline, layout: Layout) -> None:
@@ -141,7 +143,7 @@ class PipelineParallel(DataParallel):
         self._cutting = settings
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
-        """Cut the model, and let go of what other stages hold."""
+        """Cut the model, and free the parameters of other stages."""
         model, row = parts.model, parts.row
         self.stage, self.stages = row.rank, row.world_size
         self._links = _Links(row)
@@ -164,7 +166,7 @@ class PipelineParallel(DataParallel):
         self._ghosts = Ghosts(model, self._units, self.stage, self.stages, row.device, stack)
         for name, parameter in self._elsewhere.items():
             self._let_go(name, parameter, stack)
-        replace_forward(model, self._forward, stack)
+        alter(model, stack, forward=self._forward)
         count = sum(p.numel() for p in self.parameters.values())
         total = sum(p.numel() for p in named.values())
         if not self.layout.shard:
@@ -174,10 +176,10 @@ class PipelineParallel(DataParallel):
             )
 
     def _let_go(self, name: str, parameter: torch.nn.Parameter, stack: contextlib.ExitStack) -> None:
-        """Free a parameter of another stage; anything that is computed with it is NaN, and its gradient an error."""
+        """Free a parameter of another stage; a result that uses it is NaN, and a gradient of it raises an error."""
         parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), parameter.device)
         parameter.grad = None
-        for optimizer in _optimizers(self.parts.optimizer):
+        for optimizer in optimizers_of(self.parts.optimizer):
             optimizer.state.pop(parameter, None)
 
         def refuse(_: Tensor) -> None:
@@ -190,7 +192,7 @@ class PipelineParallel(DataParallel):
             stack.callback(parameter.register_post_accumulate_grad_hook(refuse).remove)  # type: ignore[no-untyped-call]
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
-        """Take in what is new, on every stage alike."""
+        """Add new parameters, on every stage alike."""
         elsewhere = {id(p) for p in self._elsewhere.values()}
         super().adopt([p for p in parameters if id(p) not in elsewhere])
 
@@ -208,7 +210,7 @@ class PipelineParallel(DataParallel):
     # -- the forward pass ------------------------------------------------------------------------------------------
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's `forward` does in a rank."""
+        """Stands in for the model's `forward`: run this stage on all micro-batches, and return the last stage's output."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
         wants_gradient = torch.is_grad_enabled()
@@ -237,7 +239,7 @@ class PipelineParallel(DataParallel):
     def _run(
         self, size: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, wants_gradient: bool
     ) -> tuple[_Passage, Any]:
-        """One micro-batch through this stage."""
+        """Run this stage on one micro-batch."""
         passage = _Passage(size=size)
         known: Calls = []
         arrived, is_new = None, False
@@ -257,7 +259,7 @@ class PipelineParallel(DataParallel):
         return passage, outcome
 
     def _share_output(self, passages: list[_Passage], outcomes: list[Any]) -> Any:
-        """Give every stage the output of the last one, for the whole batch."""
+        """Send every stage the output of the last stage, for the whole batch."""
         last = self.stages - 1
         if self.stage == last:
             leaves = [pytree.tree_leaves(outcome) for outcome in outcomes]
@@ -298,7 +300,7 @@ class PipelineParallel(DataParallel):
         return backward
 
     def _backward(self, passages: list[_Passage], gradients: Sequence[Tensor | None]) -> None:
-        """Run the stages backwards; called by autograd, within the user's `backward()`."""
+        """Run this stage backwards. Autograd calls this within the user's `backward()`."""
         with self._one_pass(), self._summed_over_stages(), self._ghosts.backward():
             sizes = [passage.size for passage in passages]
             for number, passage in enumerate(passages):
@@ -328,7 +330,7 @@ class PipelineParallel(DataParallel):
 
     @contextlib.contextmanager
     def _one_pass(self) -> Iterator[None]:
-        """Have the hooks see the passes of all micro-batches as one: the user's."""
+        """Make the hooks take the passes of all micro-batches for one: the user's."""
         if self._is_passive:
             yield
             return
@@ -349,7 +351,7 @@ class PipelineParallel(DataParallel):
 
     @contextlib.contextmanager
     def _summed_over_stages(self) -> Iterator[None]:
-        """Add up what this pass gives the parameters that several stages have."""
+        """Add up this pass's gradients of the parameters that several stages hold."""
         shared = [p for p in self._shared if p.requires_grad]
         before = {id(p): p.grad for p in shared}
         for parameter in shared:
@@ -361,12 +363,12 @@ class PipelineParallel(DataParallel):
                 parameter.grad = self._summed(parameter, stages)
             earlier = before[id(parameter)]
             if earlier is not None:
-                # The same object: what is held back is known by its identity.
+                # The same object: `check_held` knows a gradient by its identity.
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._links.flush()
 
     def _summed(self, parameter: torch.nn.Parameter, stages: Sequence[int]) -> Tensor | None:
-        """The sum of a gradient over some stages, in their order, on each of them; None where none has one."""
+        """Return the sum of a gradient over stages, in their order, on each of them; None where no stage has a gradient."""
         links, (first, *others), gradient = self._links, stages, parameter.grad
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -389,7 +391,7 @@ class PipelineParallel(DataParallel):
     # -- around a step ---------------------------------------------------------------------------------------------
 
     def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
-        """The norm over all stages; what several of them hold counts once."""
+        """Return the norm over all stages; a parameter that several stages hold counts once."""
         counted = {
             id(p.grad)
             for p in self.parameters.values()
@@ -404,18 +406,18 @@ class PipelineParallel(DataParallel):
         return total.to(like.device, like.dtype)
 
     def metrics(self) -> dict[str, float]:
-        """Bytes of tensors that this rank has sent to other stages and other pipelines."""
+        """Return the bytes of tensors that this rank has sent to other stages and other pipelines."""
         sent, self._links.bytes_sent = self._links.bytes_sent, 0
         return {"bytes_sent": sent + super().metrics().get("bytes_sent", 0.0)}
 
     # -- states ----------------------------------------------------------------------------------------------------
 
     def full_state(self) -> FullState | None:
-        """Put the model together on rank 0, for as long as its states are read."""
+        """Gather the model on rank 0, read its states, and free the other stages' parameters."""
         if self.layout.shard:
             return None
         sent, model, row = self._links.bytes_sent, self.parts.model, self.parts.row
-        optimizers = _optimizers(self.parts.optimizer)
+        optimizers = optimizers_of(self.parts.optimizer)
         home = {id(unit.module): unit.stage for unit in self._units}
         buffers = _buffers_of(model, home, self.stages - 1)
         for stage in range(1, self.stages):
@@ -457,10 +459,6 @@ class PipelineParallel(DataParallel):
         return full
 
 
-def _optimizers(optimizer: Any) -> list[Any]:
-    return list(optimizer.named.values()) if hasattr(optimizer, "named") else [optimizer]
-
-
 def _stripped(state: dict[str, Any]) -> dict[str, Any]:
     return {key: Shape(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for key, v in state.items()}
 
@@ -471,7 +469,7 @@ def _tensors_of(optimizers: Sequence[Any], named: dict[str, Any], names: Sequenc
 
 
 def _buffers_of(model: torch.nn.Module, home: dict[int, int], last: int) -> list[tuple[Tensor, int]]:
-    """Every buffer and the stage that changes it: its unit's, or for the parent's own the last, which runs all of it."""
+    """Return every buffer with the stage that changes it: its unit's, or the last for the parent's own buffers."""
     found: dict[int, tuple[Tensor, int]] = {}
 
     def walk(module: torch.nn.Module, stage: int) -> None:
@@ -489,7 +487,7 @@ def _buffers_of(model: torch.nn.Module, home: dict[int, int], last: int) -> list
 
 
 def _divided(batch: int, parts: int) -> list[int]:
-    """Sizes of the micro-batches: as even as can be, none empty, the larger ones first."""
+    """Return the sizes of the micro-batches: as even as possible, none empty, the larger ones first."""
     parts = max(1, min(parts, batch))
     return [batch // parts + (number < batch % parts) for number in range(parts)]
 
@@ -506,7 +504,7 @@ def _described(leaf: Any) -> Any:
 
 
 def _joined(outcomes: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The output for the whole batch: tensors side by side, numbers averaged by samples.
+    """Return the output for the whole batch: tensors are concatenated, single numbers averaged by samples.
 
     Raises:
         KaleDistError: A tensor's first dimension is not the batch.
@@ -524,7 +522,7 @@ def _join(column: Sequence[Any], sizes: Sequence[int]) -> Any:
     if len(tensors) == 1:
         return first.detach()
     if not first.dim():
-        # What averages over samples: a loss that the model computes itself.
+        # A mean over samples: a loss that the model computes itself.
         weighted = [one * (size / sum(sizes)) for one, size in zip(tensors, sizes, strict=True)]
         return functools.reduce(torch.add, weighted)
     if [len(one) for one in tensors] != list(sizes):
@@ -536,7 +534,7 @@ def _join(column: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def _part_of(gradients: Sequence[Tensor | None], sizes: Sequence[int], number: int) -> list[Tensor | None]:
-    """The gradients of the outputs of one micro-batch."""
+    """Return one micro-batch's part of the gradients of the outputs."""
     start, total = sum(sizes[:number]), sum(sizes)
 
     def part(gradient: Tensor | None) -> Tensor | None:

@@ -1,9 +1,9 @@
-"""A rank that has the whole model: what it does with its own gradients before any exchange, in place and by hooks.
+"""A rank that has the whole model: hooks weight, hold back and watch its gradients before any exchange.
 
-Each parameter has a hook that runs when its gradient is complete; so the end of a backward pass is seen however the loss
-was computed: `model(x)`, `model.loss(x)` or a function of global names. Gradients are multiplied by the weight of the
-rank's batch before they are added up, held back within an accumulation window, and marked, so that gradients which the
-step sets or changes by itself are noticed.
+Each parameter has a hook that runs when its gradient is complete, so the hooks see the end of a backward pass however the
+loss was computed: `model(x)`, `model.loss(x)` or a function of global names. They multiply gradients by the weight of the
+rank's batch before these are added up, hold them back within an accumulation window, and mark them, to notice gradients
+that the step sets or changes by itself.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Replica(Strategy):
     """One replica and its gradients. Strategies derive from it and exchange in `reduce`, or after steps.
 
     Args:
-        settings: The strategy's.
-        layout: This rank's.
+        settings: The strategy's settings.
+        layout: This rank's layout.
     """
 
     reduces = True
@@ -34,7 +34,7 @@ class Replica(Strategy):
     def __init__(self, settings: Settings, layout: Layout) -> None:
         super().__init__(settings, layout)
         self.parameters: dict[int, torch.nn.Parameter] = {}
-        """All that are trained, by identity, in an order that is equal on all ranks."""
+        """All trained parameters by identity, in an order that is equal on all ranks."""
         self._weight = 1.0
         self._due = True
         self._handles: list[Any] = []
@@ -56,7 +56,7 @@ class Replica(Strategy):
     # -- for strategies to override --------------------------------------------------------------------------------
 
     def reduce(self, *, skipped: bool, left: bool) -> None:
-        """Exchange the gradients of all ranks, now. Called by all ranks alike.
+        """Exchange the gradients of all ranks. All ranks call this at the same place.
 
         Args:
             skipped: This rank made no backward pass in this batch.
@@ -64,15 +64,19 @@ class Replica(Strategy):
         """
 
     def pass_begins(self, *, nested: bool) -> None:
-        """The first gradient of a backward pass, or of one inside another (reentrant checkpointing), is complete."""
+        """Called when the first gradient of a backward pass is complete.
+
+        Args:
+            nested: The pass is inside another one (reentrant checkpointing).
+        """
 
     def gradient_is_complete(self, parameter: Tensor) -> None:
-        """A parameter's gradient is complete, in a pass that is due."""
+        """Called when a parameter's gradient is complete, in a pass that is due."""
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
-        """Take in new parameters with the values of shard 0; gradients that they have are not weighted yet."""
+        """Add new parameters with the values of shard 0, and weight the gradients that they have already."""
         new: list[Any] = [p for p in parameters if id(p) not in self.parameters and not torch.nn.parameter.is_lazy(p)]
         column = self.parts.column
         with_gradient = [parameter for parameter in new if parameter.grad is not None]
@@ -129,7 +133,7 @@ class Replica(Strategy):
     # -- a batch ---------------------------------------------------------------------------------------------------
 
     def begin_batch(self, *, weight: float, due: bool) -> None:
-        """Make the hooks fit the batch."""
+        """Put on or take off the hooks that weight gradients, as the batch needs them."""
         self._weight, self._due = weight, due
         self._reductions_of_batch = 0
         self._is_weighed = False
@@ -154,7 +158,7 @@ class Replica(Strategy):
         return gradient * weight if weight else torch.zeros_like(gradient)
 
     def end_batch(self, *, left: bool) -> None:
-        """Take part in the exchange that other ranks may have made without this one."""
+        """Join the exchange that other ranks have made, if this rank made no backward pass or left the loop."""
         skipped = self._due and not self._reductions_of_batch
         if self._exchanges and (skipped or left):
             self._reduce(skipped=skipped, left=left)
@@ -179,7 +183,7 @@ class Replica(Strategy):
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # noqa: SLF001
 
     def _end(self) -> None:
-        """Runs when the backward pass is over, still within the caller's `backward()`."""
+        """Torch calls this when the backward pass is over, still within the caller's `backward()`."""
         if self._task is None:
             return
         self._task = None
@@ -201,9 +205,9 @@ class Replica(Strategy):
     # -- before a step ---------------------------------------------------------------------------------------------
 
     def complete(self, correction: float) -> None:
-        """Exchange what no backward pass has exchanged.
+        """Exchange the gradients that no backward pass has exchanged, and correct the window's.
 
-        Gradients come to be so by `torch.autograd.grad` and assignment, or by a last batch without a backward pass.
+        Such gradients come from `torch.autograd.grad` and assignment, or from a last batch without a backward pass.
         """
         if self._exchanges:
             by_hand = [p for p in self.parameters.values() if p.requires_grad and self._is_unknown(p)]
@@ -234,7 +238,7 @@ class Replica(Strategy):
         }
 
     def _is_unknown(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the gradient is an object that came after the last exchange."""
+        """Whether a parameter's gradient is another object than at the last exchange."""
         gradient = parameter.grad
         if gradient is None:
             return False
@@ -243,7 +247,7 @@ class Replica(Strategy):
         return id(gradient) != identity or gradient._version < version  # noqa: SLF001
 
     def check_held(self, but: Tensor | None = None) -> None:
-        """Refuse gradients that the user's code has changed while they are held back; `but` has just got one."""
+        """Refuse gradients that the user's code has changed while they are held back, except the one of `but`."""
         for key, mark in self._marks.items():
             parameter = self.parameters[key]
             gradient = parameter.grad

@@ -1,11 +1,11 @@
-"""Parameter servers: the life of a server, and what it says to workers (`server_worker.py`).
+"""Parameter servers: what a server does, and the messages between servers and workers (`server_worker.py`).
 
-Parameters are divided among servers as whole tensors. A request of a worker is a header of whole numbers (`Request`), the
+Parameters are divided among servers as whole tensors. A worker's request is a header of whole numbers (`HEAD`), the
 options of the optimizer's parameter groups where they have changed (learning rates), and gradients in flat buffers; the
-answer is a header and, for a step, the new weights. The synchronous server reads one request of each worker in the
-order of the ranks, so it sums in that order, and its backup, which gets the same, has equal bits; it needs no thread. The
-asynchronous one has a thread for each worker, and carries what workers exchange among themselves, because torch's
-collectives fail for good when a rank is lost.
+answer is an error's text or nothing and, for a step, the new weights. A synchronous server reads one request of each worker
+in the order of the ranks and sums in that order. Its backup gets the same requests, and so has equal bits; it needs no
+thread. An asynchronous server has a thread for each worker, and carries the values that workers exchange among themselves,
+because torch's collectives fail for good when a rank is lost.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ from kale_dist.worker.parallel.pairs import LostPeerError, Pair, open_pairs
 from kale_dist.worker.training.strategy import Parts, Strategy
 
 HEAD = 4
-"""Whole numbers at the beginning of a request: kind, batch, bytes of the options, and the bits of p of a p-norm. A 1 or 0
-for each parameter follows: whether it has a gradient."""
+"""Whole numbers at the beginning of a request: kind, batch, bytes of the options, and the bits of the p of a p-norm. For each
+parameter follows 1 if it has a gradient, else 0."""
 LONGEST_STALENESS = 8
-"""From here on the histogram has one class."""
+"""From this staleness on the histogram has one class."""
 
 
 class Kind(enum.IntEnum):
-    """What a worker asks for."""
+    """Kinds of requests from a worker."""
 
     STEP = 1
-    """Step the optimizer with these gradients, and give the new weights."""
+    """Step the optimizer with these gradients, and send the new weights."""
     NORM = 2
-    """Give the norm of the mean of these gradients."""
+    """Send the norm of the mean of these gradients."""
     END = 3
     """The epoch is over."""
     STATE = 4
-    """Give the state of the optimizer. Rank 0 asks this, between epochs."""
+    """Send the state of the optimizer. Only rank 0 asks this, between epochs."""
     EXCHANGE = 5
-    """Give what all workers that are left bring along. Asynchronous only; all of them ask it at the same place."""
+    """Send the values of all workers that are left. Asynchronous only; all of them ask this at the same place."""
     LEAVE = 6
     """The training is over; needs no answer."""
 
 
 def norm_bits(kind: float) -> int:
-    """The p of a p-norm, which may be inf, as a whole number."""
+    """Return the bits of the p of a p-norm, which may be inf, as a whole number."""
     (bits,) = struct.unpack("q", struct.pack("d", kind))
     return int(bits)
 
 
 def norm_of(bits: int) -> float:
-    """The inverse of `norm_bits`."""
+    """Return the p whose bits `norm_bits` returned."""
     (kind,) = struct.unpack("d", struct.pack("q", bits))
     return float(kind)
 
 
 class Shard:
-    """The parameters of one server, as it and the workers see them.
+    """The parameters of one server, in that server and in the workers.
 
     Args:
-        parameters: In the order of the optimizer.
+        parameters: The parameters, in the order of the optimizer.
         indices: Their numbers in the optimizer.
     """
 
@@ -80,7 +80,7 @@ class Shard:
         self.indices = list(indices)
 
     def weights(self) -> Flat:
-        """Buffers for the weights, on the CPU."""
+        """Make flat buffers for the weights, on the CPU."""
         return Flat(self.parameters, torch.device("cpu"))
 
 
@@ -97,7 +97,7 @@ def divide(parameters: Sequence[Tensor], servers: int) -> list[Shard]:
 
 
 def open_shards(parts: Parts, servers: int, workers: int) -> tuple[list[Shard], dict[int, Pair]]:
-    """What workers, servers and backups do alike at the start; all ranks have to call this.
+    """Divide the parameters and open the connections; all ranks have to call this at the start.
 
     Returns:
         The shards of all servers, and this rank's connections by rank.
@@ -117,13 +117,13 @@ def open_shards(parts: Parts, servers: int, workers: int) -> tuple[list[Shard], 
 
 
 class Server(Strategy):
-    """One rank without data: it holds a shard, steps the optimizer for it, and answers workers until they leave.
+    """A rank without data, which holds a shard, steps the optimizer for it, and answers workers until they leave.
 
-    It takes part in nothing else, so that workers can do without it.
+    A server takes part in nothing else, so that workers can do without it.
     """
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
-        """Keep this server's parameters in the optimizer, and nothing else."""
+        """Connect to the workers, and leave only this server's parameters in the optimizer."""
         super().prepare(parts, stack)
         workers, rank = self.layout.shards, parts.group.rank
         servers = self.settings.servers
@@ -133,7 +133,7 @@ class Server(Strategy):
         stack.push(self._leave)
         own = set(map(id, self._shard.parameters))
         optimizer = parts.optimizer
-        # Later, the loop takes over what users call.
+        # This is the optimizer's own method; later the loop replaces it.
         self._step_optimizer = optimizer.step
         for options in optimizer.param_groups:
             options["params"] = [parameter for parameter in options["params"] if id(parameter) in own]
@@ -160,10 +160,10 @@ class Server(Strategy):
             _Asynchronous(self).run()
 
     def _serve_together(self) -> None:
-        """One request of each worker at a time; all must be alike.
+        """Read one request of each worker, then answer all of them, until the workers leave.
 
         Raises:
-            KaleDistError: They are not.
+            KaleDistError: The workers' requests are not alike.
         """
         total, received = self._shard.weights(), self._shard.weights()
         while True:
@@ -202,10 +202,10 @@ class Server(Strategy):
             context.mark_progress()
 
     def _check(self, heads: Sequence[Sequence[int]]) -> None:
-        """Whether all workers are at the same place.
+        """Check that all workers are at the same place.
 
         Raises:
-            KaleDistError: They are not; they are told, too.
+            KaleDistError: They are not; the workers get the same error.
         """
         kinds, batches = {head[0] for head in heads}, {head[1] for head in heads}
         if len(kinds) == 1 and (len(batches) == 1 or kinds <= {Kind.END, Kind.LEAVE}):
@@ -226,13 +226,13 @@ class Server(Strategy):
     # -- requests and answers --------------------------------------------------------------------------------------
 
     def receive_head(self, pair: Pair) -> list[int]:
-        """The header of a worker's next request."""
+        """Receive the header of a worker's next request."""
         head = torch.empty(HEAD + len(self._shard.parameters), dtype=torch.int64)
         pair.receive(head)
         return head.tolist()
 
     def receive_options(self, pair: Pair, head: Sequence[int]) -> list[dict[str, Any]]:
-        """The options of the parameter groups, if they come with the request; otherwise nothing."""
+        """Receive the options of the parameter groups, if the request has them; else return an empty list."""
         if not head[2]:
             return []
         data = torch.empty(head[2], dtype=torch.uint8)
@@ -241,7 +241,7 @@ class Server(Strategy):
         return options
 
     def take_options(self, given: Sequence[dict[str, Any]]) -> None:
-        """Put options into the optimizer."""
+        """Set options of the optimizer's parameter groups."""
         for options, new in zip(self.parts.optimizer.param_groups, given, strict=False):
             options.update(new)
 
@@ -254,7 +254,7 @@ class Server(Strategy):
         self._step_optimizer()
 
     def answer(self, pair: Pair, *tensors: Tensor) -> None:
-        """Say that a request was carried out, and send what it asked for."""
+        """Confirm a request, and send the tensors that it asked for."""
         pair.send_bytes(b"")
         pair.send(*tensors)
         with self._counting:
@@ -265,7 +265,7 @@ class Server(Strategy):
         pair.send_bytes(text.encode())
 
     def note(self, *, staleness: int | None = None, lead: int = 0) -> None:
-        """Count a gradient that is this many versions old, and how far a worker is ahead of the slowest."""
+        """Count a gradient by its age in versions, and keep the largest lead of a worker over the slowest."""
         if staleness is not None:
             self._staleness[min(staleness, LONGEST_STALENESS)] += 1
         self._largest_lead = max(self._largest_lead, lead)
@@ -282,14 +282,14 @@ class Server(Strategy):
         pair.send_bytes(file.getvalue())
 
     def answer_metrics(self, pair: Pair) -> None:
-        """Send the numbers of an epoch: bytes sent; in the asynchronous mode also how stale gradients were, and the lead."""
+        """Send an epoch's numbers: bytes sent, and in the asynchronous mode the staleness of gradients and the largest lead."""
         found: dict[str, float] = {"bytes_sent": self._bytes_sent}
         self._bytes_sent = 0
         if self.settings.mode == "async":
             for number, count in enumerate(self._staleness):
                 found[f"staleness_{number}{'_or_more' if number == LONGEST_STALENESS else ''}"] = count
             self._staleness = [0] * (LONGEST_STALENESS + 1)
-            # One server reports it, as rank 0 adds up what all say.
+            # Only one server reports the lead, as rank 0 adds up the numbers of all servers.
             if self.parts.group.rank == self.layout.shards:
                 found["steps_ahead"] = self._largest_lead
             self._largest_lead = 0
@@ -297,12 +297,12 @@ class Server(Strategy):
 
 
 class _Asynchronous:
-    """The life of an asynchronous server: a thread for each worker, and a bound on how far one may be ahead.
+    """An asynchronous server: a thread for each worker, and a bound on how far a worker may be ahead of the slowest.
 
     A worker's clock is the number of its steps that were carried out in this epoch. The answer to a step is held back until
     the clock is at most `staleness` ahead of the slowest worker's (Ho et al., stale synchronous parallel, NeurIPS 2013). The
     bound is on steps: how many steps of others came between a worker's weights and its gradient is measured, not bounded.
-    A worker whose connection has ended is forgotten, and no other waits for it.
+    When the connection to a worker ends, the server forgets the worker, and no other waits for it.
     """
 
     def __init__(self, server: Server) -> None:
@@ -312,12 +312,12 @@ class _Asynchronous:
         self._state = threading.Condition()
         self._living = set(range(len(self._pairs)))
         self._clocks = dict.fromkeys(self._living, 0)
-        """Of the workers that have not ended the epoch."""
+        """Clocks of the workers that have not ended the epoch."""
         self._version = 0
         self._seen = [0] * len(self._pairs)
         """The version of the weights that each worker has."""
         self._gathering: dict[int, bytes] = {}
-        """What those have brought who wait for the others."""
+        """Values of the workers that wait for the others."""
         self._final = server._shard.weights()  # noqa: SLF001
         """The weights at the end of the epoch."""
         self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -326,7 +326,7 @@ class _Asynchronous:
         """Serve until all workers have left or are lost.
 
         Raises:
-            BaseException: That of a thread. The others end with the process.
+            BaseException: A thread's. The other threads end with the process.
         """
         for number in range(len(self._pairs)):
             threading.Thread(target=self._thread, args=(number,), name=f"worker-{number}", daemon=True).start()
@@ -373,7 +373,7 @@ class _Asynchronous:
     def _step(
         self, number: int, options: list[dict[str, Any]], gradients: Flat, used: Sequence[bool], weights: Flat
     ) -> None:
-        """Step the optimizer, and read the weights when this worker is no longer too far ahead."""
+        """Step the optimizer; then wait until this worker is not too far ahead, and read the weights."""
         server = self._server
         with self._state:
             server.take_options(options)
@@ -389,7 +389,7 @@ class _Asynchronous:
             weights.read()
 
     def _gather(self, number: int, brought: bytes, *, ends_epoch: bool = False) -> dict[int, bytes]:
-        """Wait until all workers that are left are here; gives what each has brought."""
+        """Wait until all workers that are left have called this; returns the value of each."""
         with self._state:
             meeting = self._gathering
             meeting[number] = brought
@@ -398,7 +398,7 @@ class _Asynchronous:
             self._state.notify_all()
             self._state.wait_for(lambda: self._gathering is not meeting or self._living <= meeting.keys())
             if self._gathering is meeting:
-                # This thread is the first to see that all are here, and settles it for the others.
+                # This thread is the first to see that all workers are here, and prepares the next meeting.
                 self._gathering = {}
                 if ends_epoch:
                     self._clocks = dict.fromkeys(self._living, 0)

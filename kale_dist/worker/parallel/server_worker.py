@@ -1,10 +1,11 @@
-"""A worker of parameter servers: it computes gradients, sends them, and takes the new weights.
+"""A worker of parameter servers: it computes gradients, sends them, and receives the new weights.
 
-Its optimizer has no state and steps nothing: `step` sends gradients and learning rates to the servers. What a
-scheduler does with the optimizer reaches the servers with the next step.
+A worker's optimizer has no state and steps nothing: `step` sends gradients and learning rates to the servers. What a
+scheduler changes in the optimizer reaches the servers with the next step.
 
-With backups it sends everything to both servers of a shard, and takes the answers of both, which are equal bit for bit: where
-one is gone, in the middle of a message too, the other's is enough. So workers need not agree on who is lost.
+With backups a worker sends everything to both servers of a shard, and receives both answers, which are equal bit for bit:
+where one server is lost, even in the middle of a message, the other's answer is enough. So workers need not agree on which
+server is lost.
 """
 
 from __future__ import annotations
@@ -28,26 +29,27 @@ from kale_dist.worker.parallel.replica import Replica
 from kale_dist.worker.parallel.server import Kind, Server, Shard, norm_bits, open_shards
 from kale_dist.worker.training.data.sharding import ranks
 from kale_dist.worker.training.strategy import FullState, Parts
+from kale_dist.worker.training.trained import alter
 
 
 def make(settings: Settings, layout: Layout) -> Server | Worker:
-    """A rank's part: the last ones are servers."""
+    """Make this rank's part: the last ranks are servers."""
     return Server(settings, layout) if layout.shard is None else Worker(settings, layout)
 
 
 class Worker(Replica):
-    """One rank with data."""
+    """A rank with data."""
 
     reduces = False
     levels = frozenset({"steps_ahead"})
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
-        """Connect to the servers, and take the place of the optimizer's step."""
+        """Connect to the servers, and replace the optimizer's step."""
         super().prepare(parts, stack)
         workers, servers, last = self.layout.shards, self.settings.servers, parts.group.world_size - 1
         self._shards, pairs = open_shards(parts, servers, workers)
         self._pairs = [[pairs[rank] for rank in range(workers + n, last + 1, servers)] for n in range(servers)]
-        """Of each shard: the server that is left, or it and its backup."""
+        """Connections to the servers of each shard that are left: one, or two with a backup."""
         stack.push(self._leave)
         backups = " (each with a backup)" if self.settings.backup else ""
         parts.group.say(
@@ -62,7 +64,6 @@ class Worker(Replica):
         self._bytes_sent = 0
         optimizer = parts.optimizer
         optimizer.state.clear()
-        own = dict(optimizer.__dict__)
 
         def step(_: Any, closure: Callable[[], Any] | None = None) -> None:
             if closure is not None:
@@ -74,28 +75,22 @@ class Worker(Replica):
                 )
             self._step()
 
-        def restore() -> None:
-            optimizer.__dict__.pop("step")
-            if "step" in own:
-                optimizer.__dict__["step"] = own["step"]
-
-        optimizer.__dict__["step"] = types.MethodType(step, optimizer)
-        stack.callback(restore)
+        alter(optimizer, stack, step=types.MethodType(step, optimizer))
         self._versions = self._present_versions()
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            # This rank has all it needs, so a server that is gone loses nothing.
+            # This rank has all it needs, so nothing is lost with a server.
             with contextlib.suppress(LostPeerError):
-                self._tell(Kind.LEAVE)
+                self._send(Kind.LEAVE)
             for pair in itertools.chain(*self._pairs):
                 pair.close()
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
-        """Refuse parameters that the servers do not have.
+        """Refuse new parameters.
 
         Raises:
-            ConfigError: There are some.
+            ConfigError: The servers do not have one of the parameters.
         """
         if any(id(parameter) not in self.parameters for parameter in parameters):
             raise ConfigError(
@@ -107,7 +102,7 @@ class Worker(Replica):
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
-        """Synchronous: the norm of the mean over workers, which the servers know. Asynchronous: of this worker's own."""
+        """Return the norm of the gradients' mean over workers, which the servers compute; asynchronous, of this worker's own."""
         if self.settings.mode == "async":
             return super().total_norm(gradients, kind)
         given = set(map(id, gradients))
@@ -158,7 +153,7 @@ class Worker(Replica):
             self._each(pairs, Pair.send, *request)
             self._bytes_sent += flat.bytes * len(pairs)
 
-    def _tell(self, kind: Kind) -> None:
+    def _send(self, kind: Kind) -> None:
         """Send a request without gradients to all servers."""
         for pairs, shard in zip(self._pairs, self._shards, strict=True):
             head = self._head(kind, shard)
@@ -168,10 +163,10 @@ class Worker(Replica):
         return torch.tensor([kind, self.parts.pace.batches, 0, 0, *([0] * len(shard.parameters))])
 
     def _each(self, pairs: list[Pair], call: Callable[..., None], *arguments: Any) -> None:
-        """Do the same with each of the servers of a shard that are left.
+        """Call a function for each server of a shard that is left.
 
         Raises:
-            LostPeerError: None is.
+            LostPeerError: All servers of the shard are lost.
         """
         for pair in list(pairs):
             try:
@@ -198,8 +193,8 @@ class Worker(Replica):
     # -- between epochs --------------------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
-        """Tell the servers; with asynchronous ones, take the final weights, when all workers have ended."""
-        self._tell(Kind.END)
+        """Tell the servers that the epoch is over; from asynchronous servers, receive the final weights."""
+        self._send(Kind.END)
         if self.settings.mode == "async":
             self._take_weights()
         else:
@@ -215,7 +210,7 @@ class Worker(Replica):
             self._of_servers[name] = self._of_servers.get(name, 0.0) + value
 
     def _exchange(self, value: Any) -> dict[int, Any]:
-        """The values of all workers that are left, by way of the first server; asynchronous only."""
+        """Exchange values with all workers that are left, by way of the first server; asynchronous only."""
         (pair,) = self._pairs[0]
         pair.send(self._head(Kind.EXCHANGE, self._shards[0]))
         pair.send_bytes(pickle.dumps(value))
@@ -234,11 +229,11 @@ class Worker(Replica):
         return {rank: pickle.loads(data) for rank, data in found.items()}
 
     def full_state(self) -> FullState | None:
-        """Rank 0: its weights, and the optimizer's state from all servers."""
+        """Return in rank 0 its weights, and the optimizer's state from all servers."""
         whole = super().full_state()
         state: dict[int, Any] = {}
         if whole is not None:
-            self._tell(Kind.STATE)
+            self._send(Kind.STATE)
             for pairs in self._pairs:
                 self._each(pairs, _add_state, state)
         # Asynchronous servers would step for the next batch of another worker meanwhile.
@@ -248,7 +243,7 @@ class Worker(Replica):
         return FullState(model=whole.model, optimizer={**whole.optimizer, "state": dict(sorted(state.items()))})
 
     def metrics(self) -> dict[str, float]:
-        """Bytes sent; in rank 0 also what the servers count."""
+        """Return the bytes sent; in rank 0 also the servers' numbers."""
         sent, self._bytes_sent = self._bytes_sent, 0
         of_servers, self._of_servers = self._of_servers, {}
         return {**of_servers, "bytes_sent": sent + of_servers.get("bytes_sent", 0)}

@@ -4,9 +4,9 @@ The memory is a memfd (containers give /dev/shm 64 MiB only), which the other ra
 bounded size for each rank, used in turn: a rank that has passed the barrier of one exchange may fill its other slot while
 others still read the first, and fills the first again only after the next barrier.
 
-Ranks wait on POSIX semaphores in the same memory. Their calls order memory on every processor (POSIX.1-2017, 4.12), which
-reads and writes of Python do not on ARM. A rank tries for 50 microseconds, then waits in the kernel, so that it does not take
-the core that another rank needs; and looks twice a second whether all others are alive.
+Ranks wait on POSIX semaphores in the same memory. The semaphores' calls order memory on every processor (POSIX.1-2017, 4.12);
+reads and writes of Python do not, on ARM. A rank tries for 50 microseconds, then waits in the kernel, so that it does not take
+the core that another rank needs, and checks twice a second whether all others are alive.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.profiling import timed
 
 SLOT_BYTES = 4 << 20
-"""A slot's size at most: what is longer is exchanged in pieces. Small enough to stay in a core's cache."""
+"""A slot's largest size, which stays in a core's cache; longer tensors are exchanged in pieces."""
 
 _PAGE = 4096
 _LINE = 64
-"""Bytes between semaphores: ranks that use neighbours do not wait for each other's cache line."""
+"""Bytes between semaphores, so that no two share a cache line."""
 _SPIN_S = 50e-6
 _LOOK_S = 0.5
 
@@ -47,7 +47,7 @@ class _Time(ctypes.Structure):
 
 
 class SharedMemory:
-    """Memory of all ranks of a group, and a barrier. Every rank has to make it, and call `barrier` equally often.
+    """Memory of all ranks of a group, and a barrier. All ranks construct it together, and call `barrier` equally often.
 
     Args:
         group: Ranks of one machine.
@@ -55,7 +55,7 @@ class SharedMemory:
         slot: Bytes of data in each slot.
 
     Raises:
-        OSError: The ranks cannot share memory: on all of them alike.
+        OSError: The ranks cannot share memory. Raised in all of them alike.
     """
 
     def __init__(self, group: Group, notes: int, slot: int) -> None:
@@ -69,9 +69,9 @@ class SharedMemory:
         self._map, pids = _shared(group, size, self._rounds * world)
         data = memoryview(self._map)
         self.notes: list[list[memoryview]] = []
-        """By turn and rank."""
+        """Memory for notes, by turn and rank."""
         self.slots: list[list[Tensor]] = []
-        """By turn and rank, as bytes; the last one is for a result."""
+        """Slots as bytes, by turn and rank; each turn's last slot is for a result."""
         place = head
         for _ in range(2):
             starts = [place + number * notes for number in range(world)]
@@ -88,18 +88,18 @@ class SharedMemory:
         self._alive = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids) if rank != group.rank}
 
     def close(self) -> None:
-        """Let the others go. The memory itself stays until the last gradient in it is gone."""
+        """Close the handles of the other processes. The memory stays until the last tensor in it is gone."""
         while self._alive:
             os.close(self._alive.popitem()[0])
 
     def barrier(self) -> None:
-        """Wait until all ranks are here; what they have written before can be read then.
+        """Wait until all ranks have called this; then this rank can read what the others wrote before.
 
-        In round r each rank tells the one that is 2^r ahead (Hensgen, Finkel, Manber: Two algorithms for barrier
+        In round r each rank wakes the rank that is 2^r ahead (Hensgen, Finkel, Manber: Two algorithms for barrier
         synchronization, 1988).
 
         Raises:
-            KaleDistError: A rank was lost.
+            KaleDistError: Another rank has ended.
         """
         rank, world = self._group.rank, self._group.world_size
         for step, row in enumerate(self._semaphores):
@@ -130,7 +130,7 @@ class SharedMemory:
 
 
 def _shared(group: Group, size: int, semaphores: int) -> tuple[mmap.mmap, list[int]]:
-    """The memory of rank 0 in every rank, which begins with semaphores, and the process ids of all.
+    """Map rank 0's memory, which begins with semaphores, in every rank; returns the map and the process ids of all ranks.
 
     Raises:
         OSError: A rank cannot map it: another machine, or another process namespace.
@@ -174,12 +174,12 @@ class SharedSum:
     """The mean over ranks of tensors of fixed shapes, in place.
 
     Args:
-        shapes: Tensors of the shapes, dtypes and order that will come; their values are not used.
-        notes: Bytes that ranks send along.
+        shapes: Tensors of the shapes, dtypes and order that `average` will get; their values are not used.
+        notes: Bytes of a rank's note.
         group: Ranks of one machine.
 
     Raises:
-        OSError: They cannot share memory.
+        OSError: The ranks cannot share memory.
     """
 
     def __init__(self, shapes: Sequence[Tensor], notes: int, group: Group) -> None:
@@ -199,8 +199,8 @@ class SharedSum:
         """Replace contiguous tensors by their means over ranks. All ranks get the same bits.
 
         Args:
-            tensors: As the shapes.
-            note: Sent along.
+            tensors: In the shapes, dtypes and order of `shapes`.
+            note: Bytes that every rank gets.
 
         Returns:
             The notes of all ranks.
@@ -213,7 +213,7 @@ class SharedSum:
             ranks = turns[self._turn]
             is_half = bool(mine) and mine[0].dtype in (torch.float16, torch.bfloat16)
             if is_half:
-                # Their sums overflow.
+                # Sums of half floats overflow.
                 torch._foreach_mul_(mine, 1 / world)
             if mine:
                 torch._foreach_copy_(ranks[rank], mine)
@@ -235,7 +235,7 @@ class SharedSum:
         return notes
 
     def _reduce(self, turn: int, chunk: Sequence[tuple[int, int, int, int, bool]], dtype: torch.dtype) -> None:
-        """Each rank adds up one section of all slots, into the common result."""
+        """Add up this rank's section of all slots, into the common result."""
         rank, world = self._group.rank, self._group.world_size
         _, start, stop, offset, _ = chunk[-1]
         size = dtype.itemsize
@@ -252,9 +252,10 @@ class SharedSum:
 
 
 def _chunks(shapes: Sequence[Tensor], limit: int) -> Iterator[list[tuple[int, int, int, int, bool]]]:
-    """Cut tensors into pieces that fill slots: which tensor, from which element to which, at which byte, and if it is whole.
+    """Cut tensors into pieces that fill slots; yield the pieces of one slot at a time, all of one dtype.
 
-    A chunk has pieces of one dtype.
+    A piece is: the tensor's number, its first element, the element after its last, its byte in the slot, and whether it
+    is the whole tensor.
     """
     limit = limit // _LINE * _LINE
     for dtype in dict.fromkeys(one.dtype for one in shapes):

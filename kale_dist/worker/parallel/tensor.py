@@ -1,10 +1,10 @@
-"""Tensor parallelism, in place: a Linear or Embedding keeps its part of the weight, and its `forward` exchanges the rest.
+"""Tensor parallelism, in place: a Linear or Embedding keeps its part of the weight, and its `forward` exchanges activations.
 
 Parameters stay the objects that they were; only their data become smaller, so the optimizer, hooks and tied weights
-need nothing. The exchange of activations is in four autograd functions, those of Megatron-LM (Shoeybi et al., 2019,
-section 3): what is a copy in one direction is a sum in the other.
+stay as they are. Four autograd functions exchange activations, those of Megatron-LM (Shoeybi et al., 2019, section 3): a
+copy in one direction is a sum in the other.
 
-All ranks of a group see the same batch, so gradients of weights that are on each of them come out equal by themselves.
+All ranks of a group see the same batch, so gradients of weights that every rank holds are equal without an exchange.
 Over the groups, where there are several, gradients are averaged as by data parallelism.
 """
 
@@ -23,14 +23,15 @@ from torch.nn import functional
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import DDP, Layout, Settings
 from kale_dist.strategies.tensor import assign, dimension, kind_of
-from kale_dist.worker.parallel.blocks import alter_blocks, blocks_of, replace_forward
+from kale_dist.worker.parallel.blocks import alter_blocks, blocks_of
 from kale_dist.worker.parallel.ddp import DataParallel
 from kale_dist.worker.training.group import Group, differing, fingerprint
 from kale_dist.worker.training.strategy import FullState, Parts
+from kale_dist.worker.training.trained import alter
 
 
 class Peers:
-    """The ranks that divide weights among them, and the bytes that this one has sent to the others.
+    """The ranks that divide weights among them, and the bytes that this rank has sent to the others.
 
     Args:
         group: The ranks.
@@ -53,33 +54,33 @@ class Peers:
         self.whole_of_parts, self.own_of_whole = exchange(_Join), exchange(_Own)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, as a new tensor."""
+        """Return the sum over ranks, as a new tensor."""
         total = tensor.contiguous().clone()
         dist.all_reduce(total, group=self._group)
         self.bytes_sent += 2 * (self.size - 1) / self.size * total.numel() * total.element_size()
         return total
 
     def join(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors one after another in the last dimension."""
+        """Concatenate all ranks' tensors in the last dimension."""
         parts = self.gather(tensor)
         self.bytes_sent += (self.size - 1) * tensor.numel() * tensor.element_size()
         return torch.cat(parts, dim=-1)
 
     def gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """All ranks' tensors."""
+        """Return all ranks' tensors."""
         parts = tensor.new_empty(self.size * tensor.numel())
         dist.all_gather_single(parts, tensor.contiguous().view(-1), group=self._group)
         return parts.view(self.size, *tensor.shape).unbind()
 
     def own(self, tensor: Tensor) -> Tensor:
-        """This rank's part of the last dimension."""
+        """Return this rank's part of the last dimension."""
         return tensor.chunk(self.size, dim=-1)[self.index].contiguous()
 
 
 class _Enter(torch.autograd.Function):
-    """A whole input of a divided weight: its gradient is the sum of what each part gives.
+    """A whole input of a divided weight: its gradient is the sum of the ranks' gradients.
 
-    This backward pass and those below consist of these functions too, so that a loss may contain a gradient.
+    The backward passes of these four functions consist of the four functions, so that a loss may contain a gradient.
     """
 
     @staticmethod
@@ -119,7 +120,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Own(torch.autograd.Function):
-    """This rank's part of the last dimension of what every rank has whole."""
+    """This rank's part, in the last dimension, of a tensor that every rank has whole."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Any:
@@ -132,7 +133,7 @@ class _Own(torch.autograd.Function):
 
 
 class Division:
-    """The weights that are divided over a group of ranks, and how they come back whole.
+    """The weights that are divided over a group of ranks; makes them whole again.
 
     Args:
         peers: The ranks.
@@ -141,7 +142,7 @@ class Division:
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         self.dimensions: dict[int, tuple[int, int]] = {}
-        """Of each divided parameter, by identity: the dimension, and how many weights are one after another in it."""
+        """By identity of each divided parameter: the divided dimension, and how many weights are side by side in it."""
         self._parameters: dict[int, Any] = {}
         self._shapes: dict[int, torch.Size] = {}
 
@@ -149,7 +150,7 @@ class Division:
         """Keep this rank's part of a parameter, and of the optimizer's state for it.
 
         Raises:
-            ConfigError: The optimizer has a state that is neither of the weight's shape nor a number.
+            ConfigError: The optimizer has a state for the weight that is neither a number nor of the weight's shape.
         """
         if parameter is None or id(parameter) in self.dimensions:
             return
@@ -172,16 +173,20 @@ class Division:
         return torch.cat(mine, along).clone()
 
     def whole(self, value: Tensor, parameter: Any) -> Tensor:
-        """A parameter, or a state of its shape, as on one process. All ranks of the group call this."""
+        """Gather a parameter, or an optimizer's state of its shape. All ranks of the group call this."""
         if value.shape != self._shapes.get(id(parameter)):
             return value.detach()
         along, pieces = self.dimensions[id(parameter)]
-        # Not counted as sent: this is for a checkpoint, not for a step.
+        # These bytes do not count as sent: they are for a checkpoint, not for a step.
         each = [one.chunk(pieces, along) for one in self.peers.gather(value.detach())]
         return torch.cat([one[piece] for piece in range(pieces) for one in each], along)
 
     def restore(self, full: dict[int, Tensor]) -> None:
-        """Put whole values back, where they are known."""
+        """Put whole values back into the parameters.
+
+        Args:
+            full: Values by identity of the parameter; other keys are ignored.
+        """
         for key, value in full.items():
             if key in self._parameters:
                 self._parameters[key].data = value
@@ -217,7 +222,7 @@ def divide_layers(
         else:
             forward = _embedding(peers)
         division.divide(module.weight, along, pieces, optimizer)
-        replace_forward(module, types.MethodType(forward, module), stack)
+        alter(module, stack, forward=types.MethodType(forward, module))
     return division
 
 
@@ -273,7 +278,7 @@ class TensorParallel(DataParallel):
 
     Args:
         settings: The plan.
-        layout: This rank's.
+        layout: This rank's layout.
     """
 
     division: Division
@@ -284,7 +289,7 @@ class TensorParallel(DataParallel):
         self._full: dict[int, Tensor] = {}
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
-        """Divide the weights, then put hooks on them."""
+        """Divide the weights, then put hooks on the parameters."""
         prepare_without_fast_path(stack)
         stack.callback(self._restore)
         peers = Peers(parts.row)
@@ -304,12 +309,12 @@ class TensorParallel(DataParallel):
             self.division.restore(self._full)
 
     def begin_batch(self, *, weight: float, due: bool) -> None:
-        """Also let go of what a checkpoint has gathered."""
+        """Free the weights that a checkpoint has gathered, too."""
         self._full = {}
         super().begin_batch(weight=weight, due=due)
 
     def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
-        """The norm over all parts; gradients of weights that every rank has count once."""
+        """Return the norm over all parts; gradients of weights that every rank holds count once."""
         divided = {id(p.grad) for key, p in self.parameters.items() if key in self.division.dimensions}
         row = self.parts.row
         counted = [one for one in gradients if id(one) in divided or row.rank == 0]
@@ -318,10 +323,10 @@ class TensorParallel(DataParallel):
         return norm_of_parts(counted, kind, row, gradients[0])
 
     def end_epoch(self) -> None:
-        """Average the buffers, and check weights that every rank has.
+        """Average the buffers, and check that weights which every rank holds are equal.
 
         Raises:
-            KaleDistError: They are not equal, so a layer that needs whole inputs got divided ones.
+            KaleDistError: They are not equal, so a layer that needs whole inputs got divided inputs.
         """
         super().end_epoch()
         prints = self.parts.row.gather(fingerprint(self._whole))
@@ -333,25 +338,17 @@ class TensorParallel(DataParallel):
             )
 
     def full_state(self) -> FullState | None:
-        """Gather the parts; rank 0 keeps them."""
+        """Gather the parts; rank 0 keeps the whole weights."""
         if self.layout.shard != 0:
             return None
-        model, optimizer = self.parts.model, self.parts.optimizer
-        seen: dict[int, Tensor] = {}
-        states = model.state_dict(keep_vars=True)
-        for name, value in states.items():
-            if isinstance(value, Tensor):
-                if id(value) not in seen:
-                    seen[id(value)] = self.division.whole(value, value)
-                states[name] = seen[id(value)]
-        whole = whole_optimizer_state(optimizer, self.division.whole)
+        full, whole = whole_states(self.parts, self.division.whole)
         if self.parts.group.rank:
             return None
-        self._full = seen
-        return FullState(model=states, optimizer=whole)
+        self._full = whole
+        return full
 
     def metrics(self) -> dict[str, float]:
-        """Bytes sent."""
+        """Return the bytes sent, of activations and of gradients."""
         sent = super().metrics()
         peers = self.division.peers
         sent["bytes_sent"] = sent.get("bytes_sent", 0.0) + peers.bytes_sent
@@ -360,16 +357,36 @@ class TensorParallel(DataParallel):
 
 
 def prepare_without_fast_path(stack: contextlib.ExitStack) -> None:
-    """Have TransformerEncoderLayer call its layers when evaluating: its fast path reads their weights."""
+    """Make TransformerEncoderLayer call its layers in evaluations: its fast path reads their weights, which are divided."""
     stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
     torch.backends.mha.set_fastpath_enabled(False)
 
 
-def whole_optimizer_state(optimizer: Any, whole: Callable[[Tensor, Any], Tensor]) -> dict[str, Any]:
+def whole_states(parts: Parts, whole: Callable[[Tensor, Any], Tensor]) -> tuple[FullState, dict[int, Tensor]]:
+    """The states of model and optimizer with every tensor made whole. All ranks that hold parts call this.
+
+    Args:
+        parts: Model and optimizer.
+        whole: Makes a tensor whole: a parameter, or a state of that parameter.
+
+    Returns:
+        The states, and the model's whole tensors by the identity of the parameter or buffer that they come from.
+    """
+    seen: dict[int, Tensor] = {}
+    model = parts.model.state_dict(keep_vars=True)
+    for name, value in model.items():
+        if isinstance(value, Tensor):
+            if id(value) not in seen:
+                seen[id(value)] = whole(value, value)
+            model[name] = seen[id(value)]
+    return FullState(model=model, optimizer=_whole_optimizer_state(parts.optimizer, whole)), seen
+
+
+def _whole_optimizer_state(optimizer: Any, whole: Callable[[Tensor, Any], Tensor]) -> dict[str, Any]:
     """`optimizer.state_dict()` with the state of each parameter made whole."""
     several = getattr(optimizer, "named", None)
     if several is not None:
-        states = {name: whole_optimizer_state(one, whole) for name, one in several.items()}
+        states = {name: _whole_optimizer_state(one, whole) for name, one in several.items()}
         return {
             "named": states,
             "param_groups": [group for state in states.values() for group in state["param_groups"]],
@@ -387,13 +404,13 @@ def whole_optimizer_state(optimizer: Any, whole: Callable[[Tensor, Any], Tensor]
 
 
 def norm_of_parts(parts: Sequence[Tensor], kind: float, group: Group, like: Tensor) -> Tensor:
-    """The p-norm of gradients of which each rank of a group has a part, equal on all of them.
+    """Return the p-norm of gradients that are divided over a group, equal on all of its ranks.
 
     Args:
-        parts: This rank's; maybe none.
+        parts: This rank's parts; maybe none.
         kind: The p; may be inf.
         group: The ranks.
-        like: Gives dtype and device where there are none.
+        like: Has the dtype and device of the norm where this rank has no parts.
     """
     norms = [torch.linalg.vector_norm(part.detach(), kind) for part in parts if part.numel()]
     is_max = kind == float("inf")

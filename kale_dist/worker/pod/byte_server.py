@@ -1,9 +1,9 @@
 """The byte server of a head: signed HTTP requests, each in a thread of its own.
 
-Every request bears `contract.MAC_HEADER`; without the right one the answer is 403 and nothing more. Replies are JSON
+Every request bears `wire.MAC_HEADER`; without the right one the answer is 403 and nothing more. Replies are JSON
 but for bytes. What fails for another reason comes back as `{"error": sentence}`.
 
-    GET  /stream?line=N&event=M   blocks (`contract`) from the record with line N (or an older one) and from event M on, as
+    GET  /stream?line=N&event=M   blocks (`wire.log`) from the record with line N (or an older one) and from event M on, as
                                   they come, and empty lines where none comes for long; ends after the last one of a job that has ended.
                                   No Content-Length
     GET  /missing                 digests of the blobs that the notebook has to send
@@ -15,7 +15,7 @@ but for bytes. What fails for another reason comes back as `{"error": sentence}`
     POST /ack                     the notebook has all it wants
     POST /cancel {"grace_s": s}   end the job
 
-A PUT says in `contract.SIZE_HEADER` how large the whole is.
+A PUT says in `wire.SIZE_HEADER` how large the whole is.
 """
 
 from __future__ import annotations

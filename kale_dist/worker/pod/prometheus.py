@@ -49,7 +49,7 @@ class Gauges:
         self._metrics: dict[tuple[str, str, str], float] = {}
 
     def note(self, event: dict[str, Any]) -> None:
-        """Take an event in, whatever its kind; fields as `contract` lists them."""
+        """Take an event in, whatever its kind; fields as `wire.events` lists them."""
         with self._lock, contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
             attempt, rank = int(event.get("attempt") or 0), event.get("rank")
             if attempt > self._attempt:

@@ -26,12 +26,12 @@ from kale_dist.worker.training.strategy import Strategy
 
 
 class Callbacks:
-    """All callbacks of one training in this rank. Methods are called by all ranks at the same place.
+    """All callbacks of one training in this rank. All ranks call a method at the same place.
 
     Args:
-        given: What `callbacks=` was given.
+        given: The call's `callbacks=`.
         epochs: Epochs of the training.
-        model: What functions get: the model, or the dict of several.
+        model: The model that functions get, or the dict of several.
     """
 
     def __init__(self, given: Sequence[Any], epochs: int, model: Any) -> None:
@@ -51,7 +51,7 @@ class Callbacks:
         Args:
             model: The model; several as one.
             strategy: The strategy.
-            layouts: Those of all ranks.
+            layouts: The layouts of all ranks.
             group: The ranks.
         """
         self._group, self._strategy = group, strategy
@@ -64,12 +64,15 @@ class Callbacks:
     # -- in an epoch -----------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        """After a real step of the optimizer. Local."""
+        """Called after a real step of the optimizer. Local."""
         if self._average is not None:
             self._average.stepped()
 
     def evaluates(self, epoch: int) -> contextlib.AbstractContextManager[None] | None:
-        """At the end of an epoch: within what to evaluate averaged weights; None if they are not to be."""
+        """Called at the end of an epoch: return a context with the averaged weights in place, to evaluate them.
+
+        None where they are not evaluated.
+        """
         average = self._average
         if average is None:
             return None
@@ -130,10 +133,10 @@ class Callbacks:
     # -- states ----------------------------------------------------------------------------------------------------
 
     def state(self, *, resumable: bool) -> dict[str, Any]:
-        """What a checkpoint holds of the callbacks; in rank 0 whole.
+        """Return the callbacks' part of a checkpoint; only rank 0's is whole.
 
         Args:
-            resumable: Whether the training may resume from it; else only the best weights matter.
+            resumable: Whether the training may resume from the checkpoint; else only the best weights matter.
         """
         kept = self._kept
         state: dict[str, Any] = {}
@@ -145,7 +148,7 @@ class Callbacks:
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`, after `prepare`."""
+        """Restore what `state` returned. Called after `prepare`."""
         if self._kept is not None and (best := state.get("best")):
             self._kept.epoch, self._kept.value = best["epoch"], best["value"]
             self._best = best["model"]
@@ -155,7 +158,7 @@ class Callbacks:
             self._average.load(average)
 
     def results(self) -> dict[str, Any]:
-        """Fields of the `TrainingResult`, before all is undone."""
+        """Return the callbacks' fields of the `TrainingResult`. Called before the strategy is undone."""
         found: dict[str, Any] = {}
         kept, average = self._kept, self._average
         if kept is not None and kept.epoch:
@@ -176,10 +179,10 @@ class _Best:
     settings: Any
     value: float | None = None
     epoch: int = 0
-    """Of the best value; 0 before the first."""
+    """The epoch of the best value; 0 before there is one."""
 
     def improves(self, metrics: Mapping[str, float], epoch: int) -> bool:
-        """Whether this epoch's value is the best; it is kept then."""
+        """Keep this epoch's value if it is the best so far; returns whether it is."""
         value = metrics.get(self.settings.monitor, math.nan)
         if math.isnan(value):
             return False
@@ -211,7 +214,7 @@ class _Average:
     def __init__(self, settings: EMA | SWA, epochs: int) -> None:
         self.settings = settings
         self.count = 0
-        """How many weights the average is made of, in all ranks alike."""
+        """How many times weights were averaged in; equal in all ranks."""
         self._first = settings.first(epochs) if isinstance(settings, SWA) else 1
         made: Any = get_ema_multi_avg_fn if isinstance(settings, EMA) else get_swa_multi_avg_fn
         self._update: Callable[[list[Tensor], list[Tensor], int], None] = made(
@@ -235,7 +238,7 @@ class _Average:
 
     @torch.no_grad()
     def _take(self) -> None:
-        """Let the present weights count."""
+        """Average the present weights in."""
         self.count += 1
         if not self._keeps:
             return
@@ -247,7 +250,7 @@ class _Average:
         self._update([self._values[name] for name in floats], [now[name] for name in floats], self.count - 1)
 
     def _held(self) -> dict[str, Tensor]:
-        """The parameters of the model that this rank has, or its parts of them."""
+        """Return the parameters that this rank holds, or its parts of them, by name."""
         held = {}
         for name, parameter in self._model.named_parameters():
             # Not `detach()`, which would share the count of changes that strategies look at.
@@ -260,7 +263,7 @@ class _Average:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The averages in the place of the weights."""
+        """Put the averages in the place of the weights while the context lasts."""
         if not self._keeps:
             yield
             return
@@ -297,7 +300,7 @@ def _roots(model: Any) -> list[torch.nn.Module]:
 
 
 def _copied(state: Any) -> dict[str, Any] | None:
-    """A copy of the model's part of a full state, on the CPU; None in ranks that have none."""
+    """Copy the model's part of a full state to the CPU; None in ranks without a full state."""
     if state is None:
         return None
     return {

@@ -1,7 +1,7 @@
 """Checkpoints: states of model, optimizer and scheduler in one file, as `torch.save` writes it.
 
-It is read with `weights_only`, which runs no code. So what is neither a tensor nor a plain value (a user's own object in an
-optimizer's state) is left out, and named.
+A checkpoint is read with `weights_only`, which runs no code. So a value that is neither a tensor nor plain (a user's own object
+in an optimizer's state) is left out, and the log names it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kale_dist.errors import SnapshotDamagedError, StoreError
 from kale_dist.wire import EventKind, blobs, context
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.result import load_state, state_of
+from kale_dist.worker.training.trained import Progress, Trained
 
 VERSION = 1
 
@@ -35,40 +36,22 @@ class Checkpoint:
     epoch: int
     """Finished epochs."""
     model: dict[str, Any]
-    optimizer: dict[str, Any] | None
-    scheduler: dict[str, Any] | None
+    optimizer: dict[str, Any] | None = None
+    scheduler: dict[str, Any] | None = None
     resume: dict[str, Any] | None = None
-    """What a training needs beyond these states to resume (`resume`); None if the job cannot restart."""
+    """What a training needs beyond these states to resume (see `describe`); None if the job cannot restart."""
     callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What the callbacks keep: the best weights, and what they need to resume."""
+    """State of the callbacks: the best weights, and what the callbacks need to resume."""
     left_out: tuple[str, ...] = ()
     """Places of the values that could not be kept, such as `optimizer.state.0.hook`."""
 
 
 _LEFT_OUT = object()
-"""In the place of a value that cannot be kept."""
+"""Stands for a value that cannot be kept."""
 
 
-def write(
-    path: pathlib.Path,
-    *,
-    model: dict[str, Any],
-    optimizer: dict[str, Any] | None = None,
-    scheduler: dict[str, Any] | None = None,
-    epoch: int,
-    resume: dict[str, Any] | None = None,
-    callbacks: dict[str, Any] | None = None,
-) -> tuple[str, ...]:
+def write(path: pathlib.Path, contents: Checkpoint) -> tuple[str, ...]:
     """Write a checkpoint, replacing the one that is there by rename.
-
-    Args:
-        path: The file.
-        model: `model.state_dict()`.
-        optimizer: `optimizer.state_dict()`, or None.
-        scheduler: `scheduler.state_dict()`, or None.
-        epoch: Finished epochs.
-        resume: See `Checkpoint.resume`.
-        callbacks: See `Checkpoint.callbacks`.
 
     Returns:
         The places of values that were left out.
@@ -78,10 +61,9 @@ def write(
     """
     left_out: list[str] = []
     copies: dict[Any, Tensor] = {}
-    states = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "resume": resume}
-    tree = {name: _kept(state, name, copies, left_out) for name, state in states.items()}
-    tree["callbacks"] = _kept(callbacks or {}, "callbacks", copies, left_out)
-    whole = {"version": VERSION, "epoch": epoch, "left_out": tuple(left_out), **tree}
+    names = ("model", "optimizer", "scheduler", "resume", "callbacks")
+    tree = {name: _kept(getattr(contents, name), name, copies, left_out) for name in names}
+    whole = {"version": VERSION, "epoch": contents.epoch, "left_out": tuple(left_out), **tree}
     before = torch.serialization.get_crc32_options()
     # Sums take four times as long as writing.
     torch.serialization.set_crc32_options(False)
@@ -104,18 +86,15 @@ def write(
     return tuple(left_out)
 
 
-def read(path: pathlib.Path) -> Checkpoint:
-    """Read a checkpoint. Tensors are mapped copy-on-write: they cost memory when they are used.
+def read(file: Any) -> Checkpoint:
+    """Read a checkpoint from a path, or from memory that reads like a file.
+
+    Tensors of a file are mapped copy-on-write: they take memory when they are used.
 
     Raises:
         SnapshotDamagedError: The file is not a checkpoint of this version.
         OSError: The file cannot be opened.
     """
-    return _loaded(path)
-
-
-def _loaded(file: Any) -> Checkpoint:
-    """A checkpoint in a file, which is mapped, or in memory that reads like one."""
     try:
         found = torch.load(file, weights_only=True, mmap=isinstance(file, pathlib.Path), map_location="cpu")
         if found.pop("version") != VERSION:
@@ -127,7 +106,7 @@ def _loaded(file: Any) -> Checkpoint:
 
 
 def _kept(value: Any, place: str, copies: dict[Any, Tensor], left_out: list[str]) -> Any:
-    """A value without what cannot be read again; names of that are added to `left_out`."""
+    """Copy a value without the parts that `weights_only` cannot read; add the places of those to `left_out`."""
     if value is None or type(value) in (bool, int, float):
         return value
     if isinstance(value, str):
@@ -154,49 +133,17 @@ def _kept(value: Any, place: str, copies: dict[Any, Tensor], left_out: list[str]
     return _LEFT_OUT
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a training is."""
-
-    epochs: int = 0
-    """Finished epochs."""
-    values: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Metrics of the last of them."""
-    stopped: bool = False
-    """Whether a step has asked for the end in it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trained:
-    """The objects whose states a checkpoint holds."""
-
-    model: torch.nn.Module
-    criterion: Any
-    optimizer: Any
-    """An optimizer, or `Optimizers`."""
-    scheduler: Any
-    state: tuple[Any, ...]
-    """Objects of `state=`."""
-    loaders: tuple[Any, ...]
-    """Their generators, and those of their samplers, continue where they were."""
-
-
-def is_wanted() -> bool:
-    """Whether this job may be started again, so that its checkpoints have to hold all that a training needs to resume."""
-    return context.context().max_restarts > 0
-
-
 def describe(
     group: Group, trained: Trained, progress: Progress, scaler: Any, own_state: dict[str, Any]
 ) -> dict[str, Any]:
-    """What `Checkpoint.resume` holds. All ranks have to call this.
+    """Collect what `Checkpoint.resume` holds. All ranks have to call this.
 
     Args:
         group: The ranks.
-        trained: What is trained.
-        progress: How far it is.
+        trained: The objects that are trained.
+        progress: How far the training is.
         scaler: The loss scaler of the ready-made step, or None.
-        own_state: What the strategy needs in this rank besides.
+        own_state: The `own_state` of the strategy in this rank.
     """
     ranks = group.gather((random_states(group.device, trained.loaders), own_state))
     return {
@@ -213,18 +160,18 @@ def describe(
 
 
 class Resumption:
-    """The last checkpoint of an earlier attempt, in every rank. All ranks have to make it and call it together.
+    """Resumes from the last checkpoint of an earlier attempt. All ranks construct it together.
 
     Args:
         group: The ranks.
-        trained: What is trained, moved to the rank's device and otherwise as at the start.
+        trained: The objects that are trained, moved to the rank's device and otherwise as at the call.
     """
 
     def __init__(self, group: Group, trained: Trained) -> None:
         self.progress = Progress()
         """How far the training is; nothing is done yet where there is no checkpoint to resume from."""
         self.callbacks: dict[str, Any] = {}
-        """What they kept."""
+        """`Checkpoint.callbacks`."""
         self._group = group
         self._trained = trained
         self._resume: dict[str, Any] | None = None
@@ -242,7 +189,12 @@ class Resumption:
             group.say(f"{f'Attempt {place.attempt + 1}' if place.attempt else 'New run'}: the training {what}.")
 
     def restore_rest(self, scaler: Any, load_own_state: Callable[[dict[str, Any]], None]) -> None:
-        """Set what comes last: the strategy's state, the scaler, then the generators of random numbers, which must not be used before."""
+        """Restore the strategy's state, the scaler, and last the generators, so that nothing draws from them in between.
+
+        Args:
+            scaler: The loss scaler of the ready-made step, or None.
+            load_own_state: The strategy's.
+        """
         if self._resume is None:
             return
         rank = self._group.rank
@@ -250,12 +202,12 @@ class Resumption:
             load_own_state(own)
         if scaler is not None and self._resume["scaler"] is not None:
             scaler.load_state_dict(self._resume["scaler"])
-        # A rank that was lost before the checkpoint, while others carried on, starts with new ones.
+        # A rank that was lost before the checkpoint, while others carried on, starts with new generators.
         if rank < len(self._resume["random"]):
             set_random_states(self._group.device, self._trained.loaders, self._resume["random"][rank])
 
     def _usable(self) -> pathlib.Path | None:
-        """Where the last checkpoint is, in rank 0, if there is one that fits."""
+        """Rank 0's path of the last checkpoint, if it can be read and fits the objects of the call."""
         files = context.context().files
         if files is None or not files.checkpoint.exists():
             return None
@@ -279,7 +231,7 @@ class Resumption:
         if trained.scheduler is not None and found.scheduler is not None:
             trained.scheduler.load_state_dict(_of_kinds(found.scheduler, trained.scheduler.state_dict()))
         for value, state in zip(trained.state, resume["state"], strict=False):
-            # A set cannot be said in JSON: it was left out, and the log named it.
+            # Sets cannot be kept: `write` left them out, and the log named them.
             if state is not None:
                 load_state(value, state)
         # Steps change these too: one that never calls model.train() continues in the mode that the evaluation has left.
@@ -293,7 +245,7 @@ class Resumption:
 
 
 def _misfit(found: Checkpoint, trained: Trained) -> str:
-    """Why a training cannot resume from a checkpoint, as the end of a sentence; empty if it can."""
+    """Say why a training cannot resume from a checkpoint, as the end of a sentence; empty if it can."""
     if found.resume is None:
         return "it holds only what a result needs"
     modules = [("model", trained.model, found.model)]
@@ -323,13 +275,13 @@ def _load_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
 
 
 def _of_kinds(state: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
-    """A state whose dicts are of the classes that they were of before (a Counter, for one)."""
+    """Give the dicts of a scheduler's state the classes that they had before they were written (such as Counter)."""
     kinds = {name: type(value) for name, value in like.items() if isinstance(value, dict)}
     return {name: kinds[name](value) if name in kinds else value for name, value in state.items()}
 
 
 def _shared(group: Group, path: pathlib.Path | None) -> Checkpoint | None:
-    """The checkpoint that rank 0 has at a path, in every rank; None where it has none."""
+    """Send rank 0's checkpoint to every rank; returns None where rank 0 has none."""
     data = blobs.map_file(path) if path is not None else None
     size = group.send(None if data is None else len(data))
     if size is None:
@@ -339,14 +291,14 @@ def _shared(group: Group, path: pathlib.Path | None) -> Checkpoint | None:
         return read(path)
     received = mmap.mmap(-1, size)
     group.send_tensor(torch.frombuffer(received, dtype=torch.uint8))
-    return _loaded(received)
+    return read(received)
 
 
 # -- random numbers --------------------------------------------------------------------------------------------------
 
 
 def random_states(device: torch.device, loaders: Iterable[Any]) -> dict[str, Any]:
-    """Where this rank's generators are: of random, torch, NumPy if it is loaded, and of the loaders."""
+    """Return the states of this rank's generators: of random, torch, NumPy if it is imported, and the loaders."""
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
         "random": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
@@ -363,7 +315,7 @@ def random_states(device: torch.device, loaders: Iterable[Any]) -> dict[str, Any
 
 
 def set_random_states(device: torch.device, loaders: Iterable[Any], states: dict[str, Any]) -> None:
-    """Put the generators where `random_states` found them."""
+    """Set this rank's generators to what `random_states` returned."""
     version, numbers, gauss = states["random"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     torch.set_rng_state(states["torch"])
@@ -379,7 +331,7 @@ def set_random_states(device: torch.device, loaders: Iterable[Any], states: dict
 
 
 def _generators(loaders: Iterable[Any]) -> Iterator[torch.Generator]:
-    """The loaders' own generators of random numbers, each once."""
+    """Yield the generators of loaders and their samplers, each once."""
     seen: set[int] = set()
     for data in loaders:
         batches = data.batch_sampler

@@ -1,7 +1,4 @@
-"""The ranks as one group: who this rank is, small exchanges, and what must be equal besides gradients.
-
-That is initial weights, buffers, and the weights after each epoch.
-"""
+"""The ranks as one group: who this rank is, small exchanges, and weights and buffers that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -42,10 +39,10 @@ class Group:
         self._members = self._living = list(range(self.world_size))
 
     def exchange_by(self, exchange: Callable[[Any], dict[int, Any]]) -> None:
-        """From now on exchange by something that outlives lost ranks, in the place of torch's collectives.
+        """Replace torch's collectives by a function that keeps working when ranks are lost.
 
         Args:
-            exchange: Called by all ranks that are left, each with its value; returns their values by rank.
+            exchange: All ranks that are left call it, each with its value; returns their values by rank.
         """
         self._exchange = exchange
         self._members = self._living = list(range(self.world_size))
@@ -59,7 +56,7 @@ class Group:
         return len(self._members) < len(before)
 
     def _everyones(self, value: Any) -> dict[int, Any] | None:
-        """The values of the ranks that are left; None where torch's collectives do the work."""
+        """Exchange values among the ranks that are left; returns None where torch's collectives do that."""
         if self._exchange is None:
             return None
         found = self._exchange(value)
@@ -67,10 +64,10 @@ class Group:
         return found
 
     def divided(self, parts: Sequence[Sequence[int]]) -> Group:
-        """The part of the ranks that this rank is in, as a group of its own; this group if it is the only part.
+        """Divide the ranks into groups, and return this rank's; this very group if there is only one part.
 
         Args:
-            parts: Ranks, each in one part, in the order that they have in it. The same on all ranks.
+            parts: The ranks of each group, in its order; each rank in one part. The same on all ranks.
         """
         if len(parts) == 1:
             return self
@@ -100,7 +97,7 @@ class Group:
         context.emit(EventKind.NOTE, text=text)
 
     def gather(self, value: object) -> list[Any]:
-        """Every rank's value, in the order of the ranks; without those of lost ranks.
+        """Return every rank's value, in the order of the ranks, without those of lost ranks.
 
         Args:
             value: Anything that can be pickled; small.
@@ -114,11 +111,11 @@ class Group:
         return values
 
     def meet(self, place: str, value: Any = None) -> list[Any]:
-        """As `gather`, in places that ranks reach through the user's code and so not all alike.
+        """Gather values at a place that ranks reach through the user's code, and so perhaps not all of them.
 
         Args:
             place: Where this rank is, as it stands after "at" in a sentence.
-            value: What the others get.
+            value: This rank's value.
 
         Raises:
             KaleDistError: Other ranks are in another place.
@@ -134,7 +131,7 @@ class Group:
         return [value for *_, value in everyone]
 
     def sum_int64(self, values: Sequence[int]) -> list[int]:
-        """The sums over ranks, one for each of the values."""
+        """Return the sum over ranks of each of the values."""
         if self.is_alone:
             return list(values)
         sums = torch.tensor(values, dtype=torch.int64)
@@ -151,7 +148,7 @@ class Group:
             value.copy_(torch.stack(self.gather(value.cpu())).sum(0))
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over ranks of a floating-point tensor, which is changed in place."""
+        """Return the mean over ranks of a floating-point tensor, which is changed in place."""
         value.div_(self.world_size)
         self.sum(value)
         return value if self.answered == self.world_size else value.mul_(self.world_size / self.answered)
@@ -173,14 +170,14 @@ class Group:
                 data.copy_(whole)
 
     def send(self, value: Any, source: int = 0) -> Any:
-        """What rank `source` gives as `value`, which the other ranks' own value plays no part in.
+        """Return the `value` of rank `source` on all ranks; the other ranks' own is not used.
 
         Args:
             value: Anything that can be pickled.
-            source: The rank that speaks.
+            source: The rank that sends.
 
         Raises:
-            KaleDistError: It was lost.
+            KaleDistError: That rank was lost.
         """
         if self.is_alone:
             return value
@@ -195,17 +192,17 @@ class Group:
 
 
 _TOLERANCE = 1e-3
-"""Relative difference of a tensor's sum of absolute values from which ranks are said to have drifted apart.
+"""Relative difference of a tensor's sum of absolute values from which on ranks count as drifted apart.
 
 Processors of different makes round differently; a step that treats ranks differently does far more than that."""
 
 
-_LARGE = 1 << 18
-"""Buffers of more elements are compared before they are sent."""
+LARGE = 1 << 18
+"""Buffers of more elements are tables (positions, masks), which steps seldom change."""
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
-    """The sum of absolute values of each tensor; 0 for those without a shape yet."""
+    """Return the sum of absolute values of each tensor; 0 for a tensor without a shape yet."""
     sums = [torch.zeros(()) if torch.nn.parameter.is_lazy(t) else _sum(t.detach()) for t in tensors]
     return torch.stack(sums).tolist() if sums else []
 
@@ -218,10 +215,10 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 def differing(fingerprints: Sequence[Sequence[float]], *, tolerance: float = _TOLERANCE) -> list[int]:
-    """Positions of the tensors that are not equal in all ranks.
+    """Return the positions of the tensors that are not equal in all ranks.
 
     Args:
-        fingerprints: One of each rank.
+        fingerprints: Those of all ranks.
         tolerance: Relative difference that counts as equal.
     """
     positions = []
@@ -242,14 +239,14 @@ def copy_where_differing(
     when: str,
     hint: str = "",
 ) -> None:
-    """Copy rank 0's weights to all where they differ, and say so.
+    """Copy rank 0's weights to all ranks where they differ, and log it.
 
     Args:
         group: The ranks.
         named: Names and weights, in the order of the fingerprints.
-        fingerprints: One of each rank.
-        when: For the sentence: `at the start`, `after epoch 3`.
-        hint: What the likely cause is, with a space in front.
+        fingerprints: Those of all ranks.
+        when: For the log: `at the start`, `after epoch 3`.
+        hint: The likely cause, with a space in front.
     """
     positions = differing(fingerprints) if not group.is_alone else []
     if not positions:
@@ -277,9 +274,9 @@ class Buffers:
         self._average = average
 
     def synchronise(self) -> None:
-        """Make buffers equal in all ranks: floating-point ones by their mean, others by rank 0's value.
+        """Make buffers equal in all ranks: floating-point buffers by their mean, others by rank 0's value.
 
-        Large ones (tables of positions, masks) are sent only where they differ.
+        Large buffers (tables of positions, masks) are sent only where they differ.
         """
         if self._group.is_alone or not self._average:
             return
@@ -289,11 +286,11 @@ class Buffers:
         if not buffers:
             return
         self._group.meet(STEP_ENDS)
-        large = [b for b in buffers if b.numel() > _LARGE]
+        large = [b for b in buffers if b.numel() > LARGE]
         if large:
             prints = self._group.gather(fingerprint(large))
             changed = {id(large[position]) for position in differing(prints, tolerance=0.0)}
-            buffers = [b for b in buffers if b.numel() <= _LARGE or id(b) in changed]
+            buffers = [b for b in buffers if b.numel() <= LARGE or id(b) in changed]
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in buffers:
             if buffer.is_floating_point():
@@ -305,17 +302,3 @@ class Buffers:
                 flat = self._group.mean(torch.cat([buffer.reshape(-1) for buffer in same]))
                 for buffer, piece in zip(same, torch.split(flat, [b.numel() for b in same]), strict=True):
                     buffer.copy_(piece.view(buffer.shape))
-
-
-def trained_tensors(model: torch.nn.Module, criterion: Any, optimizer: Any) -> dict[str, Tensor]:
-    """All parameters that training may change, by name, each once: the model's, the criterion's, the optimizer's."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        found.setdefault(id(parameter), (name, parameter))
-    if isinstance(criterion, torch.nn.Module):
-        for name, parameter in criterion.named_parameters():
-            found.setdefault(id(parameter), (f"criterion.{name}", parameter))
-    for i, options in enumerate(optimizer.param_groups):
-        for j, parameter in enumerate(options["params"]):
-            found.setdefault(id(parameter), (f"optimizer.{i}.{j}", parameter))
-    return dict(found.values())

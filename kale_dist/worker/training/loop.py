@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import dataclasses
 import functools
 import importlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,29 +19,27 @@ from kale_dist.strategies import Layout, Settings
 from kale_dist.wire import EventKind, context
 from kale_dist.worker.training import checkpoint, saving, supervised
 from kale_dist.worker.training.callbacks import Callbacks
-from kale_dist.worker.training.checkpoint import Progress, Resumption, Trained, describe, is_wanted
-from kale_dist.worker.training.data import loader
+from kale_dist.worker.training.checkpoint import Checkpoint, Resumption, describe
 from kale_dist.worker.training.data.batches import Feed
+from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
-from kale_dist.worker.training.group import Group, copy_where_differing, differing, fingerprint, trained_tensors
+from kale_dist.worker.training.group import Group, copy_where_differing, differing, fingerprint
 from kale_dist.worker.training.notices import Captured, Losses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
 from kale_dist.worker.training.profiling import CLOCK, Profiler, collective_s
 from kale_dist.worker.training.result import (
     Averaged,
-    Optimizers,
     Structure,
     TrainingResult,
     average,
     merge,
     normalise,
     on_cpu,
-    one_model,
-    one_optimizer,
     state_of,
 )
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import FullState, Parts, Strategy
+from kale_dist.worker.training.trained import Progress, Trained
 
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -78,58 +76,18 @@ def train(training: Training, *, cuda: bool = False) -> TrainingResult:
         )
         raise KaleDistError(f"{text}packages=['numpy'] adds it to the image") from error
     place = context.context()
-    device = torch.device(place.device if place.in_job else "cuda" if cuda else "cpu")
-    group = Group(device)
+    group = Group(torch.device(place.device if place.in_job else "cuda" if cuda else "cpu"))
     if training.save_to is not None and group.rank == 0:
         saving.check(training.save_to)
-    layouts = [training.strategy.layout(rank, group.world_size) for rank in range(group.world_size)]
-    layout = layouts[group.rank]
-    if training.seed is not None:
-        _seed(training.seed + (group.rank if layout.shard is None else layout.shard))
-    model, criterion, optimizer, epochs = training.model, training.criterion, training.optimizer, training.epochs
-    train_step, train_loader, eval_loader = training.train_step, training.train_data_loader, training.eval_data_loader
-    if eval_loader is train_loader:
-        # One object cannot give two different shares.
-        eval_loader = copy.copy(train_loader)
     with contextlib.ExitStack() as stack:
-        loaders = (train_loader, eval_loader)
-        trained = Trained(
-            model=one_model(model),
-            criterion=criterion,
-            optimizer=one_optimizer(optimizer),
-            scheduler=training.scheduler,
-            state=training.kept,
-            loaders=tuple(data for data in loaders if data is not None),
-        )
-        calls = Callbacks(training.callbacks, epochs, model)
-        session = Session(stack, group, trained, training, layouts, calls)
-        if layout.shard is None:
-            session.strategy.serve()
+        setup = Setup.make(training, group, stack)
+        if setup.layout.shard is None:
+            setup.strategy.serve()
             return TrainingResult(metrics={}, epochs=0)
-        if train_step is None:
-            scaler = session.control.scaler
-            train_step = functools.partial(supervised.train_epoch, scale=None if scaler is None else scaler.scale)
-        call_train = functools.partial(
-            train_step, model, train_loader, criterion, optimizer, device, training.train_args
-        )
-        call_eval = None
-        if eval_loader is not None:
-            step = training.eval_step or supervised.eval_epoch
-            call_eval = functools.partial(step, model, eval_loader, criterion, device, training.eval_args)
-        given = {"train_args": training.train_args, "eval_args": training.eval_args}
-        session.watch((train_step, training.eval_step), given)
-        every = training.checkpoint_every or 0
-        progress = session.resumption.progress
-        for epoch in range(progress.epochs + 1, epochs + 1):
-            if progress.stopped:
-                break
-            values, stopped = session.epoch(epoch, call_train, call_eval)
-            progress = Progress(epochs=epoch, values=values, stopped=stopped)
-            if every and (epoch % every == 0 or epoch == epochs or stopped):
-                session.write_checkpoint(progress)
-        extra = calls.results()
-        final = session.strategy.full_state()
-    result = session.result(progress.values, progress.epochs, final, extra, stopped=progress.stopped)
+        session = Session.build(setup, stack)
+        progress = session.run()
+        extra, final = session.callbacks.results(), session.strategy.full_state()
+    result = session.result(progress, final, extra)
     if training.save_to is not None and result.model_state is not None:
         saving.save(training.save_to, result.model_state)
         group.say(f"The model was saved to {training.save_to}")
@@ -144,188 +102,178 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-class Session:
-    """The parts of one training, put together: alters everything in place; the stack undoes it."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """A training after its first steps: its objects have equal values on all ranks, and the strategy has altered them."""
 
-    _captured: Captured | None = None
+    training: Training
+    trained: Trained
+    structure: Structure
+    """The model's, as it was at the call."""
+    layouts: Sequence[Layout]
+    """Those of all ranks."""
+    layout: Layout
+    """This rank's."""
+    resumption: Resumption
+    first_print: Sequence[float] | None
+    """Fingerprint of rank 0's weights at the start; None on a single rank."""
+    parts: Parts
+    strategy: Strategy
 
-    def __init__(
-        self,
-        stack: contextlib.ExitStack,
-        group: Group,
-        trained: Trained,
-        training: Training,
-        layouts: Sequence[Layout],
-        callbacks: Callbacks,
-    ) -> None:
-        self.group = group
-        """All ranks; in the end those with data."""
-        self.layout = layouts[group.rank]
-        self._layouts = layouts
-        self.callbacks = callbacks
-        self.trained = trained
-        self._precision = training.precision
-        self._profiler: Profiler | None = None
-        self._strategy_totals: dict[str, float] = {}
-        self._structure = Structure.of(trained.model)
-        device = group.device
+    @classmethod
+    def make(cls, training: Training, group: Group, stack: contextlib.ExitStack) -> Setup:
+        """Seed the rank, load the last checkpoint, copy what differs from rank 0's, and prepare the strategy.
+
+        Args:
+            training: What is trained, and how.
+            group: All ranks.
+            stack: Undoes everything.
+        """
+        layouts = [training.strategy.layout(rank, group.world_size) for rank in range(group.world_size)]
+        layout = layouts[group.rank]
+        if training.seed is not None:
+            _seed(training.seed + (group.rank if layout.shard is None else layout.shard))
+        trained = Trained.of(training)
+        structure = Structure.of(trained.model)
         stack.enter_context(CLOCK.watching_collectives())
-        train_loader, *eval_loaders = trained.loaders
-        self._move()
-        self.resumption = Resumption(group, trained)
-        self.named = trained_tensors(trained.model, trained.criterion, trained.optimizer)
-        prints = group.gather(fingerprint(self.named.values())) if not group.is_alone else []
-        copy_where_differing(group, list(self.named.items()), prints, "at the start")
-        self._first_print = prints[0] if prints else None
-        column, row = group.divided(_columns(layouts)), group.divided(sorted({one.peers for one in layouts}))
-        pace = Pace(self.layout.shards, training.accumulate)
-        self.strategy = _made(training.strategy, self.layout)
-        self.strategy.prepare(
-            Parts(
-                model=trained.model,
-                criterion=trained.criterion,
-                optimizer=trained.optimizer,
-                named=self.named,
-                group=group,
-                column=column,
-                row=row,
-                pace=pace,
-            ),
-            stack,
+        trained.move_to(group.device)
+        resumption = Resumption(group, trained)
+        named = trained.tensors()
+        prints = group.gather(fingerprint(named.values())) if not group.is_alone else []
+        copy_where_differing(group, list(named.items()), prints, "at the start")
+        parts = Parts(
+            model=trained.model,
+            criterion=trained.criterion,
+            optimizer=trained.optimizer,
+            named=named,
+            group=group,
+            column=group.divided(_columns(layouts)),
+            row=group.divided(sorted({one.peers for one in layouts})),
+            pace=Pace(layout.shards, training.accumulate),
         )
+        strategy = _made(training.strategy, layout)
+        strategy.prepare(parts, stack)
         if (dispensable := training.strategy.dispensable(group.world_size)) and group.rank == 0:
             # Every connection stands by now, and ranks without data take part in nothing else.
             context.may_lose(dispensable)
-        if self.layout.shard is None:
-            return
-        if any(one.shard is None for one in layouts):
-            self.group = group = column
-        self.named = trained_tensors(trained.model, trained.criterion, trained.optimizer)
-        _follow_lazy_modules((trained.model, trained.criterion), self.strategy)
-        needs_scaler = training.train_step is None and training.precision == "fp16"
-        scaler = torch.amp.GradScaler(device.type) if needs_scaler else None
-        schedules = Schedules(group=group, pace=pace, epochs=training.epochs, alone=loader.length(train_loader))
-        schedules.samples = lambda: self._running.samples
-        several = trained.optimizer.named.values() if isinstance(trained.optimizer, Optimizers) else ()
-        self.control = OptimizerControl(
-            next(iter(several), trained.optimizer),
-            trained.model,
-            group,
-            pace,
-            self.strategy,
-            schedules,
-            clip_norm=training.clip_norm,
-            precision=training.precision,
-            scaler=scaler,
-            stepped=callbacks.stepped,
+        return cls(
+            training=training,
+            trained=trained,
+            structure=structure,
+            layouts=layouts,
+            layout=layout,
+            resumption=resumption,
+            first_print=prints[0] if prints else None,
+            parts=parts,
+            strategy=strategy,
         )
-        stack.enter_context(self.control.installed())
-        losses = Losses(group, trained.model, lambda: (self.train_feed.epoch, self.train_feed.step))
-        stack.enter_context(losses.watched(trained.criterion))
-        if training.profile:
-            self._profiler = Profiler(training.profile, device, self.strategy)
-        self._running = self.train_feed = Feed(
-            name="train",
-            group=column,
-            row=row,
-            pace=pace,
-            strategy=self.strategy,
-            profiler=self._profiler,
-            loss=losses.latest,
-            epochs=training.epochs,
-        )
-        self.eval_feed = Feed(name="eval", group=column, row=row, loss=losses.latest, epochs=training.epochs)
-        divided = stack.enter_context(contextlib.ExitStack())
 
-        def divide() -> None:
-            divided.close()
-            pace.world_size = column.world_size
-            options: dict[str, Any] = {
-                "argument": "train_data_loader",
-                "shard": training.shard,
-                "split": training.split_batches,
-            }
-            divided.callback(loader.prepare(train_loader, self.train_feed, accumulate=training.accumulate, **options))
-            schedules.here = loader.length(train_loader)
-            group.say(self.train_feed.sentence)
-            shard_eval = training.eval_sharding == "samples"
-            for eval_loader in eval_loaders:
-                options |= {"argument": "eval_data_loader", "shard": shard_eval}
-                divided.callback(loader.prepare(eval_loader, self.eval_feed, **options))
-                note = "metrics are averaged by samples" if shard_eval else "for metrics that are not means"
-                group.say(f"{self.eval_feed.sentence}; {note}")
+    @property
+    def group(self) -> Group:
+        """The ranks with data."""
+        return self.parts.column if any(one.shard is None for one in self.layouts) else self.parts.group
 
-        self._divide = divide
-        divide()
-        callbacks.prepare(trained.model, self.strategy, layouts, group)
-        callbacks.load(self.resumption.callbacks)
-        self.resumption.restore_rest(self.control.scaler, self.strategy.load_own_state)
-        if not row.is_alone:
+
+@dataclasses.dataclass(kw_only=True)
+class Session:
+    """The epochs of one training, in a rank with data."""
+
+    setup: Setup
+    training: Training
+    trained: Trained
+    group: Group
+    """The ranks with data."""
+    strategy: Strategy
+    named: Mapping[str, torch.Tensor]
+    """The parameters that training may change, as the strategy has left them."""
+    loaders: Loaders
+    control: OptimizerControl
+    callbacks: Callbacks
+    profiler: Profiler | None
+    captured: Captured | None
+    """In rank 0 until the end of the first epoch."""
+    strategy_totals: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The strategy's numbers, added up over ranks and epochs."""
+
+    @classmethod
+    def build(cls, setup: Setup, stack: contextlib.ExitStack) -> Session:
+        """Take over the optimizer and the loaders, and resume from the checkpoint if there is one.
+
+        Args:
+            setup: The training; its strategy is prepared.
+            stack: Undoes everything.
+        """
+        training, trained, strategy, group = setup.training, setup.trained, setup.strategy, setup.group
+        _follow_lazy_modules((trained.model, trained.criterion), strategy)
+        profiler = Profiler(training.profile, group.device, strategy) if training.profile else None
+        losses = Losses(group, trained.model)
+        loaders = _loaders(setup, profiler, losses)
+        callbacks = Callbacks(training.callbacks, training.epochs, training.model)
+        control = _control(setup, loaders, callbacks)
+        stack.enter_context(control.installed())
+        stack.enter_context(losses.watched(trained.criterion, lambda: (loaders.train.epoch, loaders.train.step)))
+        stack.callback(loaders.restore)
+        loaders.divide()
+        callbacks.prepare(trained.model, strategy, setup.layouts, group)
+        callbacks.load(setup.resumption.callbacks)
+        setup.resumption.restore_rest(control.scaler, strategy.load_own_state)
+        if not setup.parts.row.is_alone:
             # Peers draw alike, or their dropout would differ.
-            states = checkpoint.random_states(device, trained.loaders)
-            checkpoint.set_random_states(device, trained.loaders, row.send(states))
+            states = checkpoint.random_states(group.device, trained.loaders)
+            checkpoint.set_random_states(group.device, trained.loaders, setup.parts.row.send(states))
+        return cls(
+            setup=setup,
+            training=training,
+            trained=trained,
+            group=group,
+            strategy=strategy,
+            named=trained.tensors(),
+            loaders=loaders,
+            control=control,
+            callbacks=callbacks,
+            profiler=profiler,
+            captured=_captured(training, trained) if group.rank == 0 else None,
+        )
 
-    def _move(self) -> None:
-        """Bring model, criterion and the optimizer's state to the rank's device."""
-        device = self.group.device
-        if device.type == "cpu":
-            return
-        for part in (self.trained.model, self.trained.criterion, *self.trained.state):
-            if isinstance(part, torch.nn.Module):
-                part.to(device)
-        for parameter, state in self.trained.optimizer.state.items():
-            for name, value in state.items():
-                # Step counts stay where the optimizer keeps them.
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
-                    state[name] = value.to(device)
+    def run(self) -> Progress:
+        """Train the epochs that are left, and write the checkpoints that are due."""
+        progress, epochs, every = self.setup.resumption.progress, self.training.epochs, self.training.checkpoint_every
+        for epoch in range(progress.epochs + 1, epochs + 1):
+            if progress.stopped:
+                break
+            progress = self.epoch(epoch)
+            if every and (epoch % every == 0 or epoch == epochs or progress.stopped):
+                self.write_checkpoint(progress)
+        return progress
 
     # -- an epoch --------------------------------------------------------------------------------------------------
 
-    def epoch(
-        self, epoch: int, call_train: Callable[[], Any], call_eval: Callable[[], Any] | None
-    ) -> tuple[dict[str, float], bool]:
-        """Train and evaluate once; return the merged metrics and whether to stop."""
+    def epoch(self, epoch: int) -> Progress:
+        """Train and evaluate once."""
         if self.group.renumber():
-            self._divide()
-        for data in self.trained.loaders:
-            _set_epoch(data, epoch - 1)
+            self.loaders.divide()
+        self.loaders.set_epoch(epoch - 1)
         self.control.scheduler_calls.clear()
-        trained = self._run("train_step", self.train_feed, epoch, call_train)
+        trained = self._train(epoch)
         values, stop = trained.values, trained.stop
         evaluated: dict[str, float] = {}
-        if call_eval is not None:
-            outcome = self._run("eval_step", self.eval_feed, epoch, call_eval)
+        if self.trained.eval_loader is not None:
+            outcome = self._evaluate(epoch)
             evaluated, stop = outcome.values, stop or outcome.stop
         metrics = {f"train/{name}": value for name, value in values.items()}
         metrics |= {f"eval/{name}": value for name, value in evaluated.items()}
-        if (averages := self.callbacks.evaluates(epoch)) is not None and call_eval is not None:
+        if (averages := self.callbacks.evaluates(epoch)) is not None and self.trained.eval_loader is not None:
             with averages:
-                outcome = self._run("eval_step", self.eval_feed, epoch, call_eval, source="averaged")
+                outcome = self._evaluate(epoch, source="averaged")
             metrics |= {f"averaged/{name}": value for name, value in outcome.values.items()}
         self._step_scheduler(evaluated.get("loss", values.get("loss")))
         self._name_what_stays()
         if reason := self.callbacks.end_epoch(epoch, metrics):
             self.group.say(reason)
-        return merge(values, evaluated), stop or bool(reason)
-
-    def watch(self, steps: Iterable[Any], given: Mapping[str, Any]) -> None:
-        """Note what the user's steps can change, so that what does not come back can be named after an epoch."""
-        trained = self.trained
-        several = trained.optimizer.named.values() if isinstance(trained.optimizer, Optimizers) else ()
-        known = (
-            trained.model,
-            *trained.model.modules(),
-            *trained.model.parameters(),
-            trained.criterion,
-            trained.optimizer,
-            *several,
-            *trained.state,
-        )
-        if self.group.rank == 0:
-            self._captured = Captured(steps, known, given)
+        return Progress(epochs=epoch, values=merge(values, evaluated), stopped=stop or bool(reason))
 
     def _name_what_stays(self) -> None:
-        captured, self._captured = self._captured, None
+        captured, self.captured = self.captured, None
         if captured is None or not (changed := captured.changed()):
             return
         text = f"Changed by a step, and left behind in the ranks: {', '.join(changed)}."
@@ -337,68 +285,98 @@ class Session:
             text += " Keep numbers in a dict, and name that in state=[...], to get them back."
         self.group.say(text)
 
-    def _run(self, name: str, feed: Feed, epoch: int, call: Callable[[], Any], source: str = "") -> Averaged:
+    def _train(self, epoch: int) -> Averaged:
+        """Call the user's train_step, and bring the ranks to one state."""
+        training, feed = self.training, self.loaders.train
         before_s = collective_s()
+        scaler = self.control.scaler
+        ready_made = functools.partial(supervised.train_epoch, scale=None if scaler is None else scaler.scale)
+        returned = self._call(
+            training.train_step or ready_made,
+            feed,
+            epoch,
+            (training.model, self.trained.train_loader, training.criterion, training.optimizer),
+            training.train_args,
+        )
+        if not feed.passes:
+            # Before this rank meets the others, who may be in another place. Two ranks see it, whoever of them it is.
+            self.group.say(
+                "train_step did not iterate the loader it was given, or its class iterates by itself: data is not"
+                " divided over the ranks, and ranks that do iterate it wait for this one. A loader made in the step over"
+                " data_loader.dataset gives all ranks the same first samples; change the loader before the call instead.",
+                ranks=2,
+            )
+        if self.profiler is not None:
+            self.profiler.end(epoch)
+        self.control.flush()
+        self.strategy.end_epoch()
+        prints = fingerprint(self.named.values()) if len(self.setup.layout.replicas) > 1 else []
+        numbers = self.strategy.metrics()
+        if len(self.setup.layouts) > 1:
+            # Numbers are summed over ranks.
+            numbers["collective_s"] = (collective_s() - before_s) / self.group.world_size
+        outcome = self._average("train_step", feed, epoch, returned, prints, numbers)
+        self._mend_drift([prints for prints, *_ in outcome.extras], epoch)
+        # First: the last row of `job.metrics` is what a step returned.
+        self._report_strategy([numbers for _, numbers, *_ in outcome.extras], epoch)
+        self._report_pace([rate for _, _, rate, _ in outcome.extras], epoch)
+        if returned is None:
+            self.group.say(
+                "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
+                " {'loss': total / len(data_loader)}; they are averaged over the ranks."
+            )
+        if self.setup.first_print == prints and not self.control.real_steps:
+            self.group.say("Training has changed no weight: train_step made no step of the optimizer.")
+        self._emit(outcome, epoch, feed.name)
+        return outcome
+
+    def _evaluate(self, epoch: int, source: str = "eval") -> Averaged:
+        """Call the user's eval_step; its metrics are emitted under the name `source`."""
+        training, feed = self.training, self.loaders.evaluation
+        step = training.eval_step or supervised.eval_epoch
+        given = (training.model, self.trained.eval_loader, training.criterion)
+        returned = self._call(step, feed, epoch, given, training.eval_args)
+        self.strategy.end_evaluation()
+        outcome = self._average("eval_step", feed, epoch, returned, [], {})
+        self._emit(outcome, epoch, source)
+        return outcome
+
+    def _call(self, step: Callable[..., Any], feed: Feed, epoch: int, given: tuple[Any, ...], args: Any) -> Any:
+        """Call a step with what it is given, the device and its `args`; return what it returns."""
         feed.begin(epoch)
-        self._running = feed
-        is_training = feed is self.train_feed
+        self.loaders.running = feed
         try:
             with self._autocast():
-                returned = call()
+                returned = step(*given, self.group.device, args)
         except Exception as error:
             if not isinstance(error, KaleDistError):
-                batch = f"batch {feed.step} of {'' if is_training else 'the evaluation after '}epoch {epoch}"
+                batch = f"batch {feed.step} of {'' if feed.is_training else 'the evaluation after '}epoch {epoch}"
                 note_layer(error, self.trained.model, self.trained.criterion, batch)
             raise
         feed.end()
-        if is_training:
-            if not feed.passes:
-                # Before this rank meets the others, who may be in another place. Two ranks see it, whoever of them it is.
-                self.group.say(
-                    "train_step did not iterate the loader it was given, or its class iterates by itself: data is not"
-                    " divided over the ranks, and ranks that do iterate it wait for this one. A loader made in the step over"
-                    " data_loader.dataset gives all ranks the same first samples; change the loader before the call instead.",
-                    ranks=2,
-                )
-            if self._profiler is not None:
-                self._profiler.end(epoch)
-            self.control.flush()
-            self.strategy.end_epoch()
-        else:
-            self.strategy.end_evaluation()
-        has_replicas = len(self.layout.replicas) > 1
-        prints = fingerprint(self.named.values()) if is_training and has_replicas else []
-        numbers = self.strategy.metrics() if is_training else {}
-        if is_training and len(self._layouts) > 1:
-            # Numbers are summed over ranks.
-            numbers["collective_s"] = (collective_s() - before_s) / self.group.world_size
+        return returned
+
+    def _average(
+        self, name: str, feed: Feed, epoch: int, returned: Any, prints: Sequence[float], numbers: Mapping[str, float]
+    ) -> Averaged:
+        """Average what a step returned over the ranks, and make learning rates equal."""
         extra = prints, numbers, feed.rate, self._learning_rates()
         outcome = average(self.group, normalise(name, returned), feed.samples, extra)
         self._mend_learning_rates([rates for *_, rates in outcome.extras], epoch)
-        if is_training:
-            self._mend_drift([prints for prints, *_ in outcome.extras], epoch)
-            # First: the last row of `job.metrics` is what a step returned.
-            self._report_strategy([numbers for _, numbers, *_ in outcome.extras], epoch)
-            self._report_pace([rate for _, _, rate, _ in outcome.extras], epoch)
-            if returned is None:
-                self.group.say(
-                    "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
-                    " {'loss': total / len(data_loader)}; they are averaged over the ranks."
-                )
-            if self._first_print == prints and not self.control.real_steps:
-                self.group.say("Training has changed no weight: train_step made no step of the optimizer.")
-        if self.group.rank == 0 and outcome.values:
-            context.emit(EventKind.METRICS, rank=None, values=outcome.values, epoch=epoch, source=source or feed.name)
         return outcome
 
+    def _emit(self, outcome: Averaged, epoch: int, source: str) -> None:
+        if self.group.rank == 0 and outcome.values:
+            context.emit(EventKind.METRICS, rank=None, values=outcome.values, epoch=epoch, source=source)
+
     def _mend_drift(self, prints: Sequence[Any], epoch: int) -> None:
-        """Weights must be equal on all ranks that hold the same ones."""
-        replicas, when = self.layout.replicas, f"after epoch {epoch}"
-        if len(replicas) == len(self._layouts):
+        """Make weights equal again where they drifted apart, or raise an error where no rank holds all of them."""
+        replicas, when = self.setup.layout.replicas, f"after epoch {epoch}"
+        if len(replicas) == len(self.setup.layouts):
             copy_where_differing(self.group, list(self.named.items()), prints, when, _DRIFT_HINT)
         elif len(replicas) > 1 and (positions := differing([p for rank, p in enumerate(prints) if rank in replicas])):
             raise KaleDistError(
-                f"Weights of {self.layout.part} were not equal on all ranks that hold them {when}"
+                f"Weights of {self.setup.layout.part} were not equal on all ranks that hold them {when}"
                 f" ({list(self.named)[positions[0]]}).{_DRIFT_HINT}"
             )
 
@@ -406,7 +384,7 @@ class Session:
         return [float(group["lr"]) for group in self.trained.optimizer.param_groups if "lr" in group]
 
     def _mend_learning_rates(self, everyone: Sequence[list[float]], epoch: int) -> None:
-        """A step that sets learning rates by its own rank's loss would have ranks take different steps from here on."""
+        """Copy rank 0's learning rates to all ranks where a step has set them by the loss of its own rank."""
         first = everyone[0]
         if all(rates == first for rates in everyone) or any(len(rates) != len(first) for rates in everyone):
             return
@@ -426,8 +404,8 @@ class Session:
             for name, value in mine.items():
                 values[name] = values.get(name, 0.0) + value
         for name, value in values.items():
-            before = 0.0 if name in self.strategy.levels else self._strategy_totals.get(name, 0.0)
-            self._strategy_totals[name] = before + value
+            before = 0.0 if name in self.strategy.levels else self.strategy_totals.get(name, 0.0)
+            self.strategy_totals[name] = before + value
         if values and not self.group.rank:
             context.emit(EventKind.METRICS, rank=None, values=values, epoch=epoch, source="strategy")
 
@@ -441,7 +419,7 @@ class Session:
             context.emit(EventKind.METRICS, rank=None, values=values, epoch=epoch, source="pace")
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        dtype = _PRECISIONS[self._precision]
+        dtype = _PRECISIONS[self.training.precision]
         if dtype is None:
             return contextlib.nullcontext()
         # The cache of cast weights would outlive the optimizer's steps and freeze the forward pass for the epoch.
@@ -470,16 +448,17 @@ class Session:
         if files is None:
             return
         rest = None
-        if is_wanted():
+        # Only a job that may be started again needs checkpoints from which a training can resume.
+        is_resumable = context.context().max_restarts > 0
+        if is_resumable:
             own = self.strategy.own_state()
             rest = describe(self.group, self.trained, progress, self.control.scaler, own)
-        calls = self.callbacks.state(resumable=is_wanted())
+        calls = self.callbacks.state(resumable=is_resumable)
         state = self.strategy.full_state()
         if state is None:
             return
         epoch = progress.epochs
-        left_out = checkpoint.write(
-            files.checkpoint,
+        contents = Checkpoint(
             model=state.model,
             optimizer=state.optimizer,
             scheduler=None if self.trained.scheduler is None else self.trained.scheduler.state_dict(),
@@ -487,6 +466,7 @@ class Session:
             resume=rest,
             callbacks=calls,
         )
+        left_out = checkpoint.write(files.checkpoint, contents)
         if left_out:
             self.group.say(
                 f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values."
@@ -500,32 +480,89 @@ class Session:
         )
         context.mark_progress()
 
-    def result(
-        self, values: dict[str, float], epochs: int, state: FullState | None, extra: dict[str, Any], *, stopped: bool
-    ) -> TrainingResult:
-        """The outcome, after everything was undone."""
-        trace = None if self._profiler is None else self._profiler.trace
+    def result(self, progress: Progress, state: FullState | None, extra: Mapping[str, Any]) -> TrainingResult:
+        """The outcome in this rank, after everything was undone.
+
+        Args:
+            progress: How far the training is.
+            state: The strategy's full state before that; None in all ranks but rank 0.
+            extra: Results of the callbacks.
+        """
+        outcome = TrainingResult(
+            metrics=progress.values,
+            epochs=progress.epochs,
+            stopped_early=progress.stopped,
+            trace=None if self.profiler is None else self.profiler.trace,
+        )
         if state is None:
-            return TrainingResult(metrics=values, epochs=epochs, stopped_early=stopped, trace=trace)
-        changed = self._structure.difference(Structure.of(self.trained.model, state.model))
-        return TrainingResult(
-            metrics=values,
-            epochs=epochs,
-            stopped_early=stopped,
+            return outcome
+        trained = self.trained
+        changed = self.setup.structure.difference(Structure.of(trained.model, state.model))
+        return dataclasses.replace(
+            outcome,
             model_state=on_cpu(state.model),
             optimizer_state=on_cpu(state.optimizer),
-            scheduler_state=None if self.trained.scheduler is None else on_cpu(self.trained.scheduler.state_dict()),
-            state=tuple(map(state_of, self.trained.state)),
-            model=self.trained.model if changed else None,
+            scheduler_state=None if trained.scheduler is None else on_cpu(trained.scheduler.state_dict()),
+            state=tuple(map(state_of, trained.state)),
+            model=trained.model if changed else None,
             reason=changed,
-            strategy=self._strategy_totals,
-            trace=trace,
+            strategy=self.strategy_totals,
             **extra,
         )
 
 
+# -- parts of a session ----------------------------------------------------------------------------------------------
+
+
+def _loaders(setup: Setup, profiler: Profiler | None, losses: Losses) -> Loaders:
+    """The loaders with their feeds, not divided yet."""
+    parts = setup.parts
+    common: dict[str, Any] = {
+        "group": parts.column,
+        "row": parts.row,
+        "epochs": setup.training.epochs,
+        "loss": losses.latest,
+    }
+    train = Feed(name="train", pace=parts.pace, strategy=setup.strategy, profiler=profiler, **common)
+    evaluation = Feed(name="eval", **common)
+    return Loaders(setup.training, setup.trained, setup.group, train, evaluation)
+
+
+def _control(setup: Setup, loaders: Loaders, callbacks: Callbacks) -> OptimizerControl:
+    """What decides about steps of the optimizer, not installed yet. Of several optimizers it takes the first."""
+    training, trained, group, pace = setup.training, setup.trained, setup.group, setup.parts.pace
+    needs_scaler = training.train_step is None and training.precision == "fp16"
+    return OptimizerControl(
+        trained.optimizers[0],
+        trained.model,
+        group,
+        pace,
+        setup.strategy,
+        Schedules(group=group, pace=pace, epochs=training.epochs, loaders=loaders),
+        clip_norm=training.clip_norm,
+        precision=training.precision,
+        scaler=torch.amp.GradScaler(group.device.type) if needs_scaler else None,
+        stepped=callbacks.stepped,
+    )
+
+
+def _captured(training: Training, trained: Trained) -> Captured:
+    """Note the values of the names that the user's steps use, to say after the first epoch which of them changed."""
+    known = (
+        trained.model,
+        *trained.model.modules(),
+        *trained.model.parameters(),
+        trained.criterion,
+        trained.optimizer,
+        *trained.optimizers,
+        *trained.state,
+    )
+    given = {"train_args": training.train_args, "eval_args": training.eval_args}
+    return Captured((training.train_step, training.eval_step), known, given)
+
+
 def _made(settings: Settings, layout: Layout) -> Strategy:
-    """The strategy that settings stand for, whose module is imported here."""
+    """Import the module of the strategy that settings stand for, and make the strategy."""
     module, _, name = settings.home.partition(".")
     made: Strategy = getattr(importlib.import_module(f"kale_dist.worker.parallel.{module}"), name)(settings, layout)
     return made
@@ -541,7 +578,7 @@ def _columns(layouts: Sequence[Layout]) -> list[tuple[int, ...]]:
 
 
 def _follow_lazy_modules(roots: Iterable[Any], strategy: Strategy) -> None:
-    """Have modules that get their shapes in the first forward pass start from equal values.
+    """Make modules that get their shapes in the first forward pass start from equal values on all ranks.
 
     Ranks draw from different seeds, so their own initial values would differ.
     """
@@ -549,27 +586,10 @@ def _follow_lazy_modules(roots: Iterable[Any], strategy: Strategy) -> None:
         if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
             handle: list[Any] = []
 
-            def settle(module: torch.nn.Module, _: Any, handle: list[Any] = handle) -> None:
+            def adopt(module: torch.nn.Module, _: Any, handle: list[Any] = handle) -> None:
                 if not any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
                     strategy.adopt(module.parameters(recurse=False))
                     handle.pop().remove()
 
             # Torch's own hook, which makes the parameters, was registered by the constructor and so runs before.
-            handle.append(module.register_forward_pre_hook(settle))
-
-
-def _set_epoch(data: Any, epoch: int) -> None:
-    """Tell samplers and datasets that want to know it which epoch begins, counted from 0."""
-    told: set[int] = set()
-    for part in _parts(data):
-        set_epoch = getattr(part, "set_epoch", None)
-        if callable(set_epoch) and id(getattr(set_epoch, "__self__", part)) not in told:
-            told.add(id(getattr(set_epoch, "__self__", part)))
-            set_epoch(epoch)
-
-
-def _parts(data: Any) -> Iterator[Any]:
-    yield data.sampler
-    yield data.batch_sampler
-    yield getattr(data.batch_sampler, "sampler", None)
-    yield data.dataset
+            handle.append(module.register_forward_pre_hook(adopt))

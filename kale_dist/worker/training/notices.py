@@ -1,4 +1,4 @@
-"""What a training says once: state that will not come back, a loss that is nan, the layer in which a step has failed."""
+"""Notes that a training logs once: state that will not come back, a loss that is nan, the layer in which a step failed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Captured:
     Args:
         functions: The user's steps.
         known: Objects that come back, or that are ours.
-        given: What the steps get besides, by name.
+        given: Further values that the steps get, by name.
     """
 
     def __init__(self, functions: Iterable[Any], known: Iterable[Any], given: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Captured:
 
 @_harmless
 def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
-    """What is another one when a value was changed in place; of objects that are known, by their identities, nothing."""
+    """Return a mark of a value that changes when the value is changed in place; the same for all objects of `known`."""
     if id(value) in known:
         return ()
     if isinstance(value, _PLAIN):
@@ -117,25 +117,31 @@ def _used(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 class Losses:
-    """The latest loss of this rank, and a word on the first that is nan.
+    """The latest loss of this rank; logs the first that is nan.
 
     Args:
         group: The ranks.
         model: What is trained.
-        place: Gives epoch and step, both from 1.
     """
 
-    def __init__(self, group: Group, model: torch.nn.Module, place: Callable[[], tuple[int, int]]) -> None:
+    _place: Callable[[], tuple[int, int]]
+
+    def __init__(self, group: Group, model: torch.nn.Module) -> None:
         self._group = group
         self._model = model
-        self._place = place
         self._latest: Tensor | None = None
         self._root: Tensor | None = None
         self._is_told = False
 
     @contextlib.contextmanager
-    def watched(self, criterion: Any) -> Iterator[None]:
-        """Look at what a criterion gives and at what `backward()` begins with."""
+    def watched(self, criterion: Any, place: Callable[[], tuple[int, int]]) -> Iterator[None]:
+        """Look at the losses that a criterion returns, and at the tensors whose `backward()` is called.
+
+        Args:
+            criterion: Passed to the steps.
+            place: Returns epoch and step, both from 1.
+        """
+        self._place = place
         original: Any = torch.Tensor.backward
 
         @functools.wraps(original)
@@ -154,7 +160,7 @@ class Losses:
 
     @_harmless
     def latest(self) -> float | None:
-        """The latest loss that the criterion gave. Waits for a GPU, so not for every batch."""
+        """Return the criterion's latest loss. Waits for a GPU, so it is not called for every batch."""
         if self._root is not None:
             self._look(float(self._root))
         return None if self._latest is None else float(self._latest)
@@ -188,7 +194,7 @@ class Losses:
 
 @_harmless
 def note_layer(error: BaseException, model: torch.nn.Module, criterion: Any, batch: str) -> None:
-    """Add to an exception which layer has raised it, and for what inputs; nothing if none has.
+    """Add a note to an exception: which layer raised it, and for which inputs. No note where no layer did.
 
     Args:
         error: With its traceback.

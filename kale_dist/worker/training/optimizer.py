@@ -1,4 +1,4 @@
-"""The optimizer and its schedulers, altered in place: accumulation, clipping, and a last look at the gradients.
+"""The optimizer and its schedulers, altered in place: accumulation, clipping, and the exchange before each step.
 
 `step` and `zero_grad` become bound methods of the same names on the optimizer itself. Between the batches of an
 accumulation window both do nothing and return None.
@@ -21,15 +21,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kale_dist.errors import ConfigError
 from kale_dist.wire import context
+from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.strategy import Strategy
+from kale_dist.worker.training.trained import alter
 
 _TOTALS = ("total_steps", "T_max", "total_iters")
 """Where torch's schedulers keep the number of calls they are made for."""
 
 _WORDS = ("num_training_steps", "total_steps", "max_steps")
-"""What the number is called in functions that `LambdaLR` calls, such as those of transformers."""
+"""Names of that number in functions that `LambdaLR` calls, such as those of transformers."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -43,27 +45,22 @@ class Schedules:
     group: Group
     pace: Pace
     epochs: int
-    alone: int | None = None
-    """Batches of an epoch on one process, as `len(loader)` was in the notebook; None where it is unknown."""
-    here: int | None = None
-    """Batches of an epoch on this rank."""
-    samples: Callable[[], int] = lambda: 1
-    """How many samples this rank has had in the step that is running."""
+    loaders: Loaders
 
     def moves(self, scheduler: Any) -> int:
-        """How often the scheduler is to be stepped where the step has called it once."""
-        portion = self.pace.portion
-        if portion is None or not self.alone or not self.here:
+        """How often to step a scheduler that the user's step has stepped once."""
+        portion, alone, here = self.pace.portion, self.loaders.batches_alone, self.loaders.batches
+        if portion is None or not alone or not here:
             return 1
-        steps = -(-self.here // self.pace.accumulate)
-        if steps == self.alone:
+        steps = -(-here // self.pace.accumulate)
+        if steps == alone:
             return 1
         total = total_of(scheduler)
         if total == self.epochs * steps:
             return 1
         name = type(scheduler).__name__
-        per_epoch = f"{self.alone} batches an epoch on one process, {steps} steps of each rank here"
-        if not total or total % self.alone or (total % steps == 0 and total != self.epochs * self.alone):
+        per_epoch = f"{alone} batches an epoch on one process, {steps} steps of each rank here"
+        if not total or total % alone or (total % steps == 0 and total != self.epochs * alone):
             size = f"made for {total} steps" if total else "of unknown length"
             self.group.say(
                 f"{name}, {size}, is stepped once in each batch ({per_epoch}): if it counts the batches of one process, it"
@@ -75,18 +72,18 @@ class Schedules:
             " and ends where it would on one process."
         )
         index = portion.index // self.pace.accumulate
-        return (index + 1) * self.alone // steps - index * self.alone // steps
+        return (index + 1) * alone // steps - index * alone // steps
 
     def mean(self, value: Any) -> float:
-        """A metric of the step as one process would have it: the ranks' values, weighted by their samples."""
-        everyone = self.group.meet("ReduceLROnPlateau.step()", (float(value), self.samples()))
+        """Average the ranks' values of a metric of the running step, weighted by their samples."""
+        everyone = self.group.meet("ReduceLROnPlateau.step()", (float(value), self.loaders.running.samples))
         if not any(weight for _, weight in everyone):
             everyone = [(one, 1) for one, _ in everyone]
         return float(sum(one * weight for one, weight in everyone) / sum(weight for _, weight in everyone))
 
 
 def total_of(scheduler: Any) -> int | None:
-    """How many steps a scheduler is made for; None where it does not say."""
+    """Return how many steps a scheduler is made for; None where it does not say."""
     parts, milestones = getattr(scheduler, "_schedulers", None), getattr(scheduler, "_milestones", None)
     if parts and milestones:
         last = total_of(parts[-1])
@@ -105,7 +102,7 @@ def total_of(scheduler: Any) -> int | None:
 
 
 def _bound(function: Any) -> dict[str, Any]:
-    """What a function has bound by name: as `functools.partial` does, or as a closure."""
+    """Return the values that a closure or `functools.partial` has bound, by name."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     cells = dict(zip(names, getattr(function, "__closure__", None) or (), strict=False))
     values = {name: cell.cell_contents for name, cell in cells.items()}
@@ -119,9 +116,9 @@ class OptimizerControl:
         optimizer: The user's optimizer.
         model: The model, whose `zero_grad` is held back as well.
         group: The ranks.
-        pace: Written by the training loader.
+        pace: The batch that the training loader has given last.
         strategy: Completes the gradients.
-        schedules: How far a scheduler moves in a batch.
+        schedules: Decides how far a scheduler moves in a batch.
         clip_norm: Largest norm of all gradients together; None for no clipping.
         precision: None, `bf16` or `fp16`.
         scaler: The loss scaler of the ready-made step; None with a step of the user's.
@@ -166,7 +163,7 @@ class OptimizerControl:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Alter the optimizer, schedulers and loss scalers of this process; all is as before afterwards."""
+        """Alter the optimizer, schedulers and loss scalers of this process, and restore them in the end."""
         with contextlib.ExitStack() as stack:
             self._take_optimizer(stack)
             if self._accumulates:
@@ -182,10 +179,9 @@ class OptimizerControl:
             yield
 
     def _take_optimizer(self, stack: contextlib.ExitStack) -> None:
-        optimizer, state = self.optimizer, self.optimizer.__dict__
+        optimizer = self.optimizer
         # Objects that were not made by their constructor lack the wrapper that calls hooks.
         optimizer._patch_step_function()  # noqa: SLF001
-        before: dict[str, Any] = {name: state[name] for name in ("step", "zero_grad") if name in state}
         self._step, self._zero_grad = optimizer.step, optimizer.zero_grad
 
         def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -197,26 +193,19 @@ class OptimizerControl:
 
         # Schedulers look for this mark, and wrap or warn where it is missing.
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
-        state["step"] = types.MethodType(step, optimizer)
-        state["zero_grad"] = types.MethodType(zero_grad, optimizer)
-
-        def restore() -> None:
-            for name in ("step", "zero_grad"):
-                state.pop(name, None)
-            state.update(before)
-
-        stack.callback(restore)
+        step_method, zero_grad_method = types.MethodType(step, optimizer), types.MethodType(zero_grad, optimizer)
+        alter(optimizer, stack, step=step_method, zero_grad=zero_grad_method)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """What `optimizer.step` does in a rank.
+        """Stands in for `optimizer.step`: hold the step back, or complete the gradients and make it.
 
         Raises:
             ConfigError: The step does what accumulation cannot be combined with.
         """
         if self._in_step:
-            # The loss scaler of the ready-made step comes back here for the real thing.
+            # The loss scaler of the ready-made step calls `optimizer.step` for the real step.
             return self._real_step()
         if self._needs_scaler and not self._in_user_scaler:
             raise ConfigError(
@@ -249,7 +238,7 @@ class OptimizerControl:
         self._strategy.complete(self._pace.correction)
 
     def flush(self) -> None:
-        """At the end of the user's step: apply a window that the loop left unfinished."""
+        """Apply the gradients of a window that the user's step has left unfinished. Called when the step has returned."""
         if self._strategy.has_pending and self._accumulates:
             portion, self._pace.portion = self._pace.portion, None
             self._pace.optimizer_steps_of_batch = 0
@@ -296,7 +285,7 @@ class OptimizerControl:
         error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - torch's signature
         foreach: bool | None = None,  # noqa: ARG002, FBT001
     ) -> torch.Tensor:
-        """What `clip_grad_norm_` divides by, here and in the user's step."""
+        """Stands in for torch's `_get_total_norm`: `clip_grad_norm_` divides by it, here and in the user's step."""
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         total = self._strategy.total_norm(gradients, float(norm_type))
         if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -307,7 +296,7 @@ class OptimizerControl:
         return total
 
     def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose loss is that of all ranks: a line search must take the same turns everywhere."""
+        """Make a closure return the mean loss of all ranks: a line search must take the same turns everywhere."""
 
         def averaged() -> Any:
             loss = closure()
@@ -339,7 +328,7 @@ class OptimizerControl:
     # -- everything else that steps --------------------------------------------------------------------------------
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Runs before the real step of any optimizer of the process."""
+        """Torch calls this before the real step of any optimizer of the process."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if optimizer is not self.optimizer:
             if self._accumulates:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kale_dist.wire import PHASES, EventKind, context
+from kale_dist.worker.training.trained import alter
 
 FIRST_STEP = 2
 """The first step is left out: memory, caches and lazy parts are made in it."""
@@ -40,7 +41,7 @@ class Clock:
         self.totals: dict[str, float] = collections.defaultdict(float)
         """Seconds of each phase since the process began."""
         self.synchronise: Callable[[], None] | None = None
-        """While a profile is taken on a GPU: waits for it, so that its work counts where it was asked for."""
+        """Waits for the GPU while a profile is taken, so that its work counts in the phase that started it."""
         self.is_marking = False
         """Whether phases are marked in a trace."""
         self._thread = threading.get_ident()
@@ -98,11 +99,11 @@ class Clock:
 
 
 CLOCK = Clock()
-"""The rank's; a process is one rank."""
+"""This rank's clock; a process is one rank."""
 
 
 def timed(function: F) -> F:
-    """A function whose time counts as that of a collective."""
+    """Wrap a function so that its time counts as that of a collective."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +114,7 @@ def timed(function: F) -> F:
 
 
 def collective_s() -> float:
-    """Seconds in collectives since the process began. Of NCCL, only those in which the process itself waits."""
+    """Return the seconds in collectives since the process began; with NCCL, those in which the process itself waits."""
     return CLOCK.totals[_COLLECTIVE]
 
 
@@ -128,7 +129,7 @@ class Profiler:
 
     def __init__(self, steps: int, device: torch.device, strategy: Any) -> None:
         self.trace: bytes | None = None
-        """The Chrome trace, compressed by gzip, once it was taken."""
+        """The Chrome trace, compressed by gzip; None before it is written."""
         self._steps = steps
         self._device = device
         self._strategy = strategy
@@ -138,7 +139,7 @@ class Profiler:
         self._is_on = self._is_done = False
 
     def begin_step(self, epoch: int) -> None:
-        """The step has asked for its next batch."""
+        """Called when the user's step asks for its next batch."""
         if self._is_done:
             return
         if self._is_on and self._taken > self._steps:
@@ -156,7 +157,7 @@ class Profiler:
             self._begin()
 
     def took_batch(self) -> None:
-        """A batch has come."""
+        """Called when the user's step gets its batch."""
         self._taken += 1
 
     def _begin(self) -> None:
@@ -174,17 +175,15 @@ class Profiler:
 
         torch.autograd.backward = backward
         stack.callback(setattr, torch.autograd, "backward", before)
-        own = self._strategy.__dict__
-        for name in ("complete", "stepped", "end_batch"):
-            own[name] = _exchanging(getattr(self._strategy, name))
-            stack.callback(own.pop, name, None)
+        methods = ("complete", "stepped", "end_batch")
+        alter(self._strategy, stack, **{name: _exchanging(getattr(self._strategy, name)) for name in methods})
         stack.callback(register_optimizer_step_pre_hook(lambda *_: CLOCK.enter("optimizer")).remove)
         stack.callback(register_optimizer_step_post_hook(lambda *_: CLOCK.leave()).remove)
         self._before = dict(CLOCK.totals)
         CLOCK.enter("forward")
 
     def end(self, epoch: int) -> None:
-        """Steps enough, or the end of an epoch."""
+        """Write the trace and the phases' times. Called after the last step of the profile, or at the end of an epoch."""
         if not self._is_on or self._is_done:
             return
         self._is_done = True

@@ -16,7 +16,7 @@ from kale_dist.worker.training.group import STEP_ENDS, Group
 
 
 class Optimizers:
-    """Several optimizers as one, for all that reads and writes states.
+    """Several optimizers as one, for code that reads and writes their states.
 
     Args:
         named: The optimizers by name.
@@ -27,7 +27,7 @@ class Optimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all."""
+        """The parameter groups of all optimizers."""
         return [group for optimizer in self.named.values() for group in optimizer.param_groups]
 
     @property
@@ -36,7 +36,7 @@ class Optimizers:
         return {key: value for optimizer in self.named.values() for key, value in optimizer.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The states by name, and the groups of all, which show whether a state fits."""
+        """Return the states by name, and all parameter groups, which show whether a state fits."""
         states = {name: optimizer.state_dict() for name, optimizer in self.named.items()}
         return {
             "named": states,
@@ -44,30 +44,35 @@ class Optimizers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Load what `state_dict` returned."""
         for name, optimizer in self.named.items():
             optimizer.load_state_dict(state["named"][name])
 
 
 def one_model(model: Any) -> torch.nn.Module:
-    """The model, or a dict of models as one module whose parameters have their names in front."""
+    """Return a model as it is, and a dict of models as one module whose parameters have the dict's names in front."""
     return torch.nn.ModuleDict(dict(model)) if isinstance(model, dict) else model
 
 
 def one_optimizer(optimizer: Any) -> Any:
-    """The optimizer, or a dict of them as one."""
+    """Return an optimizer as it is, and a dict of optimizers as one object."""
     return Optimizers(optimizer) if isinstance(optimizer, dict) else optimizer
 
 
+def optimizers_of(optimizer: Any) -> list[Any]:
+    """The torch optimizers behind what `one_optimizer` returned."""
+    return list(optimizer.named.values()) if isinstance(optimizer, Optimizers) else [optimizer]
+
+
 def state_of(value: Any) -> Any:
-    """What has to be sent of an object of `state=`: its state_dict, or the contents of a list, dict or set."""
+    """Return the contents of an object of `state=`: its state_dict, or a copy of a list, dict or set."""
     if callable(getattr(value, "state_dict", None)):
         return on_cpu(value.state_dict())
     return copy.copy(value)
 
 
 def load_state(value: Any, state: Any) -> None:
-    """The inverse of `state_of`, in place."""
+    """Set an object's contents, in place, to what `state_of` returned."""
     if callable(getattr(value, "load_state_dict", None)):
         value.load_state_dict(state)
     elif isinstance(value, list):
@@ -78,7 +83,7 @@ def load_state(value: Any, state: Any) -> None:
 
 
 def on_cpu(value: Any) -> Any:
-    """A state dict with its tensors on the CPU, detached."""
+    """Return a state dict with its tensors detached and on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
@@ -101,7 +106,7 @@ class Averaged:
     values: dict[str, float]
     stop: bool
     extras: tuple[Any, ...]
-    """What each rank gave along."""
+    """The `extra` of each rank."""
 
 
 def normalise(step: str, returned: Any) -> dict[str, float]:
@@ -168,7 +173,7 @@ def average(group: Group, values: Mapping[str, float], weight: float, extra: Any
         group: The ranks; all must call.
         values: This rank's metrics.
         weight: Samples that the loader gave this rank. Where all ranks have 0, they count alike.
-        extra: Anything small to be handed to all ranks along.
+        extra: Anything small that all ranks get.
     """
     stop = bool(values.get(STOP, False))
     mine = {name: value for name, value in values.items() if name != STOP}
@@ -192,19 +197,16 @@ def average(group: Group, values: Mapping[str, float], weight: float, extra: Any
 
 
 def merge(train: Mapping[str, float], evaluation: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of an epoch under one roof: a name of the evaluation that clashes with training gets `eval_` in front."""
+    """Join the metrics of an epoch: a name of the evaluation that training has too gets `eval_` in front."""
     return {**train, **{f"eval_{name}" if name in train else name: value for name, value in evaluation.items()}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """The outcome of one rank. States and model are rank 0's alone; the ranks' weights are equal.
-
-    A parameter server's is empty.
-    """
+    """The outcome of one rank. Only rank 0's has states and a model; a parameter server's is empty."""
 
     metrics: dict[str, float]
-    """Those of the last epoch, training and evaluation; a name that both have gets `eval_` for the latter."""
+    """Metrics of the last epoch, of training and evaluation; the evaluation's get `eval_` in front where both have a name."""
     epochs: int
     """Epochs that were finished."""
     stopped_early: bool = False
@@ -212,17 +214,17 @@ class TrainingResult:
     best_epoch: int | None = None
     """The epoch of the best value of `ModelCheckpoint`'s metric; None without one."""
     best_value: float | None = None
-    """That value."""
+    """The metric's value in that epoch."""
     model_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
     """`model.state_dict()` on the CPU."""
     best_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
-    """That of the best epoch."""
+    """`model.state_dict()` after the best epoch."""
     averaged_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
-    """That of the averaged weights of `EMA` or `SWA`."""
+    """`model.state_dict()` with the averaged weights of `EMA` or `SWA`."""
     optimizer_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
     scheduler_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
     state: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
-    """What the objects of `state=` hold."""
+    """Contents of the objects of `state=`."""
     model: torch.nn.Module | None = dataclasses.field(default=None, repr=False)
     """The module itself, where its structure changed in the rank."""
     reason: str = ""
@@ -256,7 +258,7 @@ class Structure:
         return cls(tensors=tensors, classes={name: type(module) for name, module in model.named_modules()})
 
     def difference(self, later: Structure) -> str:
-        """What a later structure has changed, as a short sentence; empty if nothing."""
+        """Say what differs in a later structure, as a short sentence; empty if nothing does."""
         for name in (*later.tensors, *self.tensors):
             before, after = self.tensors.get(name), later.tensors.get(name)
             if before == after:

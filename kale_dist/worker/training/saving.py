@@ -15,13 +15,13 @@ from kale_dist.wire.url_store import UrlStore
 
 
 def check(save_to: str) -> None:
-    """Find out before the training whether the file could be written after it.
+    """Check before the training that the file can be written after it.
 
     Args:
         save_to: An absolute path, whose folders are made, or a URL.
 
     Raises:
-        StoreError: It could not.
+        StoreError: The file cannot be written.
     """
     if "://" in save_to:
         store, name = _store(save_to)

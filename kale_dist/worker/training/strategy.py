@@ -57,9 +57,9 @@ class FullState:
 
 
 class Strategy:
-    """One way in which ranks share a training: by itself, what one plain replica does.
+    """One way in which ranks share a training. This class alone exchanges buffers, and no gradients.
 
-    Unless it says otherwise, all ranks call a method at the same place.
+    All ranks call a method at the same place, unless its docstring says "Local".
 
     Args:
         settings: The strategy's.
@@ -67,7 +67,7 @@ class Strategy:
     """
 
     levels: frozenset[str] = frozenset()
-    """Those of `metrics` that are not added up over epochs, such as a distance."""
+    """Names of `metrics` that are not added up over epochs, such as a distance."""
     average_buffers = True
     """Whether floating-point buffers are averaged over shards after each epoch."""
 
@@ -87,16 +87,16 @@ class Strategy:
         self._buffers = Buffers(parts.model, parts.column, average=self.average_buffers)
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
-        """Take in parameters that came later: those of lazy modules, or of an optimizer that the step made.
+        """Add parameters that were made after `prepare`: those of lazy modules, or of an optimizer that the step made.
 
         Called by all ranks or none, with parameters that may be known already.
 
         Raises:
-            ConfigError: This strategy cannot.
+            ConfigError: This strategy cannot add parameters.
         """
 
     def begin_batch(self, *, weight: float, due: bool) -> None:
-        """A batch was taken. Local: ranks do not wait for each other here.
+        """Called when this rank has taken a batch. Local: ranks do not wait for each other here.
 
         Args:
             weight: What this rank's gradients are multiplied by before they are averaged over shards: shards x this
@@ -106,7 +106,7 @@ class Strategy:
         """
 
     def end_batch(self, *, left: bool) -> None:
-        """Before the next batch is taken: join the collectives that other ranks made in this one.
+        """Called before this rank takes the next batch: join the collectives that other ranks made in the last one.
 
         Args:
             left: This rank left the loop over its loader early.
@@ -116,17 +116,17 @@ class Strategy:
         """
 
     def check_held(self) -> None:
-        """A step of the optimizer is held back. Local.
+        """Called where a step of the optimizer is held back. Local.
 
         Raises:
             KaleDistError: The user's code has changed or dropped gradients that are being accumulated.
         """
 
     def complete(self, correction: float) -> None:
-        """Before a real step: gradients become those of the whole window, for the parameters that this rank steps.
+        """Called before a real step: make gradients those of the whole window, for the parameters that this rank steps.
 
         Args:
-            correction: What they are multiplied by in the end; 1 unless a loop was left early or had no known length.
+            correction: Factor on the gradients in the end; 1 unless a loop was left early or had no known length.
         """
 
     def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
@@ -135,30 +135,30 @@ class Strategy:
         Serves `clip_norm=` and the `clip_grad_norm_` of the user's step.
 
         Args:
-            gradients: Those that this rank has of the parameters that are clipped; maybe none.
+            gradients: This rank's gradients of the parameters that are clipped; maybe none.
             kind: The p of the p-norm, may be inf.
         """
         return _get_total_norm(gradients, kind)
 
     def stepped(self) -> None:
-        """After a real step of the optimizer: averaging, gossip, push and pull."""
+        """Called after a real step of the optimizer: average weights, gossip, push and pull."""
         self.has_pending = False
 
     def end_epoch(self) -> None:
-        """After the user's train_step, and the last held-back step: bring all shards to one state, buffers too."""
+        """Called after the user's train_step and the last held-back step: bring all shards to one state, buffers too."""
         self._buffers.synchronise()
 
     def end_evaluation(self) -> None:
-        """After the user's eval_step, in which ranks may have taken different numbers of batches."""
+        """Called after the user's eval_step, in which ranks may have taken different numbers of batches."""
 
     def full_state(self) -> FullState | None:
-        """Rank 0: the states of one process; other ranks: None. Called between epochs, and before all is undone."""
+        """Return the states of one process in rank 0, None in the others. Called between epochs, and before all is undone."""
         if self.parts.group.rank:
             return None
         return FullState(model=self.parts.model.state_dict(), optimizer=self.parts.optimizer.state_dict())
 
     def own_state(self) -> dict[str, Any]:
-        """What this rank needs to resume and `full_state` lacks: residuals, an outer momentum.
+        """Return what this rank needs to resume and `full_state` lacks: residuals, an outer momentum.
 
         Returns:
             Tensors, numbers, lists and dicts.
@@ -166,14 +166,14 @@ class Strategy:
         return {}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `own_state`, after `prepare`."""
+        """Restore what `own_state` returned. Called after `prepare`."""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers since the last call, such as `bytes_sent`, which the loop sums over ranks after each epoch."""
+        """Return numbers since the last call, such as `bytes_sent`. The loop sums them over ranks after each epoch."""
         return {}
 
     def serve(self) -> None:
-        """All that a rank without data does after `prepare`; returns when the training is over.
+        """Do what a rank without data does after `prepare`; returns when the training is over.
 
         Such a rank takes part in no collective, so that the others can do without it. Call `context.mark_progress()`
         while it serves, or the rank counts as stalled.

@@ -22,13 +22,13 @@ def train_epoch(
     *,
     scale: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, float]:
-    """One epoch: `loss = criterion(model(x), y)`, backward, step.
+    """Train one epoch: `loss = criterion(model(x), y)`, backward, step.
 
     Args:
         model: Takes the inputs of a batch.
-        data_loader: Gives pairs (inputs, targets), or mappings with `labels`, `label`, `targets` or `target`.
-        criterion: Takes outputs and targets; gives the mean loss. None for a model that takes the whole batch, `labels`
-            with it, and gives an output with a `loss`, as those of Hugging Face do.
+        data_loader: Yields pairs (inputs, targets), or mappings with `labels`, `label`, `targets` or `target`.
+        criterion: Takes outputs and targets, returns the mean loss. None for a model that takes the whole batch with its
+            `labels` and returns an output with a `loss`, as Hugging Face's models do.
         optimizer: Steps once a batch.
         device: Where the batches are to be.
         args: Not used.
@@ -49,7 +49,7 @@ def train_epoch(
 
 
 def eval_epoch(model: Any, data_loader: Any, criterion: Any, device: Any, args: Any = None) -> dict[str, float]:  # noqa: ARG001
-    """One evaluation without gradients; arguments and result are those of `train_epoch`."""
+    """Evaluate once without gradients; arguments and result are those of `train_epoch`."""
     model.eval()
     totals = _Totals()
     with torch.no_grad():
@@ -93,12 +93,12 @@ class _Totals:
 
 
 def _forward(model: Any, criterion: Any, batch: Any, device: Any) -> tuple[Any, Any, Any]:
-    """Loss, outputs and targets of a batch."""
+    """Run the model on a batch; return loss, outputs and targets."""
     if criterion is not None:
         inputs, targets = _pair(batch, device)
         outputs = _call(model, inputs)
         return criterion(outputs, targets), outputs, targets
-    # Datasets say `label` as often as they say `labels`, which is what the models take.
+    # Datasets name it `label` as often as `labels`, the name that the models take.
     given = (
         {"labels" if key == "label" else key: value for key, value in batch.items()}
         if isinstance(batch, Mapping)
@@ -118,7 +118,7 @@ def _forward(model: Any, criterion: Any, batch: Any, device: Any) -> tuple[Any, 
 
 
 def _pair(batch: Any, device: Any) -> tuple[Any, Any]:
-    """Inputs and targets of a batch."""
+    """Split a batch into inputs and targets, on the device."""
     if isinstance(batch, Mapping):
         for name in ("labels", "label", "targets", "target"):
             if name in batch:

@@ -27,6 +27,7 @@ from kale_dist.strategies import DDP, Mesh, Pipeline, Tensor
 from kale_dist.wire import RankStateName, StateName, context
 from kale_dist.worker.pod.prometheus import Gauges
 from kale_dist.worker.training import checkpoint
+from kale_dist.worker.training.checkpoint import Checkpoint
 
 
 def test_a_rank_without_numpy_says_how_to_add_it(monkeypatch):
@@ -412,7 +413,7 @@ def test_checkpoints_of_odd_values(tmp_path):
         "object": object(),
     }
     path = tmp_path / "checkpoint"
-    left_out = checkpoint.write(path, model=states, epoch=1)
+    left_out = checkpoint.write(path, Checkpoint(model=states, epoch=1))
     assert left_out == ("model.object",)
     read = checkpoint.read(path)
     assert read.left_out == left_out
@@ -426,14 +427,14 @@ def test_checkpoints_of_odd_values(tmp_path):
 
 def test_a_checkpoint_that_cannot_be_written_says_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match="could not be written: No such file or directory"):
-        checkpoint.write(tmp_path / "gone" / "checkpoint", model={}, epoch=1)
+        checkpoint.write(tmp_path / "gone" / "checkpoint", Checkpoint(model={}, epoch=1))
 
     def full(_value, _path):
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 832 vs 726\nC++ frames")
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(StoreError, match=r"its disk has [0-9,]+ bytes free \(\[enforce.*726\)\. Free some space"):
-        checkpoint.write(tmp_path / "checkpoint", model={}, epoch=1)
+        checkpoint.write(tmp_path / "checkpoint", Checkpoint(model={}, epoch=1))
     assert list(tmp_path.iterdir()) == []
 
 

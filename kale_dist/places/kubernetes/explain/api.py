@@ -1,7 +1,8 @@
-"""From an exception of a request to the error that tells a user what happened and what to do."""
+"""Turns an exception of a request into an error whose message says what happened and what to do."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import ssl
@@ -12,7 +13,7 @@ from typing import Any
 from kale_dist.errors import BackendError
 from kale_dist.places.kubernetes import roles
 from kale_dist.places.kubernetes.explain import table
-from kale_dist.places.kubernetes.explain.sentences import Found, cut, facts_of, tell
+from kale_dist.places.kubernetes.explain.sentences import Found, cut, facts_of, fill
 from kale_dist.places.kubernetes.explain.table import Seen
 from kale_dist.places.manifests import KINDS, Kind
 
@@ -23,14 +24,14 @@ _SHOWN = 600
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Doing:
-    """What was asked of the cluster."""
+    """A request to the cluster, in the words of its messages."""
 
     verb: str
-    """As RBAC has it, such as `create`."""
+    """The verb of RBAC, such as `create`."""
     resource: str
     """Plural, with its subresource: `pods/log`. With the verb `reach`, the server's URL."""
     namespace: str = ""
-    """Empty for what is asked of all namespaces."""
+    """Empty for a request about all namespaces."""
     name: str = ""
     kind: str = ""
     """The word of the job's kind, where that is known; the Role that is printed is the one for it."""
@@ -71,8 +72,17 @@ def explain(error: BaseException, doing: Doing) -> BackendError:
     return found.entry.error(f"Cannot {doing}: {found.words}. {found.trouble.remedy}", found.trouble.heals)
 
 
+@contextlib.contextmanager
+def asking(verb: str, resource: str, namespace: str = "", name: str = "") -> Iterator[None]:
+    """Raise in place of an error of a request what the table says of it; the arguments are those of `Doing`."""
+    try:
+        yield
+    except Exception as error:
+        raise explain(error, Doing(verb=verb, resource=resource, namespace=namespace, name=name)) from error
+
+
 def look_up(error: BaseException, doing: Doing) -> Found:
-    """What the table says of an error."""
+    """The entry of the table for an error, with its facts filled in."""
     facts = {**facts_of(doing.job_kind), "namespace": doing.namespace, "name": doing.name, "job": doing.name}
     facts["resource"] = doing.resource
     status = status_of(error)
@@ -82,7 +92,7 @@ def look_up(error: BaseException, doing: Doing) -> Found:
         names = " ".join(dict.fromkeys(kind.__name__ for kind in (*map(type, chain), *kinds)))
         last = cut(str(chain[-1]), _SHOWN) or type(chain[-1]).__name__
         matched = table.match(Seen.CONNECTION, f"{names}: {' '.join(map(str, chain))}")
-        return tell((matched or (table.named("no-answer"), {}))[0], {**facts, "detail": last})
+        return fill((matched or (table.named("no-answer"), {}))[0], {**facts, "detail": last})
     message, reason, fields, retry_after = _answer(error)
     matched = table.match(Seen.API, f"{status} {doing.verb} {doing.resource} {reason}: {message}")
     entry, groups = matched or (table.named("answer"), {})
@@ -94,7 +104,7 @@ def look_up(error: BaseException, doing: Doing) -> Found:
     }
     if entry.name == "rights":
         facts |= _rights(groups, doing)
-    return tell(entry, facts)
+    return fill(entry, facts)
 
 
 def _rights(groups: dict[str, str], doing: Doing) -> dict[str, str]:

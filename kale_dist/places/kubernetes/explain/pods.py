@@ -7,45 +7,39 @@ import re
 from collections.abc import Mapping
 
 from kale_dist.places.kubernetes.explain import table
-from kale_dist.places.kubernetes.explain.sentences import Found, cut, detail, facts_of, tell, without_repetition
+from kale_dist.places.kubernetes.explain.sentences import NOT_RETRIED, Found, cut, detail, facts_of, fill
 from kale_dist.places.kubernetes.explain.table import Seen
-from kale_dist.places.kubernetes.views import ContainerView, JobView, PodView, seconds
+from kale_dist.places.kubernetes.views import ContainerView, EventView, JobView, PodView, seconds
 from kale_dist.places.manifests import Kind
 from kale_dist.wire import EXIT_BROKEN, Verdict
 
-_TOLD_TO_END = (0, 137, 143)
-"""Exit codes of a container whose pod is deleted: SIGTERM, SIGKILL after the grace period, and that of a relay whose ranks'
-ends have reached the head."""
+_DELETED_CODES = (0, 137, 143)
+"""Exit codes of a container whose pod was deleted: of SIGTERM, of SIGKILL after the grace period, and of a relay that has sent its
+ranks' ends to the head."""
 
 _INIT = "init-pytorch"
 _PREEMPTION = re.compile(r"\.?( no new claims to deallocate,)? preemption: .*", re.DOTALL)
 
 
 def hindrance(pod: PodView, view: JobView) -> Found | None:
-    """What keeps a pod from running; None if nothing is known to, or if it runs or has ended."""
+    """What keeps a pod from running; None if no reason is known, or if the pod runs or has ended."""
     if pod.has_ended or pod.is_running:
         return None
     if pod.scheduling and not pod.node:
         return _unscheduled(pod.scheduling, pod, view)
     for container in pod.containers:
-        said = f"{container.reason}: {container.message}"
         if container.is_init and container.state == "running" and container.name == _INIT:
-            return _named("waits-for-master", pod, view, container=container)
-        if (
-            container.state == "terminated"
-            and (container.is_init or container.name == pod.container)
-            and container.exit_code
-        ):
+            return _named("waits-for-master", pod, view, container)
+        if container.is_init and container.state == "terminated" and container.exit_code:
             # The pause before another start begins a little later.
-            found = _match(Seen.ENDED, said, pod, view, container=container)
-            return found if found is not None and not container.is_init else None
+            return None
         if container.state == "waiting":
             pulling = _last_event(pod, view, "Failed: Failed to pull") if container.reason == "ImagePullBackOff" else ""
-            found = _match(Seen.WAITING, f"{said} {pulling}", pod, view, container=container)
+            found = _match(Seen.WAITING, f"{_said(container)} {pulling}".rstrip(), pod, view, container)
             if found is not None:
                 return found
     said = _last_event(pod, view)
-    return _match(Seen.POD_EVENT, said, pod, view, {"detail": detail(said)}) if said else None
+    return _match(Seen.POD_EVENT, said, pod, view) if said else None
 
 
 def progress(pod: PodView, view: JobView) -> str:
@@ -62,33 +56,33 @@ def progress(pod: PodView, view: JobView) -> str:
 def end(pod: PodView, view: JobView) -> Found | None:
     """Why a pod has failed; None if it has not."""
     main = pod.main
-    said = f"{pod.reason}: {pod.message}"
     if pod.disruption and (found := _match(Seen.DISRUPTION, pod.disruption, pod, view)):
         return found if pod.has_ended else None
     # Before the containers: they only know of a signal.
-    if pod.phase == "Failed" and pod.reason and (found := _match(Seen.POD, said, pod, view, {"detail": detail(said)})):
+    if pod.phase == "Failed" and pod.reason and (found := _match(Seen.POD, _said(pod), pod, view)):
         return found
     for container in pod.containers:
         if container.is_init and container.state == "terminated" and container.exit_code and pod.phase == "Failed":
             if container.name == _INIT:
                 return _without_master(pod, view, container)
-            return _match_end(container, pod, view) or _named("init-failed", pod, view, container=container)
-    has_succeeded = main.exit_code == 0 and told(pod) is not None
-    if main.exit_code in _TOLD_TO_END and (pod.is_ending or pod.is_gone) and not has_succeeded:
+            failed = _named("init-failed", pod, view, container)
+            return _match(Seen.ENDED, _said(container), pod, view, container) or failed
+    has_succeeded = main.exit_code == 0 and verdict_of(pod) is not None
+    if main.exit_code in _DELETED_CODES and (pod.is_ending or pod.is_gone) and not has_succeeded:
         return _named("pod-deleted", pod, view)
-    if main.exit_code == EXIT_BROKEN and main.message and told(pod) is None:
-        return _named("agent-gave-up", pod, view, {"said": cut(main.message.removeprefix("kale_dist: "))})
+    if main.exit_code == EXIT_BROKEN and main.message and verdict_of(pod) is None:
+        return _named("agent-gave-up", pod, view, said=main.message.removeprefix("kale_dist: "))
     if main.state == "terminated" and main.exit_code:
-        return _match_end(main, pod, view) or _named("ended", pod, view, container=main)
+        return _match(Seen.ENDED, _said(main), pod, view, main) or _named("ended", pod, view)
     if pod.is_gone and pod.has_started and not has_succeeded:
         return _named("pod-deleted", pod, view)
     if pod.phase == "Failed":
-        return _match(Seen.POD, said, pod, view, {"detail": detail(said) or "no reason is given"})
+        return _match(Seen.POD, _said(pod), pod, view)
     return None
 
 
-def told(pod: PodView | None) -> Verdict | None:
-    """What an agent has left in its container's termination message, if that is the verdict of a job."""
+def verdict_of(pod: PodView | None) -> Verdict | None:
+    """The verdict that an agent has left in its container's termination message; None if there is none."""
     return None if pod is None else Verdict.parse(pod.main.message)
 
 
@@ -106,28 +100,28 @@ def refusal(view: JobView, kind: Kind) -> Found | None:
     ]  # fmt: skip
     if len(there) >= expected or not events:
         return None
-    said = without_repetition(events[-1].message)
+    said = NOT_RETRIED.sub("", events[-1].message)
     name = re.search(r'(?:pods|services) "([^"]+)"', said)
     rest = expected - len(there)
     what = f"pod {name[1]}" if name else "the job's pod" if expected == 1 else f"{rest} of {expected} pods"
     found = table.match(Seen.JOB_EVENT, f"{events[-1].reason}: {said}")
     if found is None:
         return None
-    facts = {**facts_of(kind), "namespace": view.namespace, "job": view.name, "detail": cut(said)}
-    return tell(found[0], facts | _cut(found[1]), prefix=f"{what} cannot be made: ")
+    facts = _job_facts(view, kind) | _cut(found[1] | {"detail": said})
+    return fill(found[0], facts, prefix=f"{what} cannot be made: ")
 
 
 def sidecar(pod: PodView, view: JobView) -> Found | None:
-    """What keeps a pod alive whose ranks have ended."""
-    if pod.is_gone or pod.phase in ("Succeeded", "Failed") or pod.main.state != "terminated":
+    """The other container that keeps a pod alive after its ranks have ended; None if there is none."""
+    if pod.is_over or pod.main.state != "terminated":
         return None
     others = [item.name for item in pod.containers if item.name != pod.container and item.state == "running"]
-    return _named("sidecar", pod, view, {"sidecar": " and ".join(others)}) if others else None
+    return _named("sidecar", pod, view, sidecar=" and ".join(others)) if others else None
 
 
 def of_job(name: str, view: JobView, kind: Kind, facts: Mapping[str, str] | None = None) -> Found:
     """A trouble of the whole job by its name in the table."""
-    return _named(name, None, view, {**facts_of(kind), **(facts or {})})
+    return fill(table.named(name), _job_facts(view, kind) | _cut(facts or {}))
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------
@@ -135,7 +129,8 @@ def of_job(name: str, view: JobView, kind: Kind, facts: Mapping[str, str] | None
 
 def _without_master(pod: PodView, view: JobView, container: ContainerView) -> Found:
     """Why a worker's `init-pytorch` has failed: the reason is what the first pod lacks, or lacked, if that is known."""
-    found = _match_end(container, pod, view) or _named("init-gave-up", pod, view, container=container)
+    gave_up = _named("init-gave-up", pod, view, container)
+    found = _match(Seen.ENDED, _said(container), pod, view, container) or gave_up
     head = view.latest_pods[0]
     # What the worker held may be what the head needed: it is scheduled in the second in which the worker fails.
     lacked = _last_event(head, view, "FailedScheduling: ")
@@ -147,36 +142,26 @@ def _without_master(pod: PodView, view: JobView, container: ContainerView) -> Fo
     return dataclasses.replace(found, trouble=trouble)
 
 
-def _match(
-    seen: Seen,
-    said: str,
-    pod: PodView,
-    view: JobView,
-    facts: Mapping[str, str] | None = None,
-    container: ContainerView | None = None,
-) -> Found | None:
+def _job_facts(view: JobView, kind: Kind) -> dict[str, str]:
+    return {**facts_of(kind), "namespace": view.namespace, "job": view.name}
+
+
+def _match(seen: Seen, said: str, pod: PodView, view: JobView, container: ContainerView | None = None) -> Found | None:
+    """What the cluster's words about a pod, or about one of its containers, mean."""
     found = table.match(seen, said, "" if container is None else container.name)
     if found is None:
         return None
     entry, groups = found
     amounts = dict(pod.main.limits) | dict(pod.main.requests)
-    wanted = {"wanted": amounts.get(groups.get("resource", ""), "some")}
-    return tell(entry, _pod_facts(pod, view, container) | _cut(groups | dict(facts or {})) | wanted)
+    words = detail(said) or "no reason is given"
+    facts = {"detail": words, "nodes": words, "wanted": amounts.get(groups.get("resource", ""), "some")}
+    prefix = f"pod {pod.name} {'waits' if entry.heals else 'cannot start'}: " if seen in table.WAITS else ""
+    return fill(entry, _pod_facts(pod, view, container) | _cut(groups) | facts, prefix=prefix)
 
 
-def _match_end(container: ContainerView, pod: PodView, view: JobView) -> Found | None:
-    return _match(Seen.ENDED, f"{container.reason}: {container.message}", pod, view, container=container)
-
-
-def _named(
-    name: str,
-    pod: PodView | None,
-    view: JobView,
-    facts: Mapping[str, str] | None = None,
-    container: ContainerView | None = None,
-) -> Found:
-    known = {"namespace": view.namespace, "job": view.name} if pod is None else _pod_facts(pod, view, container)
-    return tell(table.named(name), known | _cut(facts or {}))
+def _named(name: str, pod: PodView, view: JobView, container: ContainerView | None = None, **facts: str) -> Found:
+    """The trouble of a pod by its name in the table."""
+    return fill(table.named(name), _pod_facts(pod, view, container) | _cut(facts))
 
 
 def _cut(facts: Mapping[str, str]) -> dict[str, str]:
@@ -203,9 +188,6 @@ def _pod_facts(pod: PodView, view: JobView, container: ContainerView | None) -> 
         "last_exit": _exit(exit_code),
         "exit": _exit(container.exit_code),
         "last_said": f"; it said: {_last_line(last)}" if last else "",
-        "disruption": pod.disruption.partition(":")[0],
-        "detail": detail(f"{container.reason}: {container.message}"),
-        "nodes": "",
     }
 
 
@@ -221,21 +203,26 @@ def _exit(code: int | None) -> str:
 
 def _unscheduled(said: str, pod: PodView, view: JobView) -> Found | None:
     """Why the scheduler finds no node for a pod, without the second half of its words, which is about preemption."""
-    return _match(Seen.SCHEDULING, said, pod, view, {"nodes": detail(_PREEMPTION.sub("", said))})
+    return _match(Seen.SCHEDULING, _PREEMPTION.sub("", said), pod, view)
+
+
+def _said(about: PodView | ContainerView | EventView) -> str:
+    """The cluster's words, as the table's patterns expect them."""
+    return f"{about.reason}: {about.message}"
 
 
 def _last_event(pod: PodView, view: JobView, words: str = "") -> str:
-    """What was said last about a pod, if that was a warning: a later word without warning shows that it has healed.
+    """The last event about a pod, if it is a warning: a later event that is none shows that the trouble is over.
 
     Only events that begin with `words` count: "Failed: Error: ImagePullBackOff" follows the one that names the cause.
     """
     mine = [
         event for event in view.events
-        if event.object_uid == pod.uid and f"{event.reason}: {event.message}".startswith(words)
+        if event.object_uid == pod.uid and _said(event).startswith(words)
     ]  # fmt: skip
     # What is said in one second has no order; then a warning counts, and not that the pod got its node.
     last = max(mine, key=lambda event: (event.time, event.is_warning), default=None)
-    return f"{last.reason}: {last.message}" if last is not None and last.is_warning else ""
+    return _said(last) if last is not None and last.is_warning else ""
 
 
 def _last_line(text: str) -> str:

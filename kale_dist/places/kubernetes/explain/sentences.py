@@ -8,13 +8,14 @@ import re
 import string
 from collections.abc import Mapping
 
-from kale_dist.job.backend import LostBy, Trouble
+from kale_dist.job.backend import Trouble
 from kale_dist.places.kubernetes.explain import table
 from kale_dist.places.kubernetes.explain.table import Entry
 from kale_dist.places.manifests import Kind
 
 _SHOWN = 300
-_NOT_RETRIED = re.compile(r'^(Error creating: |Back-off pulling image "[^"]*": |(Err)?ImagePull: )+')
+NOT_RETRIED = re.compile(r'^(Error creating: |Back-off pulling image "[^"]*": |(Err)?ImagePull: )+')
+"""What senders put in front of an event's message each time that they try again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,13 +29,8 @@ class Found:
 
     @property
     def name(self) -> str:
-        """The entry's."""
+        """Name of the entry."""
         return self.entry.name
-
-    @property
-    def lost(self) -> LostBy:
-        """Why a pod's end is not its own doing."""
-        return self.entry.lost  # type: ignore[return-value]
 
 
 class _Facts(dict[str, str]):
@@ -44,7 +40,7 @@ class _Facts(dict[str, str]):
         return "an unknown " + name.replace("_", " ")
 
 
-def tell(entry: Entry, facts: Mapping[str, str], *, prefix: str = "") -> Found:
+def fill(entry: Entry, facts: Mapping[str, str], *, prefix: str = "") -> Found:
     """Fill in the facts.
 
     Args:
@@ -64,12 +60,12 @@ def tell(entry: Entry, facts: Mapping[str, str], *, prefix: str = "") -> Found:
 
 
 def of(name: str, **facts: str) -> Trouble:
-    """The sentences of an entry by its name."""
-    return tell(table.named(name), {key: cut(value) for key, value in facts.items()}).trouble
+    """The trouble of an entry by its name."""
+    return fill(table.named(name), {key: cut(value) for key, value in facts.items()}).trouble
 
 
 def facts_of(kind: Kind) -> dict[str, str]:
-    """What sentences say of a kind of object."""
+    """The facts about a kind of object that sentences may name."""
     suspension = json.dumps(kind.suspension(value=False), separators=(",", ":"))
     return {
         "job_kind": kind.name, "jobs": kind.plural, "resume": suspension,
@@ -86,13 +82,8 @@ def cut(text: str, length: int = _SHOWN) -> str:
 def detail(said: str) -> str:
     """The cluster's own words, `Reason: message`, without their repetitions."""
     reason, _, message = said.partition(": ")
-    message = _NOT_RETRIED.sub("", message)
+    message = NOT_RETRIED.sub("", message)
     # The container runtime puts its steps in front of one another; the last ones say what was wrong.
     parts = message.split(": ")
     has_steps = reason.startswith(("ErrImagePull", "ImagePull", "StartError"))
     return cut(": ".join(parts[-3:]) if has_steps else message or reason)
-
-
-def without_repetition(said: str) -> str:
-    """An event's message without what its sender puts in front."""
-    return _NOT_RETRIED.sub("", said)

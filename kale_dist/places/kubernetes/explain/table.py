@@ -1,8 +1,8 @@
 """Everything that can be wrong with a job on a cluster: where it is seen, what it looks like, one sentence and a remedy.
 
 Each fact stands here once. The table serves the errors of a call, the status of a job, `kale-dist doctor`, the page
-`docs/troubleshooting.md` and the tests. An entry is recognised by the cluster's own words at the place where the cluster
-says them; the first entry of a place that fits is taken, so the most specific ones come first. Pure.
+`docs/troubleshooting.md` and the tests. An entry is recognised by the cluster's own words and by where they
+were seen; the first entry that fits is taken, so the most specific ones come first. Pure.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from kale_dist.errors import BackendError, BackendUnavailableError, JobExistsError, JobNotFoundError
+from kale_dist.job.backend import LostBy
 from kale_dist.job.spec import quantities
 from kale_dist.wire import FailureCause
 
@@ -53,15 +54,15 @@ class Entry:
     heals: bool = True
     """Whether the job waits for its end, or the same call may succeed later. Otherwise the job fails at once."""
     needs_action: bool = False
-    """Whether it ends only if somebody acts (pushes the image, creates the Secret): the job waits 5 minutes for that."""
+    """Whether it ends only if a person acts (pushes the image, creates the Secret): the job waits 5 minutes for that."""
     cause: FailureCause = FailureCause.NOT_STARTED
-    """Of the failure, if it is one."""
-    lost: str = ""
+    """The cause of the job's failure, if this ends the job."""
+    lost: LostBy = ""
     """Why the cluster, or a person, ended a pod that had done nothing wrong: `evicted`, `deleted`, ... (`Part.lost`)."""
     container: str = ""
     """Only for the container of this name."""
     error: type[BackendError] = BackendError
-    """What a call raises."""
+    """Class of the error that a call raises."""
     fits: Callable[[Mapping[str, str]], bool] | None = None
     """Asked beside the pattern, with what its groups found."""
 
@@ -78,6 +79,8 @@ def _exceeds(found: Mapping[str, str]) -> bool:
 
 
 _REFUSED = (Seen.API, Seen.JOB_EVENT)
+WAITS = (Seen.SCHEDULING, Seen.POD_EVENT, Seen.WAITING)
+"""Their sentences follow "pod train-worker-0 waits: ", or "cannot start" if the entry does not heal."""
 _QUOTA = (
     r"exceeded quota: (?P<quota>[^,]+), requested: (?P<requested>.+?), used: (?P<used>.+?), limited: (?P<limited>.+)"
 )
@@ -112,26 +115,17 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             error=BackendUnavailableError,
         ),
         Entry(
-            "unknown-host", (Seen.CONNECTION,), "gaierror|NameResolutionError",
-            "the host name of the API server is not known here",
-            "Check the network or VPN, and the kubeconfig's `server`", error=BackendUnavailableError,
-        ),
-        Entry(
             "proxy", (Seen.CONNECTION,), "ProxyError",
             "the proxy does not let the request through: {detail}",
             "Check HTTPS_PROXY and NO_PROXY; the API server's host usually belongs in NO_PROXY",
             error=BackendUnavailableError,
         ),
         Entry(
-            "timeout", (Seen.CONNECTION,), "Timeout",
-            "the API server does not answer in time",
-            "Check the network or VPN; a firewall that drops packets looks like this, too", error=BackendUnavailableError,
-        ),
-        Entry(
             "unreachable", (Seen.CONNECTION,),
-            "OSError|EOFError|Connection|refused|closed",
+            "gaierror|NameResolutionError|Timeout|OSError|EOFError|Connection|refused|closed",
             "the API server cannot be reached: {detail}",
-            "Check the network or VPN, and that the cluster runs: 'kubectl get nodes'",
+            "Check the network or VPN (a firewall that drops packets shows as a time-out), the kubeconfig's `server`, and that the "
+            "cluster runs: 'kubectl get nodes'",
             error=BackendUnavailableError,
         ),
         Entry(
@@ -141,15 +135,9 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     )),
     ("Answers of the API server", (
         Entry(
-            "credentials", (Seen.API,), "^401 ",
-            "the cluster does not accept these credentials (401)",
+            "credentials", (Seen.API,), "^401 |^403 .*system:anonymous",
+            "the cluster does not accept these credentials, or the kubeconfig has none ({status})",
             "Log in to the cluster again, until 'kubectl get pods' works; kale_dist reads the kubeconfig again when it changes",
-            heals=False, error=BackendUnavailableError,
-        ),
-        Entry(
-            "anonymous", (Seen.API,), "^403 .*system:anonymous",
-            "the request had no credentials",
-            "Log in to the cluster, so that your kubeconfig has credentials",
             heals=False, error=BackendUnavailableError,
         ),
         Entry(
@@ -213,14 +201,13 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     ("Pods and jobs that are refused", (
         Entry(
             "quota-too-small", _REFUSED, _QUOTA,
-            "the quota {quota} of the namespace {namespace} allows {limited} in all, and this asks for {requested}",
+            "the quota {quota} of the namespace {namespace} allows {limited} in all, and {requested} is asked for",
             "Ask for less (resources=, number_of_processes=), or have the administrator raise the quota",
             heals=False, fits=_exceeds,
         ),
         Entry(
             "quota", _REFUSED, _QUOTA,
-            "the quota {quota} of the namespace {namespace} allows {limited}, of which {used} is used, and this asks for "
-            "{requested}",
+            "the quota {quota} of the namespace {namespace} allows {limited}, of which {used} is used, and {requested} is asked for",
             "Delete finished jobs (kale-dist delete), wait until other jobs end, or have the administrator raise the quota",
         ),
         Entry(
@@ -269,7 +256,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "webhook-unreachable", _REFUSED,
             r'failed calling webhook "(?P<webhook>[^"]+)": ?(?P<why>.+)',
             "the cluster's webhook {webhook} does not answer: {why}",
-            "Try again; if it lasts, tell the administrator",
+            "Try again; if it lasts, ask the administrator",
         ),
         Entry(
             "webhook", _REFUSED,
@@ -297,7 +284,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "server-error", (Seen.API,), r"^5\d\d ",
-            "the API server has an error of its own ({status}): {detail}", "Try again; if it lasts, tell the administrator",
+            "the API server has an error of its own ({status}): {detail}", "Try again; if it lasts, ask the administrator",
         ),
         Entry(
             "answer", (Seen.API,), "", "the cluster answers {status}: {detail}",
@@ -310,16 +297,6 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     )),
     ("Before the job is submitted", (
         Entry(
-            "quota-sum", (Seen.STRUCTURE,), "",
-            "the quota {quota} allows {limited} of {what} in all, and the job needs {requested}",
-            "Ask for less (resources=, number_of_processes=), or have the administrator raise the quota", heals=False,
-        ),
-        Entry(
-            "quota-full", (Seen.STRUCTURE,), "",
-            "the quota {quota} allows {limited} of {what}, of which {used} is used, and the job needs {requested}",
-            "It waits until other jobs end",
-        ),
-        Entry(
             "nodes-too-small", (Seen.STRUCTURE,), "",
             "a pod needs {wanted} {resource}, and the largest node has {largest}: no node can ever run it",
             "Ask for less (resources=, processes_per_pod=), or give wait_for_nodes=True if the cluster adds nodes when pods wait",
@@ -330,11 +307,6 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "the pods need {wanted} {resource} together, and the cluster has {largest}: they can never all run",
             "Ask for less (resources=, number_of_processes=), or give wait_for_nodes=True if the cluster adds nodes when pods wait",
             heals=False,
-        ),
-        Entry(
-            "named-missing", (Seen.STRUCTURE,), "",
-            "there is no {kind} {object} in the namespace {namespace}",
-            "Correct its name, or create it; 'kubectl -n {namespace} get {plural}' lists those that exist", heals=False,
         ),
         Entry(
             "pull-secret-missing", (Seen.STRUCTURE,), "",
@@ -352,11 +324,6 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "Give kind='pytorch' or kind='job', or have the administrator add {jobs} to Kueue's integrations",
         ),
         Entry(
-            "claim-single", (Seen.STRUCTURE,), "",
-            "the claim {object} is for a single pod (ReadWriteOncePod), and the job has {pods} pods",
-            "Use a claim with access mode ReadWriteMany, or all ranks in one pod with processes_per_pod=", heals=False,
-        ),
-        Entry(
             "claim-one-node", (Seen.STRUCTURE,), "",
             "the claim {object} is ReadWriteOnce: all {pods} pods have to fit on one node",
             "If they do not, use a claim with access mode ReadWriteMany",
@@ -370,7 +337,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "init-image", (Seen.WAITING,),
             "ErrImagePull|ImagePullBackOff|InvalidImageName|ErrImageNeverPull|RegistryUnavailable",
-            "{pod} waits: the image {image} of init-pytorch, which the operator puts before workers, cannot be pulled: "
+            "the image {image} of init-pytorch, which the operator puts before workers, cannot be pulled: "
             "{detail}",
             "Give master=False, which needs no such image, or have the administrator set the operator's "
             "--pytorch-init-container-image",
@@ -379,185 +346,161 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "image-rate", (Seen.WAITING,),
             _PULL + ".*(toomanyrequests|429 Too Many|Too Many Requests|rate limit)",
-            "{pod} waits: the registry limits how many images it gives, among them {image}",
+            "the registry limits how many images it gives, among them {image}",
             "Wait, log in with image_pull_secrets=, or push the image to a registry of your own",
         ),
         Entry(
             "pull-forbidden", (Seen.WAITING,),
             _REFUSED_PULL + r".*(40[13] (Unauthorized|Forbidden)|[Uu]nauthorized|[Ff]orbidden|denied|insufficient_scope"
             r"|authorization failed|authentication required|no basic auth|may require)",
-            "{pod} waits: the registry refuses to give the node the image {image}: {detail}",
+            "the registry refuses to give the node the image {image}: {detail}",
             "Create a Secret with 'kubectl -n {namespace} create secret docker-registry' and name it in image_pull_secrets=",
             needs_action=True,
         ),
         Entry(
             "image-platform", (Seen.WAITING,),
             _PULL + ".*no match for platform",
-            "{pod} waits: the registry has no image {image} for the processor of node {node}",
+            "the registry has no image {image} for the processor of node {node}",
             "Build it for that processor, or choose other nodes with node_selector=", needs_action=True,
         ),
         Entry(
             "image-not-found", (Seen.WAITING,),
             _REFUSED_PULL + r".*(not found|NotFound|manifest unknown|name unknown|does not exist)",
-            "{pod} waits: the image {image} was not found in its registry", "Push it there, or name another one with image=",
+            "the image {image} was not found in its registry", "Push it there, or name another one with image=",
             needs_action=True,
         ),
         Entry(
             "registry-unreachable", (Seen.WAITING,),
             _PULL + ".*(no such host|connection refused|timeout|deadline exceeded|connection reset|no route|x509|tls"
             "|HTTP response to HTTPS|failed to do request)",
-            "{pod} waits: node {node} does not reach the registry of {image}: {detail}",
+            "node {node} does not reach the registry of {image}: {detail}",
             "Give the address by which the nodes pull, which may differ from yours",
         ),
         Entry(
             "image-invalid", (Seen.WAITING,), "InvalidImageName|" + _PULL + ".*invalid reference format",
-            "{pod} cannot start: {image} is not the name of an image",
+            "{image} is not the name of an image",
             "Write it as registry/repository:tag, all but the tag in lower case", heals=False,
         ),
         Entry(
             "pull-failed", (Seen.WAITING,), _PULL,
-            "{pod} waits: the image {image} cannot be pulled: {detail}",
+            "the image {image} cannot be pulled: {detail}",
             "'kubectl -n {namespace} describe pod {pod_name}' shows all that the node says",
         ),
         Entry(
             "image-never", (Seen.WAITING,), "ErrImageNeverPull",
-            "{pod} waits: the image {image} is not on node {node}, and image_pull_policy='Never' forbids pulling it",
+            "the image {image} is not on node {node}, and image_pull_policy='Never' forbids pulling it",
             "Leave image_pull_policy out", needs_action=True,
-        ),
-    )),
-    ("No node for a pod", (
-        Entry(
-            "claim-missing", (Seen.SCHEDULING,), r'persistentvolumeclaim "(?P<claim>[^"]+)" not found',
-            "{pod} waits: there is no claim {claim} in the namespace {namespace}",
-            "Create the PersistentVolumeClaim, or correct its name in volumes=", needs_action=True,
-        ),
-        Entry(
-            "claim-pending", (Seen.SCHEDULING,),
-            "unbound (immediate )?PersistentVolumeClaims|didn't find available persistent volumes",
-            "{pod} waits: its claim {claims} has no volume yet{claim_said}",
-            "'kubectl -n {namespace} describe pvc' says why: often its StorageClass does not exist or makes no volumes",
-        ),
-        Entry(
-            "claim-one-pod", (Seen.SCHEDULING,), "ReadWriteOncePod",
-            "{pod} waits: its claim {claims} is ReadWriteOncePod, and another pod has it",
-            "Use a claim with access mode ReadWriteMany, or all ranks in one pod with processes_per_pod=",
-        ),
-        Entry(
-            "volume-elsewhere", (Seen.SCHEDULING,),
-            "volume node affinity conflict|PersistentVolume's node affinity",
-            "{pod} waits: only nodes that do not take the pod reach the volume of its claim {claims} ({nodes})",
-            "Use a claim with access mode ReadWriteMany on storage that all nodes reach, or all ranks in one pod with "
-            "processes_per_pod=",
-        ),
-        Entry(
-            "gpu", (Seen.SCHEDULING,), r"Insufficient (?P<resource>\S*gpu\S*?)(?=[,.;]|$|\s)",
-            "{pod} waits: it asks for {wanted} {resource} and no node has that many free ({nodes})",
-            "Ask for fewer GPUs a pod (processes_per_pod=, gpus in resources=), or wait until other jobs end",
-        ),
-        Entry(
-            "memory-or-cpu", (Seen.SCHEDULING,), r"Insufficient (?P<resource>memory|cpu)",
-            "{pod} waits: it asks for {wanted} {resource} and no node has that much free ({nodes})",
-            "Ask for less with {resource} in resources=, or wait until other jobs end",
-        ),
-        Entry(
-            "resource", (Seen.SCHEDULING,),
-            r"Insufficient (?P<resource>[^,;\s]+?)(?=[,.;]|$|\s)",
-            "{pod} waits: it asks for {wanted} {resource} and no node has that much free ({nodes})",
-            "Ask for less in resources=, or wait until other jobs end",
-        ),
-        Entry(
-            "pods-full", (Seen.SCHEDULING,), "Too many pods",
-            "{pod} waits: the nodes hold as many pods as they can ({nodes})",
-            "Wait until other jobs end, or use fewer pods with processes_per_pod=",
-        ),
-        Entry(
-            "node-selector", (Seen.SCHEDULING,), "didn't match Pod's node affinity",
-            "{pod} waits: no free node fits its node selector or affinity ({nodes})",
-            "Compare node_selector= with 'kubectl get nodes --show-labels'; if the nodes with those labels are tainted, add "
-            "tolerations=",
-        ),
-        Entry(
-            "taint", (Seen.SCHEDULING,), "untolerated taint|had taint",
-            "{pod} waits: the nodes that it fits are tainted ({nodes})",
-            "Tolerate it with tolerations=; 'kubectl describe nodes' shows the taints",
-        ),
-        Entry(
-            "nodes-closed", (Seen.SCHEDULING,), "were unschedulable|no nodes available",
-            "{pod} waits: no node takes pods now ({nodes})",
-            "Wait, or ask the administrator: 'kubectl get nodes' shows which nodes are closed",
-        ),
-        Entry(
-            "scheduling-gate", (Seen.SCHEDULING,), "SchedulingGated",
-            "{pod} waits: a scheduling gate, such as a queue's, holds it back",
-            "Wait; 'kubectl -n {namespace} get pod {pod_name} -o yaml' names the gate",
-        ),
-        Entry(
-            "unschedulable", (Seen.SCHEDULING,), "",
-            "{pod} waits: the scheduler finds no node for it ({nodes})",
-            "'kubectl -n {namespace} describe pod {pod_name}' shows all that the scheduler says",
         ),
     )),
     ("Volumes and Secrets", (
         Entry(
             "input-missing", (Seen.POD_EVENT,),
             r'FailedMount.*secret "(?P<secret>\S+-input)" not found',
-            "{pod} waits: the Secret {secret} with the job's input does not exist",
+            "the Secret {secret} with the job's input does not exist",
             "It is created right after the job; if it does not come within seconds, delete the job and submit it again",
         ),
         Entry(
-            "secret-missing", (Seen.POD_EVENT,),
-            r'FailedMount.*(?P<kind>secret|configmap) "(?P<object>[^"]+)" not found',
-            "{pod} waits: there is no {kind} {object} in the namespace {namespace}",
-            "Create it, or correct its name in volumes=", needs_action=True,
+            "missing", WAITS,
+            r'(?P<kind>secret|configmap|persistentvolumeclaim) "(?P<object>[^"]+)" not found',
+            "there is no {kind} {object} in the namespace {namespace}",
+            "Create it, or correct its name in volumes= or secret_environment=; 'kubectl -n {namespace} get {kind}' lists those "
+            "that exist",
+            needs_action=True,
         ),
         Entry(
             "claim-two-nodes", (Seen.POD_EVENT,), "Multi-Attach",
-            "{pod} waits: its claim {claims} is ReadWriteOnce, and another node than {node} uses the volume",
+            "its claim {claims} is ReadWriteOnce, and another node than {node} uses the volume",
             "Use a claim with access mode ReadWriteMany, or all ranks in one pod with processes_per_pod=",
         ),
         Entry(
             "host-path", (Seen.POD_EVENT,),
-            r"hostPath type check failed: (?P<path>\S+)", "{pod} waits: node {node} has no folder {path}",
+            r"hostPath type check failed: (?P<path>\S+)", "node {node} has no folder {path}",
             "Create it there, or choose nodes that have it with node_selector=", needs_action=True,
         ),
+    )),
+    ("No node for a pod", (
         Entry(
-            "mount-failed", (Seen.POD_EVENT,), "FailedMount|FailedAttachVolume|FailedMapVolume",
-            "{pod} waits: a volume cannot be mounted on node {node}: {detail}",
-            "'kubectl -n {namespace} describe pod {pod_name}' shows all that the node says",
+            "claim-pending", (Seen.SCHEDULING,),
+            "unbound (immediate )?PersistentVolumeClaims|didn't find available persistent volumes",
+            "its claim {claims} has no volume yet{claim_said}",
+            "'kubectl -n {namespace} describe pvc' says why: often its StorageClass does not exist or makes no volumes",
         ),
         Entry(
-            "sandbox", (Seen.POD_EVENT,), "FailedCreatePodSandBox|NetworkNotReady",
-            "{pod} waits: node {node} cannot prepare it (its network or sandbox): {detail}",
-            "Tell the administrator; the node tries again by itself",
+            "claim-one-pod", (Seen.SCHEDULING,), "ReadWriteOncePod",
+            "the claim {claims} is ReadWriteOncePod, which is for a single pod, and another pod has or needs it",
+            "Use a claim with access mode ReadWriteMany, or all ranks in one pod with processes_per_pod=",
+        ),
+        Entry(
+            "volume-elsewhere", (Seen.SCHEDULING,),
+            "volume node affinity conflict|PersistentVolume's node affinity",
+            "only nodes that do not take the pod reach the volume of its claim {claims} ({nodes})",
+            "Use a claim with access mode ReadWriteMany on storage that all nodes reach, or all ranks in one pod with "
+            "processes_per_pod=",
+        ),
+        Entry(
+            "gpu", (Seen.SCHEDULING,), r"Insufficient (?P<resource>\S*gpu\S*?)(?=[,.;]|$|\s)",
+            "it asks for {wanted} {resource} and no node has that many free ({nodes})",
+            "Ask for fewer GPUs a pod (processes_per_pod=, gpus in resources=), or wait until other jobs end",
+        ),
+        Entry(
+            "resource", (Seen.SCHEDULING,),
+            r"Insufficient (?P<resource>[^,;\s]+?)(?=[,.;]|$|\s)",
+            "it asks for {wanted} {resource} and no node has that much free ({nodes})",
+            "Ask for less of it in resources=, or wait until other jobs end",
+        ),
+        Entry(
+            "pods-full", (Seen.SCHEDULING,), "Too many pods",
+            "the nodes hold as many pods as they can ({nodes})",
+            "Wait until other jobs end, or use fewer pods with processes_per_pod=",
+        ),
+        Entry(
+            "node-selector", (Seen.SCHEDULING,), "didn't match Pod's node affinity",
+            "no free node fits its node selector or affinity ({nodes})",
+            "Compare node_selector= with 'kubectl get nodes --show-labels'; if the nodes with those labels are tainted, add "
+            "tolerations=",
+        ),
+        Entry(
+            "taint", (Seen.SCHEDULING,), "untolerated taint|had taint",
+            "the nodes that it fits are tainted ({nodes})",
+            "Tolerate it with tolerations=; 'kubectl describe nodes' shows the taints",
+        ),
+        Entry(
+            "nodes-closed", (Seen.SCHEDULING,), "were unschedulable|no nodes available",
+            "no node takes pods now ({nodes})",
+            "Wait, or ask the administrator: 'kubectl get nodes' shows which nodes are closed",
+        ),
+        Entry(
+            "scheduling-gate", (Seen.SCHEDULING,), "SchedulingGated",
+            "a scheduling gate, such as a queue's, holds it back",
+            "Wait; 'kubectl -n {namespace} get pod {pod_name} -o yaml' names the gate",
+        ),
+        Entry(
+            "unschedulable", (Seen.SCHEDULING,), "",
+            "the scheduler finds no node for it ({nodes})",
+            "'kubectl -n {namespace} describe pod {pod_name}' shows all that the scheduler says",
         ),
     )),
     ("Containers that do not start", (
         Entry(
             "runs-as-root", (Seen.WAITING,), "runAsNonRoot and image",
-            "{pod} cannot start: the container {container} must not run as root, and the image {image} does",
+            "the container {container} must not run as root, and the image {image} does",
             "Give run_as_user=1000, or an image with a numeric user", heals=False,
-        ),
-        Entry(
-            "environment-missing", (Seen.WAITING,),
-            r'CreateContainerConfigError: .*(?P<kind>secret|configmap) "(?P<object>[^"]+)" not found',
-            "{pod} waits: there is no {kind} {object} in the namespace {namespace}, from which a variable comes",
-            "Create it, or correct secret_environment=", needs_action=True,
         ),
         Entry(
             "environment-key", (Seen.WAITING,),
             r"CreateContainerConfigError: .*couldn't find key (?P<key>\S+) in (?P<object>.+)",
-            "{pod} waits: there is no key {key} in {object}, from which a variable comes",
+            "there is no key {key} in {object}, from which a variable comes",
             "Add it, or correct secret_environment=", needs_action=True,
         ),
         Entry(
-            "config-error", (Seen.WAITING,),
-            "CreateContainerConfigError|CreateContainerError|RunContainerError",
-            "{pod} waits: node {node} cannot create the container {container}: {detail}",
-            "'kubectl -n {namespace} describe pod {pod_name}' shows all that the node says",
+            "node-failed", (Seen.POD_EVENT, Seen.WAITING),
+            "Failed(Mount|AttachVolume|MapVolume|CreatePodSandBox)|NetworkNotReady|CreateContainer(Config)?Error|RunContainerError",
+            "node {node} cannot start it: {detail}",
+            "'kubectl -n {namespace} describe pod {pod_name}' shows all that the node says; it tries again by itself",
         ),
         Entry(
             "crash-loop", (Seen.WAITING,), "CrashLoopBackOff",
-            "{pod}: the container {container} has ended {restarts} times, last with {last_exit}, and is started again after "
+            "the container {container} has ended {restarts} times, last with {last_exit}, and is started again after "
             "a pause{last_said}",
             "Take restartPolicy out of the patch, so that the job fails at once and says why",
         ),
@@ -608,20 +551,16 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             heals=False, cause=_POD_LOST, lost="evicted",
         ),
         Entry(
-            "node-changed", (Seen.POD,),
-            "UnexpectedAdmissionError|OutOf|NodeAffinity|NodeLost|NodeShutdown|Terminated|Shutdown",
-            "node {node} could not keep {pod}: {detail}", _AGAIN, heals=False, cause=_POD_LOST, lost="node lost",
-        ),
-        Entry(
             "preempted", (Seen.DISRUPTION,), "PreemptionByScheduler|PreemptionByKube",
             "{pod} was ended to make room for a pod of higher priority",
             _AGAIN + ". A higher priority_class= helps, if you may use one",
             heals=False, cause=_POD_LOST, lost="preempted",
         ),
         Entry(
-            "drained", (Seen.DISRUPTION,),
-            "EvictionByEvictionAPI|DeletionByTaintManager|DeletionByPodGC|TerminationByKubelet",
-            "{pod} was ended because its node {node} was drained, shut down or lost ({disruption})",
+            "node-lost", (Seen.POD, Seen.DISRUPTION),
+            "UnexpectedAdmissionError|OutOf|NodeAffinity|NodeLost|NodeShutdown|Terminated|Shutdown"
+            "|EvictionByEvictionAPI|DeletionByTaintManager|DeletionByPodGC|TerminationByKubelet",
+            "{pod} was ended because its node {node} was drained, shut down or lost, or could not keep it: {detail}",
             _AGAIN, heals=False, cause=_POD_LOST, lost="node lost",
         ),
         Entry(
@@ -659,11 +598,6 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "operator-dead", (Seen.STRUCTURE,), "",
             "{controller} has not looked at the job for {waited} s: it has no status, no pods and no events",
             "Have the administrator look at it: '{find_controller}'",
-        ),
-        Entry(
-            "no-pods", (Seen.STRUCTURE,), "",
-            "the job has no pods after {waited} s, and you may not list and watch the events that say why",
-            "Have the administrator grant it, or ask for 'kubectl -n {namespace} describe {jobs} {job}'",
         ),
         Entry(
             "queued", (Seen.STRUCTURE,), "", "the job is queued in {queue}{position}{queue_said}",
@@ -711,7 +645,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "not-readable", (Seen.STRUCTURE,), "",
-            "you may not list and watch {kind} in the namespace {namespace}, so the state of the job is not known",
+            "you may not list and watch {kind} in the namespace {namespace}, so {unknown} is not known",
             "Have the administrator grant get, list and watch of {kind}",
         ),
         Entry(
@@ -725,7 +659,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
 ALL: tuple[Entry, ...] = tuple(entry for _, group in GROUPS for entry in group)
 
 _BY_NAME = {entry.name: entry for entry in ALL}
-_BY_PLACE = {seen: tuple(entry for entry in ALL if seen in entry.seen) for seen in Seen}
+_BY_SEEN = {seen: tuple(entry for entry in ALL if seen in entry.seen) for seen in Seen}
 _PATTERNS = {entry.name: re.compile(entry.pattern, re.DOTALL) for entry in ALL}
 
 
@@ -749,7 +683,7 @@ def match(seen: Seen, said: str, container: str = "") -> tuple[Entry, dict[str, 
     Returns:
         The entry, and what its pattern's named groups found; None if no entry fits.
     """
-    for entry in _BY_PLACE[seen]:
+    for entry in _BY_SEEN[seen]:
         if entry.container not in ("", container) or not (found := _PATTERNS[entry.name].search(said)):
             continue
         facts = {name: value.strip() for name, value in found.groupdict().items() if value}

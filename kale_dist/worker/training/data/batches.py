@@ -35,13 +35,13 @@ class Feed:
     profiler: Profiler | None = None
     """None where no profile is wanted."""
     loss: Callable[[], float | None] = lambda: None
-    """Gives the latest loss, for the progress."""
+    """Returns the latest loss, for progress events."""
     epoch: int = 1
     epochs: int = 1
     sentence: str = ""
     """How the data is divided, for the log."""
     queue_of: Any = None
-    """The sampler that notes what each batch holds; None for a stream."""
+    """The `Deal` or `Counter` that notes the samples of each batch; None for a stream."""
     is_stream: bool = False
     is_agreed: bool = False
     """Whether ranks ask each other before each batch, because their number is not known."""
@@ -58,6 +58,11 @@ class Feed:
     """The pass that gave the latest batch, unless it is exhausted."""
 
     @property
+    def argument(self) -> str:
+        """The argument by which the loader came, for errors."""
+        return f"{self.name}_data_loader"
+
+    @property
     def step(self) -> int:
         """The number of the batch in its pass, from 1."""
         return self.current.index if self.current is not None else 0
@@ -68,7 +73,7 @@ class Feed:
         return not self.row.rank
 
     def end_batch(self, *, left: bool = False) -> None:
-        """The batch in hand is done with: join what other ranks have exchanged in it."""
+        """Called when the step has finished its batch: join what other ranks have exchanged in that batch."""
         if self.strategy is not None and self.pace is not None and self.pace.portion is not None:
             self.strategy.end_batch(left=left)
 
@@ -83,17 +88,17 @@ class Feed:
         return self.pace is not None
 
     def begin(self, epoch: int) -> None:
-        """A call of the user's step begins."""
+        """Called before the user's step."""
         self.epoch = epoch
         self.samples = 0
         self.passes = 0
 
     def end(self) -> None:
-        """The call has ended: leave a pass that was not finished. An iterator that the step keeps continues later."""
+        """Called after the user's step: leave a pass that was not finished. An iterator that the step keeps continues later."""
         self.change_to(None)
 
     def change_to(self, batches: Batches | None) -> None:
-        """Another pass, or none, gives the next batch. The one before may continue after it: loops may be nested.
+        """Take the next batch from another pass, or from none. The pass before may continue later: loops may be nested.
 
         Raises:
             KaleDistError: Not all ranks changed at the same batch.
@@ -111,7 +116,7 @@ class Batches:
 
     Args:
         loader: The loader, already altered.
-        feed: Its counts and its group.
+        feed: The loader's counts and group.
         make_iterator: The loader's own way of making an iterator.
     """
 
@@ -126,7 +131,7 @@ class Batches:
     def _begin(self) -> None:
         feed = self._feed
         feed.change_to(self)
-        self._queue = None if feed.queue_of is None else feed.queue_of.kale_portions
+        self._queue = None if feed.queue_of is None else feed.queue_of.portions
         self._started = self._told = time.monotonic()
         self._told_index = self._told_in_hand = 0
         self._samples = 0
@@ -195,7 +200,7 @@ class Batches:
         self._feed.current = None
 
     def _tell_rest(self) -> None:
-        """No batch comes from here for now."""
+        """Send the last progress and end the current batch: this pass gives no batch for now."""
         if self.index and (self._told_index != self.index or self._told_in_hand):
             self._tell(time.monotonic(), in_hand=0)
         if self._feed.pace is not None:
@@ -203,10 +208,10 @@ class Batches:
             self._feed.begin_batch()
 
     def pause(self) -> None:
-        """The loop was left, or gives way to another, before the loader was exhausted: did all ranks do so here?
+        """Called when the step leaves this pass, or begins another, before the loader is exhausted.
 
         Raises:
-            KaleDistError: Only some did.
+            KaleDistError: Only some ranks left it after this batch.
         """
         feed = self._feed
         portion = feed.pace.portion if feed.pace is not None else None
@@ -221,7 +226,7 @@ class Batches:
         return self._next_agreed() if self._feed.is_agreed else self._next_planned()
 
     def _next_of_peers(self) -> tuple[Portion, Any]:
-        """The batch that the first of the peers reads, and its random numbers: dropout must be equal on all peers."""
+        """Take the batch that the first of the peers reads, and its generator's state: dropout must be equal on all peers."""
         feed, sent = self._feed, None
         if feed.reads:
             with contextlib.suppress(StopIteration):
@@ -266,7 +271,10 @@ class Batches:
         return Portion(index=self.index, local=local, total=sum(counts), last=last), self._previous
 
     def _next_unaligned(self) -> tuple[Portion, Any]:
-        """Evaluating, each rank ends when its own data does; one without any gets one batch of weight 0."""
+        """Take the next batch of an evaluation, which ends with this rank's own data.
+
+        A rank without any data gets one batch of weight 0.
+        """
         if self._ahead is not None:
             (local, batch), self._ahead = self._ahead, None
         elif self.index == 0 and self._previous is not None:
@@ -279,7 +287,7 @@ class Batches:
         return Portion(index=self.index, local=local, total=local, last=False), batch
 
     def _fetch(self) -> tuple[int, Any] | None:
-        """The next batch of this rank's own loader with its number of samples; None at the end."""
+        """Return the next batch of this rank's own loader with its number of samples; None at the end."""
         try:
             batch = next(self._inner)
         except StopIteration:
@@ -292,7 +300,7 @@ class Batches:
         return count(batch), batch
 
     def _agree(self, ahead: tuple[int, Any] | None, *, left: bool = False) -> list[int]:
-        """The numbers of samples that all ranks have next."""
+        """Return how many samples each rank has in its next batch."""
         group = self._feed.group
         numbers = [0] * (2 * group.world_size)
         if ahead is not None:
@@ -309,7 +317,7 @@ class Batches:
         return numbers[: group.world_size]
 
     def _borrow(self) -> None:
-        """Give ranks that will never have a batch of their own one to repeat."""
+        """Send a batch to ranks that will never have one of their own; they repeat it with weight 0."""
         counts, group = self._counts, self._feed.group
         if counts and any(counts) and not all(counts):
             giver = next(rank for rank, number in enumerate(counts) if number)
@@ -320,7 +328,7 @@ class Batches:
     # -- progress --------------------------------------------------------------------------------------------------
 
     def _tell(self, now: float, *, in_hand: int) -> None:
-        """Send the progress; nothing has been done yet with the samples in hand."""
+        """Send a progress event; the step has not yet worked on the `in_hand` samples."""
         # Reading a loss from a GPU waits for it, so this is not done for every batch.
         self._told, self._told_index, self._told_in_hand = now, self.index, in_hand
         feed = self._feed
@@ -343,7 +351,7 @@ class Batches:
 
 
 def _make(loader: DataLoader[Any], feed: Feed, make_iterator: Callable[[], Any]) -> Any:
-    """The loader's own iterator, with what it needs to count items and to shuffle as the other ranks do."""
+    """Make the loader's own iterator, which counts items and shuffles like the other ranks where the feed asks for it."""
     state = loader.__dict__
     kept = {name: state[name] for name in ("collate_fn", "generator")}
     try:
@@ -357,7 +365,7 @@ def _make(loader: DataLoader[Any], feed: Feed, make_iterator: Callable[[], Any])
 
 
 def _shared_generator(loader: DataLoader[Any], group: Group) -> torch.Generator:
-    """A generator that gives all ranks' workers rank 0's seed."""
+    """Return a generator from which the workers of every rank draw rank 0's seeds."""
     own = loader.generator if loader.generator is not None else torch.default_generator
     states = group.send(own.get_state() if group.rank == 0 else None)
     if group.rank == 0:
@@ -368,7 +376,7 @@ def _shared_generator(loader: DataLoader[Any], group: Group) -> torch.Generator:
 
 
 class CountedCollate:
-    """A collate function that tells along with the batch how many items went in. It is sent to worker processes.
+    """A collate function that returns the number of items with the batch. It is sent to worker processes.
 
     Args:
         collate: The loader's own.
@@ -383,7 +391,7 @@ class CountedCollate:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """A batch with all its tensors on a device.
+    """Move all tensors of a batch to a device.
 
     Args:
         batch: Tensors in any nesting of tuples, named tuples, lists and mappings, or objects with a `to` method.
@@ -412,7 +420,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def _rebuild(original: Any, parts: Any) -> Any:
-    """A container of the original's class; a plain one where its constructor takes something else."""
+    """Make a container of the original's class; a plain one where the class's constructor takes something else."""
     try:
         return type(original)(parts)
     except TypeError:
@@ -420,7 +428,7 @@ def _rebuild(original: Any, parts: Any) -> Any:
 
 
 def count(batch: Any) -> int:
-    """Samples in a batch that a dataset made by itself: the first dimension of its first tensor or array, else 1."""
+    """Count the samples of a batch that a dataset made itself: the first dimension of its first tensor or array, else 1."""
     size = _first_dimension(batch)
     return 1 if size is None else size
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,40 +15,99 @@ from torch.utils.data.distributed import DistributedSampler
 from kale_dist.errors import ConfigError
 from kale_dist.worker.training.data import sharding
 from kale_dist.worker.training.data.batches import Batches, Feed
-from kale_dist.worker.training.data.dealing import Counter, Dealer, StreamShare, View, generator_states
+from kale_dist.worker.training.data.dealing import Counter, Deal, Shown, StreamShare, View, generator_states, length
 from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.settings import Training
+from kale_dist.worker.training.trained import Trained
 
 
-def prepare(
-    loader: DataLoader[Any], feed: Feed, *, argument: str, shard: bool, split: bool, accumulate: int = 1
-) -> Callable[[], None]:
-    """Alter a loader in place so that its iterators are `Batches` of this rank's share, and say so in the log.
+class Loaders:
+    """The loaders of a training, divided over the ranks with data.
+
+    Args:
+        training: How to divide them.
+        trained: Has the loaders.
+        group: The ranks with data, for sentences about the division.
+        train: What the training loader's passes have in common.
+        evaluation: What the passes over the loader for evaluation have in common.
+    """
+
+    def __init__(self, training: Training, trained: Trained, group: Group, train: Feed, evaluation: Feed) -> None:
+        self.train = train
+        self.evaluation = evaluation
+        self.running = train
+        """The feed of the user's step that runs, or ran last."""
+        self.batches_alone = length(trained.train_loader)
+        """Batches of an epoch on one process, as `len(loader)` was in the notebook; None where it is unknown."""
+        self.batches: int | None = None
+        """Batches of an epoch on this rank; None before `divide`, and where it is unknown."""
+        self._training = training
+        self._trained = trained
+        self._group = group
+        self._divided = contextlib.ExitStack()
+
+    def divide(self) -> None:
+        """Make the loaders give this rank's share, and log how they are divided. To be repeated when ranks were lost.
+
+        Raises:
+            ConfigError: A loader cannot be divided.
+        """
+        self.restore()
+        training, train_loader, eval_loader = self._training, self._trained.train_loader, self._trained.eval_loader
+        if self.train.pace is not None:
+            self.train.pace.world_size = self.train.group.world_size
+        split = training.split_batches
+        _prepare(train_loader, self.train, self._divided, shard=training.shard, split=split)
+        self.batches = length(train_loader)
+        self._group.say(self.train.sentence)
+        if eval_loader is not None:
+            shard = training.eval_sharding == "samples"
+            _prepare(eval_loader, self.evaluation, self._divided, shard=shard, split=split)
+            note = "metrics are averaged by samples" if shard else "for metrics that are not means"
+            self._group.say(f"{self.evaluation.sentence}; {note}")
+
+    def restore(self) -> None:
+        """Make the loaders what they were before `divide`."""
+        self._divided.close()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call `set_epoch` of the samplers and datasets that have it.
+
+        Args:
+            epoch: Counted from 0.
+        """
+        for loader in self._trained.loaders:
+            called: set[int] = set()
+            batches = loader.batch_sampler
+            for part in (loader.sampler, batches, getattr(batches, "sampler", None), loader.dataset):
+                method = getattr(part, "set_epoch", None)
+                # Views of one sampler share its method.
+                owner = id(getattr(method, "__self__", part))
+                if callable(method) and owner not in called:
+                    called.add(owner)
+                    method(epoch)
+
+
+def _prepare(loader: DataLoader[Any], feed: Feed, stack: contextlib.ExitStack, *, shard: bool, split: bool) -> None:
+    """Alter a loader in place so that its iterators are `Batches` of this rank's share; the stack restores it.
 
     Args:
         loader: The loader.
-        feed: What the iterators report to; its `is_agreed` is set here.
-        argument: Name of the argument the loader came by, for errors.
+        feed: The iterators report to it; its fields on the kind of data are set here.
+        stack: Undoes it.
         shard: Whether to divide the data at all.
         split: Whether the loader's batch size is that of all ranks together.
-        accumulate: Steps in an accumulation window.
-
-    Returns:
-        A function that restores the loader.
-
-    Raises:
-        ConfigError: The loader cannot be divided, or nothing would be left.
     """
     before = dict(loader.__dict__)
-    group, aligned = feed.group, feed.is_training
-    state = loader.__dict__
+    group, state = feed.group, loader.__dict__
     # Out of order, batches would be weighed with each other's numbers of samples.
     state["in_order"] = True
     if isinstance(loader.dataset, IterableDataset):
-        _prepare_stream(loader, feed, argument, shard=shard, split=split)
+        _prepare_stream(loader, feed, shard=shard, split=split)
     else:
-        sampler = _undistributed(loader, group, argument)
+        sampler = _undistributed(loader, feed)
         if shard and sampler is not None:
-            _prepare_map(loader, feed, sampler, argument, split=split, aligned=aligned, accumulate=accumulate)
+            _prepare_map(loader, feed, sampler, split=split)
         else:
             _prepare_whole(loader, feed, shards_itself=shard)
     if group.rank and loader.generator is not None:
@@ -69,16 +128,16 @@ def prepare(
         state.update(before)
         state["_iterator"] = None
 
-    return restore
+    stack.callback(restore)
 
 
-def _undistributed(loader: DataLoader[Any], group: Group, argument: str) -> Any:
+def _undistributed(loader: DataLoader[Any], feed: Feed) -> Any:
     """The sampler or batch sampler to draw from; None where it gives each rank a part by itself.
 
     Torch's own DistributedSampler is made to give everything, in the order and by the seed it has: ranks then share
     it like any other, without its padding.
     """
-    batch_sampler, sampler = loader.batch_sampler, loader.sampler
+    group, batch_sampler, sampler = feed.group, loader.batch_sampler, loader.sampler
     inner = getattr(batch_sampler, "sampler", None)
     candidates: tuple[Any, ...] = (sampler, batch_sampler, inner)
     for candidate in candidates:
@@ -95,34 +154,27 @@ def _undistributed(loader: DataLoader[Any], group: Group, argument: str) -> Any:
             return None
         elif replicas != 1:
             raise ConfigError(
-                argument,
+                feed.argument,
                 f"its {type(candidate).__name__} is made for {replicas} ranks, and there are {group.world_size}",
                 f"Make it with num_replicas={group.world_size}, or use a plain sampler, which is shared out for you",
             )
     return sampler if loader.batch_sampler is None or loader.batch_size is not None else batch_sampler
 
 
-def _prepare_map(
-    loader: DataLoader[Any],
-    feed: Feed,
-    sampler: Any,
-    argument: str,
-    *,
-    split: bool,
-    aligned: bool,
-    accumulate: int,
-) -> None:
-    group, state = feed.group, loader.__dict__
+def _prepare_map(loader: DataLoader[Any], feed: Feed, sampler: Any, *, split: bool) -> None:
+    """Alter a map-style loader so that a `Deal` divides what its sampler or batch sampler gives."""
+    group, state, aligned = feed.group, loader.__dict__, feed.is_training
     world = group.world_size
     total = length(sampler)
-    common: dict[str, Any] = {"aligned": aligned, "accumulate": accumulate}
+    common: dict[str, Any] = {"aligned": aligned, "accumulate": 1 if feed.pace is None else feed.pace.accumulate}
     if loader.batch_sampler is not None and loader.batch_size is None:
         items = "split" if split else "batches"
-        dealer = Dealer(sampler, sampler, group, per_chunk=1 if split else world, items=items, **common)
-        state["batch_sampler"] = dealer
+        deal = Deal(sampler, source=sampler, group=group, per_chunk=1 if split else world, items=items, **common)
         feed.sentence = _describe_batches(feed.name, total, world, split=split)
-        share: Any = lambda: _share_of_batches(dealer, loader, total, world)  # noqa: E731 - reads what was dealt last
-        shown = loader.sampler
+        known = length(loader.dataset)
+        estimate = max(1, ((total or 0) if known is None else known) // world)
+        share: Any = lambda: estimate if deal.samples is None else max(1, deal.samples)  # noqa: E731
+        name, shown = "batch_sampler", loader.sampler
     else:
         size = loader.batch_size or 1
         chunk = size if split and loader.batch_size else size * world
@@ -131,8 +183,8 @@ def _prepare_map(
         if total is not None:
             drop = bool(loader.drop_last)
             options: dict[str, bool] = {"aligned": aligned, "split": chunk == size}
-            used = sharding.divide(argument, total, size, world, drop_last=drop, **options)
-            whole = sharding.divide(argument, total, size, world, drop_last=False, **options)
+            used = sharding.divide(feed.argument, total, size, world, drop_last=drop, **options)
+            whole = sharding.divide(feed.argument, total, size, world, drop_last=False, **options)
             unit = (used.chunk if aligned else size) if drop else 1
             share = max(1, whole.share(group.rank)) if total else 0
             feed.sentence = sharding.describe(feed.name, used, dropped=total - used.samples)
@@ -146,39 +198,33 @@ def _prepare_map(
                 f"{feed.name}: samples without a known end, drawn by rank 0 in chunks of {chunk} for"
                 f" {sharding.ranks(world)}"
             )
-        dealer = Dealer(
+        deal = Deal(
             loader.batch_sampler if loader.batch_size else sampler,
-            sampler,
-            group,
+            source=sampler,
+            group=group,
             per_chunk=chunk,
             single=loader.batch_size is None,
             drop_unit=unit,
             **common,
         )
-        shown = sampler
-        state["batch_sampler" if loader.batch_size else "sampler"] = dealer
-    feed.queue_of = dealer
-    if "sampler" not in state or state["sampler"] is not dealer:
-        state["sampler"] = View(shown, share if share is not None and world > 1 else None)
-    state["dataset"] = View(loader.dataset, _dataset_share(loader.dataset, total, share, group))
+        name, shown = "batch_sampler" if loader.batch_size else "sampler", sampler
+    feed.queue_of = deal
+    state["sampler"] = View(Shown(shown, share if world > 1 else None))
+    state[name] = View(deal)
+    state["dataset"] = View(Shown(loader.dataset, _dataset_share(loader.dataset, total, share, group)))
 
 
 def _dataset_share(dataset: Any, total: int | None, share: Any, group: Group) -> Any:
-    """The length of a rank's dataset, so that a sum over its samples divided by it is the mean of one process."""
+    """The length that a rank's dataset shows: a sum over the rank's samples divided by it is a mean, as on one process.
+
+    None for the dataset's own length.
+    """
     size = length(dataset)
     if group.is_alone or size is None:
         return None
     if callable(share) or size == total:
         return share
     return max(1, sharding.portion(size, group.rank, group.world_size))
-
-
-def _share_of_batches(dealer: Dealer, loader: DataLoader[Any], batches: int | None, world: int) -> int:
-    """Samples dealt to this rank in the latest pass; before the first one, a fair estimate."""
-    if dealer.kale_samples is not None:
-        return max(1, int(dealer.kale_samples))
-    size = length(loader.dataset._kale_inner)  # type: ignore[attr-defined]  # noqa: SLF001
-    return max(1, (size if size is not None else batches or 0) // world)
 
 
 def _describe_batches(name: str, batches: int | None, world: int, *, split: bool) -> str:
@@ -195,26 +241,27 @@ def _describe_batches(name: str, batches: int | None, world: int, *, split: bool
 
 
 def _prepare_whole(loader: DataLoader[Any], feed: Feed, *, shards_itself: bool) -> None:
-    """A map-style loader whose sampler is used as it is in each rank."""
+    """Alter a map-style loader whose sampler each rank uses as it is: only count the samples of its batches."""
     single = loader.batch_sampler is None
     name = "sampler" if single else "batch_sampler"
+    kind = type(loader.sampler).__name__
     counter = Counter(getattr(loader, name), single=single)
-    loader.__dict__[name] = counter
+    loader.__dict__[name] = View(counter)
     feed.queue_of = counter
     feed.is_agreed = feed.is_training
-    kind = type(getattr(loader.sampler, "_kale_inner", loader.sampler)).__name__
     if shards_itself:
         feed.sentence = f"{feed.name}: {kind} is already distributed and is taken as it is"
     else:
         feed.sentence = f"{feed.name}: not sharded, every rank takes all samples its loader gives"
 
 
-def _prepare_stream(loader: DataLoader[Any], feed: Feed, argument: str, *, shard: bool, split: bool) -> None:
+def _prepare_stream(loader: DataLoader[Any], feed: Feed, *, shard: bool, split: bool) -> None:
+    """Alter a loader of an iterable dataset so that this rank gets its share of the stream."""
     group, state = feed.group, loader.__dict__
     if split and loader.batch_size:
         if loader.batch_size < group.world_size:
             raise ConfigError(
-                argument,
+                feed.argument,
                 f"batch size {loader.batch_size} cannot be split over {group.world_size} ranks",
                 "Use a larger batch size, or leave split_batches out",
             )
@@ -229,7 +276,8 @@ def _prepare_stream(loader: DataLoader[Any], feed: Feed, argument: str, *, shard
         feed.shares_seeds = True
         draw = None if loader.num_workers else lambda: _shared_states(group)
         stream = loader.dataset
-        state["dataset"] = StreamShare(stream, group.rank, group.world_size, draw)
+        share = StreamShare(stream, rank=group.rank, world_size=group.world_size, share_randomness=draw)
+        state["dataset"] = View(share)
         taken = f"each takes 1 of every {group.world_size} items"
         if _asks_for_rank(stream):
             taken += f" ({type(stream).__name__} asks for its rank: if it leaves out data by that, pass shard=False)"
@@ -244,14 +292,14 @@ def _prepare_stream(loader: DataLoader[Any], feed: Feed, argument: str, *, shard
 
 
 def _asks_for_rank(dataset: Any) -> bool:
-    """Whether the code of a dataset's class names what would give it this rank."""
+    """Whether the code of a dataset's class names `get_rank` or `RANK`, by which it can find out this rank."""
     methods = [method for kind in type(dataset).__mro__ for method in vars(kind).values()]
     codes = [code for method in methods if (code := getattr(method, "__code__", None))]
     return any({*code.co_names, *code.co_consts} & {"get_rank", "RANK"} for code in codes)
 
 
 def _shared_states(group: Group) -> Any:
-    """Rank 0's generator states for a pass over a stream; rank 0 itself continues elsewhere."""
+    """Send all ranks rank 0's generator states for a pass over a stream; then advance rank 0's own generators."""
     states = group.send(generator_states() if group.rank == 0 else None)
     if group.rank == 0:
         random.random()  # noqa: S311 - moves the state, or every epoch would be shuffled alike
@@ -260,11 +308,3 @@ def _shared_states(group: Group) -> Any:
             numpy.random.random()
         torch.rand(())
     return states
-
-
-def length(sized: Any) -> int | None:
-    """Its length, or None where it has none."""
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None

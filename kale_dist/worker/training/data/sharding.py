@@ -19,7 +19,7 @@ class Division:
     """How a number of samples is cut into steps and divided among ranks."""
 
     samples: int
-    """Samples of one pass that are used (those that `drop_last` leaves out are not counted)."""
+    """Samples of one pass that are used, without those that `drop_last` leaves out."""
     chunk: int
     """Samples of all ranks in one full step."""
     world_size: int
@@ -47,12 +47,12 @@ class Division:
 
 
 def portion(samples: int, rank: int, world_size: int) -> int:
-    """How many of some samples a rank gets when they are divided as evenly as can be, the first ranks getting more."""
+    """Return how many samples a rank gets when they are divided as evenly as possible; the first ranks get more."""
     return samples // world_size + (rank < samples % world_size)
 
 
 def part(chunk: Sequence[Any], rank: int, world_size: int) -> list[Any]:
-    """The samples of a chunk that a rank gets: ranks have neighbouring parts, in order."""
+    """Return a rank's samples of a chunk: ranks have neighbouring parts, in order."""
     small, more = divmod(len(chunk), world_size)
     start = rank * small + min(rank, more)
     return list(chunk[start : start + small + (rank < more)])
@@ -92,7 +92,7 @@ def divide(
 
 
 def describe(name: str, division: Division, *, repeats: bool = True, dropped: int = 0) -> str:
-    """The sentence on a pass of known length.
+    """Describe a pass of known length in a sentence.
 
     For 1,437 samples, 2 ranks and batches of 32: "train: 1,437 samples, 2 ranks x 719/718, batch 32 x 2 = 64, last
     15 + 14".
@@ -100,7 +100,7 @@ def describe(name: str, division: Division, *, repeats: bool = True, dropped: in
     Args:
         name: `train` or `eval`.
         division: How the samples are divided.
-        repeats: Whether to tell of repeated samples.
+        repeats: Whether to mention repeated samples.
         dropped: Samples that `drop_last` leaves out.
     """
     world = division.world_size
@@ -133,7 +133,7 @@ def ordinal(number: int) -> str:
 
 
 def extremes(numbers: Sequence[int]) -> str:
-    """Largest and smallest of some numbers as `719/718`, or the one they all are."""
+    """Largest and smallest of some numbers as `719/718`, or one number where all are equal."""
     largest, smallest = max(numbers), min(numbers)
     return f"{largest:,}" if largest == smallest else f"{largest:,}/{smallest:,}"
 
@@ -178,7 +178,7 @@ class Pace:
         self._seen = 0
 
     def take(self, portion: Portion) -> None:
-        """Begin a batch."""
+        """Called when the training loader gives a batch."""
         self.portion = portion
         self.batches += 1
         self.optimizer_steps_of_batch = 0
@@ -188,11 +188,11 @@ class Pace:
         self._seen += portion.total
 
     def leave(self) -> None:
-        """The loader is exhausted or was left."""
+        """Called when the loader is exhausted, or the step has left it."""
         self.portion = None
 
     def stepped(self) -> None:
-        """The optimizer has made a real step: a new window begins."""
+        """Called after a real step of the optimizer: a new window begins."""
         if self.accumulate > 1:
             self._seen = 0
 
@@ -206,7 +206,7 @@ class Pace:
 
     @property
     def factor(self) -> float:
-        """What the gradients of this rank's batch are multiplied by."""
+        """Factor on the gradients of this rank's batch."""
         portion = self.portion
         if portion is None or not self._foreseen:
             return 1.0
@@ -214,7 +214,7 @@ class Pace:
 
     @property
     def correction(self) -> float:
-        """What the window's gradients are multiplied by before the real step; 1 where all was foreseen."""
+        """Factor on the window's gradients before the real step; 1 where the window was as foreseen."""
         if self.accumulate == 1 or not self._seen:
             return 1.0
         return self._foreseen / self._seen

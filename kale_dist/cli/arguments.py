@@ -1,0 +1,62 @@
+"""How the commands declare their arguments."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from kale_dist import places
+
+Commands = argparse._SubParsersAction  # noqa: SLF001 - argparse has no public name for what `add_subparsers` returns
+
+
+def add_parser(
+    commands: Commands[argparse.ArgumentParser],
+    name: str,
+    what: str,
+    run: Callable[[argparse.Namespace], int] | None = None,
+    more: str = "",
+    **settings: Any,
+) -> argparse.ArgumentParser:
+    """Add a command.
+
+    Args:
+        commands: The parser's commands.
+        name: The command's name.
+        what: What it does, as a clause that begins in lower case.
+        run: Runs the command; returns its exit code. None for a command with commands of its own.
+        more: A further sentence for the description.
+        **settings: Other arguments of argparse's parser.
+    """
+    description = " ".join(filter(None, (f"{what[:1].upper()}{what[1:]}.", more)))
+    made = commands.add_parser(name, help=what, description=description, **settings)
+    if run is not None:
+        made.set_defaults(command=run)
+    return made
+
+
+def add_place(made: argparse.ArgumentParser, on: str, namespace: str, default: str | None = None) -> None:
+    """Add `--on` and `--namespace` to a command.
+
+    Args:
+        made: The command's parser.
+        on: The help text of `--on`.
+        namespace: The help text of `--namespace`.
+        default: The default of `--on`.
+    """
+    made.add_argument("--on", choices=places.NAMES, default=default, help=on)
+    made.add_argument("--namespace", metavar="NAME", help=namespace)
+
+
+class NameAndValue(argparse.Action):
+    """Collects pairs of a name and a value; refuses NAME=VALUE, after which the next word would be taken for the value."""
+
+    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _option: Any = None) -> None:
+        """Add a pair to the option's dict."""
+        name, value = values
+        if "=" in name:
+            raise argparse.ArgumentError(
+                self, f"{name!r} is not a name. Write it as NAME VALUE, with a space between them"
+            )
+        setattr(namespace, self.dest, getattr(namespace, self.dest) | {name: value})
