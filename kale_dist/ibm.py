@@ -19,6 +19,7 @@ from kale_dist.calls import checks, verbs
 from kale_dist.errors import ConfigError, short_refusals
 from kale_dist.job.handle import Job
 from kale_dist.job.spec import names
+from kale_dist.job.spec.checks import whole
 from kale_dist.job.spec.place_settings import Kubernetes
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
@@ -122,8 +123,7 @@ def arguments(
     gpus = given.get("gpus") or 0
     if isinstance(gpus, str) and gpus.isdecimal():
         gpus = int(gpus)
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 0:
-        raise ConfigError("gpus", f"{show(gpus)} is not a whole number", "Give the GPUs of each worker")
+    whole(0, remedy="Give the GPUs of each worker")("gpus", gpus)
     workers = 1 if kind == "job" and "number_of_workers" not in given else _workers(given.get("number_of_workers", 1))
     per_pod = max(1, gpus)
     settings = {
@@ -187,7 +187,7 @@ def _kind(given: Mapping[str, Any]) -> str:
 
 def _workers(value: Any) -> int:
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    checks.check_count("number_of_workers", number)
+    whole()("number_of_workers", number)
     return int(number)
 
 

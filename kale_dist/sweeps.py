@@ -17,11 +17,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kale_dist import katib
-from kale_dist.calls import checks, verbs
+from kale_dist.calls import verbs
 from kale_dist.errors import ConfigError, KaleDistError, WaitTimeoutError, short_refusals, warn
 from kale_dist.job import interrupts, records, watch
 from kale_dist.job.handle import Job
 from kale_dist.job.spec import names
+from kale_dist.job.spec.checks import whole
 from kale_dist.job.status import JobStatus, values_of
 from kale_dist.job.view.sweep import SweepPicture, TrialRow, sentence
 from kale_dist.wire import StateName
@@ -115,10 +116,10 @@ def sweep(
     """
     if not callable(call):
         raise ConfigError("call", f"{show(call)} is not a function", "Give a function of a trial that returns a job")
-    checks.check_count("trials", trials)
-    checks.check_count("parallel", parallel)
+    whole()("trials", trials)
+    whole()("parallel", parallel)
     if processes is not None:
-        checks.check_count("processes", processes)
+        whole()("processes", processes)
     if not isinstance(metric, str) or not metric:
         raise ConfigError("metric", f"{show(metric)} is not the name of a metric", "Name one, such as 'eval/loss'")
     source, _, rest = metric.partition("_")

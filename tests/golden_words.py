@@ -36,7 +36,7 @@ class Words:
         """
         text = "\n".join(line.strip() for line in text.splitlines() if line.strip())
         # A pickle's size changes with names of our own modules.
-        text = re.sub(r"\d[\d,]* bytes", "N bytes", text)
+        text = re.sub(r"(?<![\d,^])\d[\d,]* bytes", "N bytes", text)
         kept = self._kept.setdefault(test, [])
         if self._is_written:
             self._kept[test] = [*kept[:number], text]

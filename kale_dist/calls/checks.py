@@ -138,6 +138,21 @@ def check_returns(argument: str, fn: Any) -> None:
         raise ConfigError(argument, f"{title(fn)} has a `yield`: it returns a generator", "Return a value instead")
 
 
+def check_takes(argument: str, fn: Any, arguments: tuple[str, ...], name: str) -> None:
+    """Refuse what cannot be called with so many arguments; `name` is what the function is called in the remedy."""
+    wanted = f"Write it as def {name}({', '.join(arguments)})"
+    if not callable(fn):
+        raise ConfigError(argument, f"{show(fn)} cannot be called", wanted)
+    check_returns(argument, fn)
+    try:
+        inspect.signature(fn).bind(*arguments)
+    except TypeError:
+        problem = f"{describe(fn)} cannot take the {len(arguments)} arguments it is called with"
+        raise ConfigError(argument, problem, wanted) from None
+    except ValueError:
+        pass  # Some functions written in C have no signature.
+
+
 def describe(fn: Any) -> str:
     """A function with its arguments, as its author wrote them."""
     try:
@@ -157,20 +172,3 @@ def is_model(value: Any) -> bool:
     torch = sys.modules.get("torch")
     kind = value if isinstance(value, type) else type(value)
     return torch is not None and issubclass(kind, torch.nn.Module)
-
-
-# -- single values ---------------------------------------------------------------------------------------------------
-
-
-def check_flag(argument: str, value: Any) -> None:
-    """Accept True and False alone: the string 'no' would count as true."""
-    if not isinstance(value, bool):
-        raise ConfigError(argument, f"{show(value)} is neither True nor False", "Give a bool")
-
-
-def check_count(argument: str, value: Any) -> None:
-    """Accept whole numbers of 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(argument, f"{show(value)} is not a whole number", "Give an int of 1 or more")
-    if value < 1:
-        raise ConfigError(argument, f"{value} is less than 1", "Give an int of 1 or more")

@@ -10,11 +10,11 @@ import os
 import pathlib
 import posixpath
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kale_dist.errors import ConfigError
-from kale_dist.job.spec import names
+from kale_dist.job.spec import names, place_settings
+from kale_dist.job.spec.checks import NO_NUL, pairs, text, texts
 from kale_dist.job.spec.recipe import ImageFile, Recipe
 from kale_dist.wording import needing, shorten, show
 
@@ -23,9 +23,16 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-_APT = re.compile(r"[a-z0-9][a-z0-9+.-]+(?::[a-z0-9]+)?(?:=[A-Za-z0-9.+:~-]+)?")
-_PLATFORM = re.compile(r"linux/[a-z0-9]+(?:/v[0-9]+)?")
-_OWN_PREFIX = "KALE_DIST_"
+_APT = text(
+    re.compile(r"[a-z0-9][a-z0-9+.-]+(?::[a-z0-9]+)?(?:=[A-Za-z0-9.+:~-]+)?").fullmatch,
+    "{} cannot be the name of a Debian package",
+    "Write its name as `apt-get install` takes it: 'libsndfile1' or 'git=1:2.39.5-0+deb12u2'",
+)
+_PLATFORM = text(
+    re.compile(r"linux/[a-z0-9]+(?:/v[0-9]+)?").fullmatch,
+    "{} is not a platform",
+    "Write 'linux/amd64' or 'linux/arm64'",
+)
 _NEVER_BELOW = ("/proc", "/sys", "/dev")
 
 
@@ -56,14 +63,11 @@ def check(image: Any, packages: Any, requirements: Any) -> ImageWanted:
     if auto:
         _parser("packages")
     listed = _packages(None if auto else packages)
-    if image is not None and not isinstance(image, (str, Recipe)):
-        remedy = "Write it as 'registry.example.com/team/train:1' or as kale_dist.Recipe(packages=[...])"
-        raise ConfigError("image", f"{show(image)} is neither text nor a Recipe", remedy)
+    image = place_settings.image_of(image) or ""
     if not isinstance(image, Recipe):
-        reference = "" if image is None else names.check_image("image", image)
         if packages is None and requirements is None:
-            return ImageWanted(image=reference)
-        image = Recipe(base=reference)
+            return ImageWanted(image=image)
+        image = Recipe(base=image)
     recipe = dataclasses.replace(image, packages=(*image.packages, *listed))
     if requirements is not None:
         packages, urls = _parser("requirements").read(_source(requirements))
@@ -88,12 +92,7 @@ def _packages(value: Any) -> tuple[str, ...]:
         elif "\n" in text or text.endswith(".txt"):
             remedy = "Give a file of requirements or its text by requirements="
         raise ConfigError("packages", problem, remedy)
-    if not isinstance(value, Sequence) and not isinstance(value, (set, frozenset)):
-        raise ConfigError("packages", f"{show(value)} is not a list", "Write it as ['einops==0.8'], or 'auto'")
-    for item in value:
-        if not isinstance(item, str):
-            raise ConfigError("packages", f"{show(item)} in it is not text", "Write it as ['einops==0.8']")
-    return tuple(value)
+    return texts("packages", value, "['einops==0.8'], or 'auto'")
 
 
 def _source(requirements: Any) -> str | pathlib.Path:
@@ -107,9 +106,9 @@ def _source(requirements: Any) -> str | pathlib.Path:
 
 def _checked(recipe: Recipe) -> Recipe:
     """A recipe in one form."""
-    if not _PLATFORM.fullmatch(recipe.platform):
-        problem = f"{shorten(recipe.platform)} is not a platform"
-        raise ConfigError("platform", problem, "Write 'linux/amd64' or 'linux/arm64'")
+    _PLATFORM("platform", recipe.platform)
+    for package in recipe.apt:
+        _APT("apt", package)
     if recipe.base:
         names.check_image("image", recipe.base)
     packages = recipe.packages
@@ -121,17 +120,10 @@ def _checked(recipe: Recipe) -> Recipe:
     return dataclasses.replace(
         recipe,
         packages=packages,
-        apt=tuple(sorted(set(map(_apt, recipe.apt)))),
+        apt=tuple(sorted(set(recipe.apt))),
         files=_files(recipe.files),
         environment=_environment(recipe.environment),
     )
-
-
-def _apt(package: str) -> str:
-    if not _APT.fullmatch(package):
-        remedy = "Write its name as `apt-get install` takes it: 'libsndfile1' or 'git=1:2.39.5-0+deb12u2'"
-        raise ConfigError("apt", f"{shorten(package)} cannot be the name of a Debian package", remedy)
-    return package
 
 
 def _files(files: tuple[ImageFile, ...]) -> tuple[ImageFile, ...]:
@@ -178,14 +170,8 @@ def _file(file: ImageFile) -> ImageFile:
 
 def _environment(environment: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     seen: dict[str, str] = {}
-    for name, value in environment:
-        if not names.is_variable(name):
-            remedy = "Use letters, digits, '_', '-' and '.', and no digit first"
-            raise ConfigError("environment", f"{shorten(name)} cannot be a variable's name in an image", remedy)
-        if name.startswith(_OWN_PREFIX):
-            raise ConfigError("environment", f"{name} is set in each rank by kale_dist", "Leave it out")
-        if "\0" in value:
-            raise ConfigError("environment", f"the value of {name} has a NUL character", "Leave it out")
+    for name, value in pairs("environment", environment, "{'NAME': 'value'}", names.VARIABLE, NO_NUL):
+        names.FREE_VARIABLE("environment", name)
         if seen.setdefault(name, value) != value:
             raise ConfigError("environment", f"{name} is given twice", "Leave one of the two out")
     return tuple(sorted(seen.items()))

@@ -273,16 +273,14 @@ def _check_manifest(request: Request) -> None:
     given = {variable for variable, _ in request.environment}
     for variable, _, _ in request.cluster.secret_environment:
         if variable in given:
-            problem = f"{variable} is in `environment`, too"
-            raise ConfigError("secret_environment", problem, "Leave it out of one of them")
+            raise ConfigError("secret_environment", f"{variable} is in `environment`, too", "Leave one out")
     kind.make(trial)
 
 
 def _check_variables(environment: tuple[tuple[str, str], ...], *, in_pods: bool) -> None:
     for name, _ in environment:
-        if in_pods and not names.is_variable(name):
-            problem = f"{name!r} cannot be a variable's name in a pod"
-            raise ConfigError("environment", problem, "Use letters, digits, '_', '-' and '.', and no digit first")
+        if in_pods:
+            names.VARIABLE("environment", name)
         if name.startswith(LOAD_ONLY_PREFIXES) and not in_pods:
             problem = f"{name} is read when libraries are loaded, which has been done before a rank gets its job"
             raise ConfigError("environment", problem, f"Set os.environ[{name!r}] before the call: a new agent starts")

@@ -47,9 +47,7 @@ def find(value: Any, volumes: tuple[Volume, ...], place: str) -> tuple[str | Non
     if separator and scheme == "pvc":
         return _in_claim(text, rest, volumes, place)
     if text.endswith("/"):
-        raise ConfigError(
-            "save_to", f"{shorten(text)} is a folder", f"Name a file in it, such as {text + 'model.pt'!r}"
-        )
+        raise ConfigError("save_to", f"{shorten(text)} is a folder", f"Name a file in it: {text + 'model.pt'!r}")
     if separator:
         _check_url(text, is_here=is_here)
         return text, volumes

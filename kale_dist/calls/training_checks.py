@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator
 from typing import Any
 
 from kale_dist import callbacks, strategies
-from kale_dist.calls.checks import check_count, check_flag, check_returns, describe, title
+from kale_dist.calls.checks import check_takes, describe, title
 from kale_dist.errors import ConfigError
+from kale_dist.job.spec.checks import FLAG, check_fields, number, one_of, whole
 from kale_dist.job.spec.job_spec import Request
 from kale_dist.snapshot.pickler import hooks_of
-from kale_dist.wording import closest, show
+from kale_dist.wording import show
 from kale_dist.worker.training.settings import Training
 
 STEP_ARGUMENTS = {
@@ -40,8 +40,20 @@ _UNPREPARED = (
     " and run the function that calls it with launch()"
 )
 
-_PRECISIONS = ("bf16", "fp16")
-_EVAL_SHARDINGS = ("samples", "none")
+_AN_OPTIMIZER = "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
+_SEVERAL = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
+_A_LOADER = "Make one: DataLoader(dataset, batch_size=32)"
+_PLAIN = {
+    **dict.fromkeys(("epochs", "accumulate"), whole(1)),
+    **dict.fromkeys(("checkpoint_every", "profile"), whole(1).or_(None)),
+    **dict.fromkeys(("split_batches", "shard"), FLAG),
+    "precision": one_of(("bf16", "fp16"), "there is no precision {}", "Use 'bf16', 'fp16' or None").or_(None),
+    "clip_norm": number("a positive number", "Give a number such as 1.0, or None").or_(None),
+    "eval_sharding": one_of(
+        ("samples", "none"),
+        remedy="Use 'samples' (each rank evaluates its share) or 'none' (every rank evaluates all)",
+    ),
+}
 
 
 def check(training: Training) -> None:
@@ -67,27 +79,7 @@ def check(training: Training) -> None:
     if training.eval_step is not None and training.eval_data_loader is None:
         raise ConfigError("eval_step", "it was given without eval_data_loader", "Give both, or neither")
     _check_scheduler(training.scheduler, training.optimizer)
-    for argument in ("epochs", "accumulate"):
-        check_count(argument, getattr(training, argument))
-    for argument in ("checkpoint_every", "profile"):
-        if getattr(training, argument) is not None:
-            check_count(argument, getattr(training, argument))
-    for argument in ("split_batches", "shard"):
-        check_flag(argument, getattr(training, argument))
-    precision, clip_norm = training.precision, training.clip_norm
-    if precision is not None and (not isinstance(precision, str) or precision not in _PRECISIONS):
-        near = closest(precision, _PRECISIONS)
-        raise ConfigError("precision", f"there is no precision {show(precision)}", f"{near}Use 'bf16', 'fp16' or None")
-    if clip_norm is not None:
-        number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
-        if not number or not math.isfinite(clip_norm) or clip_norm <= 0:
-            raise ConfigError(
-                "clip_norm", f"{show(clip_norm)} is not a positive number", "Give a number such as 1.0, or None"
-            )
-    if not isinstance(training.eval_sharding, str) or training.eval_sharding not in _EVAL_SHARDINGS:
-        near = closest(training.eval_sharding, _EVAL_SHARDINGS)
-        remedy = f"{near}Use 'samples' (each rank evaluates its share) or 'none' (every rank evaluates all)"
-        raise ConfigError("eval_sharding", f"it cannot be {show(training.eval_sharding)}", remedy)
+    check_fields(training, _PLAIN)
     _check_callbacks(training)
 
 
@@ -102,8 +94,7 @@ def check_on(training: Training, request: Request, *, is_local: bool) -> tuple[s
     """
     if request.cluster.kind == "tf":
         problem = "'tf' is for functions that use TensorFlow, and distribute() trains with torch"
-        remedy = "Use kd.launch(function, on=...) for Keras, or leave `kind` out"
-        raise ConfigError("kind", problem, remedy)
+        raise ConfigError("kind", problem, "Use kd.launch(function, on=...) for Keras, or leave `kind` out")
     layout = training.strategy.layout(0, request.topology.number_of_processes)
     if layout.agree == "epoch" and any(isinstance(one, callbacks.EMA) for one in training.callbacks):
         problem = f"EMA averages after each step, and with {training.strategy.word!r} ranks have equal weights only after epochs"
@@ -157,19 +148,14 @@ def _check_model(model: Any) -> None:
     if isinstance(model, type) and issubclass(model, torch.nn.Module):
         raise ConfigError("model", f"{model.__name__} is a class", f"Make one: {model.__name__}()")
     if isinstance(model, list | tuple):
-        remedy = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
-        raise ConfigError("model", f"it is a {type(model).__name__}, not one model", remedy)
+        raise ConfigError("model", f"it is a {type(model).__name__}, not one model", _SEVERAL)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError("model", f"{show(model)} is not a torch.nn.Module", "Pass the model object")
     if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            "model", f"it is wrapped in {type(model).__name__}", "Pass model.module: kale_dist needs no wrapper"
-        )
+        raise ConfigError("model", f"it is wrapped in {type(model).__name__}", "Pass model.module instead")
     if not hasattr(model, "_parameters"):
         name = type(model).__name__
-        raise ConfigError(
-            "model", f"{name}.__init__ did not call that of torch.nn.Module", "Begin it with super().__init__()"
-        )
+        raise ConfigError("model", f"{name}.__init__ does not call its base's", "Begin it with super().__init__()")
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:
         problem = f"its parameter {empty!r} is on the meta device, which keeps no values"
@@ -223,21 +209,12 @@ def _check_callbacks(given: Training) -> None:
             what = f"{one.__name__} is a class" if isinstance(one, type) else f"{show(one)} is no callback"
             remedy = f"Give objects such as {', '.join(f'kd.callbacks.{name}()' for name in callbacks.__all__)}, or functions"
             raise ConfigError("callbacks", what, remedy)
-        check_returns("callbacks", one)
-        try:
-            inspect.signature(one).bind("epoch", "metrics", "model")
-        except TypeError:
-            problem = f"{describe(one)} cannot take the 3 arguments it is called with"
-            raise ConfigError("callbacks", problem, f"Write it as def {title(one)}(epoch, metrics, model)") from None
-        except ValueError:
-            pass  # Some functions written in C have no signature.
+        check_takes("callbacks", one, ("epoch", "metrics", "model"), title(one))
     averages = [one for one in given.callbacks if isinstance(one, callbacks.Average)]
     if len(averages) > 1:
         raise ConfigError("callbacks", "there are several averages of the weights", "Give one EMA or SWA")
     if sum(isinstance(one, callbacks.ModelCheckpoint) for one in given.callbacks) > 1:
-        raise ConfigError(
-            "callbacks", "there are several ModelCheckpoint", "Give one: job.best_state_dict() has one state"
-        )
+        raise ConfigError("callbacks", "there are several ModelCheckpoint", "Give one: one state is the best")
     evaluates = [one for one in averages if one.evaluate]
     for name, one in callbacks.monitors(given.callbacks).items():
         if given.eval_data_loader is None and not name.startswith("train/"):
@@ -262,9 +239,9 @@ def _check_loader(argument: str, loader: Any) -> None:
         _check_made_loader(argument, loader)
         return
     if loader is None:
-        raise ConfigError(argument, "it is None", "Make one: DataLoader(dataset, batch_size=32)")
+        raise ConfigError(argument, "it is None", _A_LOADER)
     if isinstance(loader, type):
-        raise ConfigError(argument, f"{loader.__name__} is a class", "Make one: DataLoader(dataset, batch_size=32)")
+        raise ConfigError(argument, f"{loader.__name__} is a class", _A_LOADER)
     if hasattr(loader, "__next__"):
         problem = f"{show(loader)} is an iterator, which can be read only once and on one process"
         raise ConfigError(argument, problem, "Pass the DataLoader itself, without iter() or enumerate()")
@@ -280,8 +257,7 @@ def _check_loader(argument: str, loader: Any) -> None:
         raise ConfigError(argument, f"it is a {type(loader).__name__}, not a torch.utils.data.DataLoader", remedy)
     if isinstance(loader, Dataset):
         raise ConfigError(argument, f"{show(loader)} is a dataset", "Wrap it: DataLoader(dataset, batch_size=32)")
-    remedy = "Make one: DataLoader(dataset, batch_size=32)"
-    raise ConfigError(argument, f"{show(loader)} is not a torch.utils.data.DataLoader", remedy)
+    raise ConfigError(argument, f"{show(loader)} is not a torch.utils.data.DataLoader", _A_LOADER)
 
 
 def _check_made_loader(argument: str, loader: Any) -> None:
@@ -332,9 +308,7 @@ def _check_criterion(criterion: Any, model: Any, *, needed_by: str) -> None:
             f"Pass a loss function such as nn.CrossEntropyLoss(), or write your own {signature}",
         )
     if criterion is not None and not callable(criterion):
-        raise ConfigError(
-            "criterion", f"{show(criterion)} cannot be called", "Pass a loss such as nn.CrossEntropyLoss()"
-        )
+        raise ConfigError("criterion", f"{show(criterion)} cannot be called", "Pass one such as nn.CrossEntropyLoss()")
 
 
 def makes_loss(model: Any) -> bool:
@@ -349,18 +323,14 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_mad
     import torch
 
     if optimizer is None:
-        raise ConfigError(
-            "optimizer", "it is missing", "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
-        )
+        raise ConfigError("optimizer", "it is missing", _AN_OPTIMIZER)
     if isinstance(optimizer, type):
         remedy = f"Make one: {optimizer.__name__}(model.parameters(), lr=0.1)"
         raise ConfigError("optimizer", f"{optimizer.__name__} is a class", remedy)
     if isinstance(optimizer, list | tuple):
-        remedy = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
-        raise ConfigError("optimizer", f"it is a {type(optimizer).__name__}, not one optimizer", remedy)
+        raise ConfigError("optimizer", f"it is a {type(optimizer).__name__}, not one optimizer", _SEVERAL)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        remedy = "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
-        raise ConfigError("optimizer", f"{show(optimizer)} is not a torch.optim.Optimizer", remedy)
+        raise ConfigError("optimizer", f"{show(optimizer)} is not a torch.optim.Optimizer", _AN_OPTIMIZER)
     if _is_prepared(optimizer):
         raise ConfigError("optimizer", f"it is an {type(optimizer).__name__}, prepared by Accelerate", _UNPREPARED)
     if is_ready_made and isinstance(optimizer, torch.optim.LBFGS):
@@ -382,19 +352,8 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_mad
 def _check_step(argument: str, step: Any) -> None:
     if step is None:
         return
-    expected = STEP_ARGUMENTS[argument]
-    wanted = f"Write it as def {argument}({', '.join(expected)})"
-    if not callable(step):
-        raise ConfigError(argument, f"{show(step)} cannot be called", wanted)
-    check_returns(argument, step)
     _check_order(argument, step)
-    try:
-        inspect.signature(step).bind(*expected)
-    except TypeError:
-        problem = f"{describe(step)} cannot take the {len(expected)} arguments it is called with"
-        raise ConfigError(argument, problem, wanted) from None
-    except ValueError:
-        pass  # Some functions written in C have no signature.
+    check_takes(argument, step, STEP_ARGUMENTS[argument], argument)
 
 
 def _check_order(argument: str, step: Any) -> None:

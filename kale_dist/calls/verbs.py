@@ -17,6 +17,7 @@ from kale_dist.job import records
 from kale_dist.job.backend import Backend, JobRef, Plan
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.spec import names
+from kale_dist.job.spec.checks import FLAG
 from kale_dist.job.spec.place_settings import Kubernetes, Place, word_of
 from kale_dist.wire import STALL_WARN_S
 from kale_dist.wire.blobs import MemoryStore
@@ -304,7 +305,7 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     """
     if not isinstance(ref, str):
         raise ConfigError("ref", f"{show(ref)} is not text", "Write it as 'local://name'; see kale_dist.jobs()")
-    checks.check_flag("trust", trust)
+    FLAG("trust", trust)
     job = _found(ref, trust=trust)
     job.spec.check_version(job.ref)
     return job

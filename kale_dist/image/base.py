@@ -11,8 +11,8 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from packaging.utils import canonicalize_name
 
@@ -21,6 +21,7 @@ from kale_dist.image import auth, cache
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
 from kale_dist.job.spec.recipe import Recipe
+from kale_dist.wire import decode
 
 if TYPE_CHECKING:
     from kale_dist.image.engine import Engine
@@ -142,17 +143,6 @@ class Facts:
                 return target + path.removeprefix(link)
         return path
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read the JSON that `PROGRAM` prints.
-
-        Raises:
-            TypeError, KeyError: The JSON is not what `PROGRAM` prints.
-        """
-        listed = (Distribution(**{**one, "requires": tuple(one["requires"])}) for one in data["distributions"])
-        links = tuple((path, target) for path, target in data["links"])
-        return cls(**{**data, "distributions": tuple(listed), "links": links, "folders": tuple(data["folders"])})
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
@@ -269,7 +259,7 @@ def parse_answer(said: bytes, image: str) -> Facts:
     line = next((line for line in reversed(text.splitlines()) if line.startswith(_MARK)), "")
     if line:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            return Facts.from_json(json.loads(line.removeprefix(_MARK)))
+            return decode(Facts, json.loads(line.removeprefix(_MARK)))
     if _OTHER_PROCESSOR.search(text):
         raise ImageError(
             f"The base image {image} is made for another processor than that of the machine that was asked to run it. "

@@ -28,12 +28,12 @@ from kale_dist.job import interrupts, watch, weights
 from kale_dist.job.backend import Backend, JobRef, PlaceEvent
 from kale_dist.job.outcomes import OutcomeReader
 from kale_dist.job.profiles import Profile
+from kale_dist.job.spec.checks import whole
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus
 from kale_dist.snapshot.given_models import Returned
 from kale_dist.wire import MEASURED_SOURCES, JobFiles, LogLine, RankStateName, StateName
 from kale_dist.wire.blobs import fresh
-from kale_dist.wording import show
 
 if TYPE_CHECKING:
     import torch
@@ -664,8 +664,7 @@ def check_lines(ranks: Any, tail: Any, number_of_processes: int) -> tuple[int, .
     Raises:
         ConfigError: There is no such rank, or `tail` is no number of lines.
     """
-    if tail is not None and (isinstance(tail, bool) or not isinstance(tail, int) or tail < 0):
-        raise ConfigError("tail", f"{show(tail)} is not an int of 0 or more", "Give a number of lines, or None for all")
+    whole(0, remedy="Give a number of lines, or None for all").or_(None)("tail", tail)
     if ranks is None:
         return None
     asked = (ranks,) if isinstance(ranks, int) else ranks

@@ -26,7 +26,7 @@ from typing import Any, Self, TextIO
 
 from kale_dist.errors import JobExistsError, JobNotFoundError, StoreError
 from kale_dist.job.spec.job_spec import JobSpec
-from kale_dist.wire import JobFiles, with_tuples
+from kale_dist.wire import JobFiles, decode
 from kale_dist.wire.blobs import FolderStore, fresh
 from kale_dist.wording import listing
 
@@ -66,7 +66,7 @@ class Record:
     def from_json(cls, data: dict[str, Any]) -> Self:
         """The inverse of `to_json`. Ignores fields of later versions."""
         known = {field.name: data[field.name] for field in dataclasses.fields(cls)}
-        return cls(**{**known, "spec": JobSpec.from_json(data["spec"]), "place": with_tuples(data["place"])})
+        return decode(cls, {**known, "spec": JobSpec.from_json(data["spec"])})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

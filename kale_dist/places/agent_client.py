@@ -157,7 +157,7 @@ class AgentClient:
         Raises:
             BackendUnavailableError: The agent has ended (`retryable`: a new one may take the job).
         """
-        self._send({"op": Op.TAKE, "order": order.to_json()})
+        self._send({"op": Op.TAKE, "order": order})
 
     def wait_until_taken(self, job: str) -> None:
         """Wait until the agent has confirmed an order: from then on the job runs even if this process ends.

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager, NoSuchKernel
 from jupyter_client.manager import AsyncKernelManager
@@ -71,17 +71,6 @@ class Execution:
         """The result as a JSON object, as `--json` writes it."""
         result = "interrupted" if self.interrupted else "failed" if self.failure else "succeeded"
         return {"result": result, **dataclasses.asdict(self), "output": str(self.output)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`."""
-        return cls(
-            output=pathlib.Path(data["output"]),
-            failure=data["failure"],
-            interrupted=data["interrupted"],
-            cells=tuple(CellResult(**cell) for cell in data["cells"]),
-            jobs=tuple(JobEnd(**end) for end in data["jobs"]),
-        )
 
 
 def run_notebook(

@@ -27,7 +27,7 @@ from kale_dist.job.view import facts
 from kale_dist.runner import documents, execution
 from kale_dist.runner.execution import Execution
 from kale_dist.runner.kernel_jobs import Terminal
-from kale_dist.wire import StateName, Stream, payload, prefix_of
+from kale_dist.wire import StateName, Stream, decode, payload, prefix_of
 from kale_dist.wording import closest
 from kale_dist.worker.rank import notebook_rank
 
@@ -82,7 +82,8 @@ def run_notebook(
             executed, summary = job.result()
             documents.write(target, executed)
             if summary:
-                return Execution.from_json({**json.loads(summary), "output": target})
+                ended = {key: value for key, value in json.loads(summary).items() if key != "result"}
+                return decode(Execution, {**ended, "output": target})
             return Execution(output=target, failure="its pod: the command ended without a message; see its log above")
         documents.write(target, _saved(job, terminal) or source)
         return Execution(output=target, failure=_failure(job), interrupted=interrupted)

@@ -20,7 +20,7 @@ from kale_dist.strategies.pipeline import Pipeline
 from kale_dist.strategies.recommendation import Recommendation, recommend
 from kale_dist.strategies.server import ParameterServer
 from kale_dist.strategies.tensor import Tensor
-from kale_dist.wire import with_tuples
+from kale_dist.wire import decode
 from kale_dist.wording import closest
 
 __all__ = [
@@ -86,4 +86,4 @@ def from_json(data: dict[str, Any]) -> Settings:
     """The inverse of `to_json`; accepts lists, which JSON has in place of tuples."""
     options = dict(data)
     settings = _CLASSES[options.pop("strategy")]
-    return settings(**with_tuples(options))
+    return decode(settings, options)

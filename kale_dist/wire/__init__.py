@@ -6,6 +6,7 @@ or a container's archive; the same blocks stand in a job's log, come over a conn
 
 from __future__ import annotations
 
+from kale_dist.wire.decoding import decode
 from kale_dist.wire.events import (
     MEASURED_SOURCES,
     PHASES,
@@ -61,7 +62,6 @@ from kale_dist.wire.order import (
     ProcessState,
     Source,
     socket_address,
-    with_tuples,
 )
 from kale_dist.wire.requests import MAC_HEADER, SIZE_HEADER, check_request, sign_request
 
@@ -109,6 +109,7 @@ __all__ = [
     "body_of",
     "check_request",
     "clean",
+    "decode",
     "decode_json_lines",
     "encode_event",
     "encode_json",
@@ -120,5 +121,4 @@ __all__ = [
     "prefix_of",
     "sign_request",
     "socket_address",
-    "with_tuples",
 ]

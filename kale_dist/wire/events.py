@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Self
 
 MEASURED_SOURCES = ("strategy", "pace", "profile")
@@ -178,12 +178,12 @@ class Verdict:
             return None
 
 
-def encode_json(record: Mapping[str, Any]) -> bytes:
-    """One event or message as one line of JSON with its newline.
+def encode_json(record: Any) -> bytes:
+    """One event, message or dataclass as one line of JSON with its newline. Inner dataclasses become objects, too.
 
     Numbers that JSON has no word for (inf, nan) are written as Python's json module does and reads back.
     """
-    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(record, separators=(",", ":"), default=dataclasses.asdict).encode() + b"\n"
 
 
 def decode_json_lines(data: bytes) -> Iterator[dict[str, Any]]:

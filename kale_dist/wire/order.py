@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import signal
-from collections.abc import Iterable, Mapping
-from typing import Any, Self
-
-from kale_dist.errors import ConfigError
+from collections.abc import Iterable
+from typing import Self
 
 VERSION = 3
 """Version of all formats of this package. Notebook and worker must have the same."""
@@ -42,13 +40,6 @@ class Op(enum.StrEnum):
     """From the agent: it has the order. Field `job`."""
     WAKE = "wake"
     """From the agent, to every connection: the files of a job have changed. Field `job`."""
-
-
-def with_tuples(value: Any) -> Any:
-    """What `json.loads` gives, with tuples for lists, as frozen values have them."""
-    if isinstance(value, Mapping):
-        return {key: with_tuples(one) for key, one in value.items()}
-    return tuple(map(with_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def socket_address(name: str) -> str:
@@ -145,20 +136,6 @@ class Policy:
     """How often all ranks restart from the last checkpoint after one was lost. Not after an exception of the user's code,
     and not after running out of memory."""
 
-    def __post_init__(self) -> None:
-        for field in ("timeout_s", "stall_warn_s", "stall_timeout_s"):
-            value = getattr(self, field)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ConfigError(field, f"{value!r} is not a positive number of seconds", "Give seconds, or None")
-        restarts = self.max_restarts
-        if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
-            problem = f"{restarts!r} is not a whole number of 0 or more"
-            raise ConfigError("max_restarts", problem, "Give an int; 0 for none")
-        if not isinstance(self.detach, bool):
-            raise ConfigError("detach", f"{self.detach!r} is neither True nor False", "Give a bool")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
@@ -224,20 +201,6 @@ class Order:
         """How many agents were asked for; number 0 is the head."""
         return -(-self.number_of_processes // self.processes_per_agent)
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain object for a message or a file."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`."""
-        values = with_tuples(data)
-        values |= {"source": Source(data["source"]), "ends_with": EndsWith(data["ends_with"])}
-        values["policy"] = Policy(**values["policy"])
-        if values["process"] is not None:
-            values["process"] = ProcessState(**values["process"])
-        return cls(**values)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
@@ -290,11 +253,6 @@ class Attempt:
         """How many ranks it has."""
         return sum(member.processes for member in self.members)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `dataclasses.asdict`."""
-        return cls(**{**data, "members": tuple(Member(**member) for member in data["members"])})
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
@@ -324,13 +282,3 @@ class Assignment:
     def master_addr(self) -> str:
         """Where rank 0's store is."""
         return self.order.head if len(self.attempt.members) > 1 else "127.0.0.1"
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain object for a message."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`."""
-        order, attempt = Order.from_json(data["order"]), Attempt.from_json(data["attempt"])
-        return cls(order=order, attempt=attempt, rank=data["rank"])

@@ -150,7 +150,7 @@ class PodJob:
         parts = self.root / "parts"
         parts.mkdir()
         (parts / InputFiles.KEY).write_bytes(self.key)
-        (parts / InputFiles.ORDER).write_text(json.dumps(self.order.to_json()))
+        (parts / InputFiles.ORDER).write_bytes(wire.encode_json(self.order))
         if self.order.source is Source.INPUT:
             (parts / InputFiles.SNAPSHOT).write_bytes(pack_blobs(self.store, self.order.blobs))
         parts.rename(self.input)

@@ -147,7 +147,7 @@ def test_lines_of_all_relays_are_numbered_once_and_none_is_lost(tmp_path):
         await asyncio.wait_for(head.relays.all_ready.wait(), 20)
         runs = head.spawn()[1:]
         for one in played:
-            attempt = Attempt.from_json((await one.next())["attempt"])
+            attempt = wire.decode(Attempt, (await one.next())["attempt"])
             assert (attempt.port, attempt.seed, attempt.world_size) == (5, 7, 4)
             one.channel.say(Op.FORKED, one.agent, pid=40 + one.agent)
         for number in range(300):

@@ -45,7 +45,7 @@ def shown(reply):
 
 def test_a_wrong_argument_shows_the_users_lines_and_the_sentence(notebook):
     reply = notebook("helper(-1)")
-    sentence = "number_of_processes: -1 is less than 1. Give an int of 1 or more"
+    sentence = "number_of_processes: -1 is not a whole number of 1 or more. Give an int of 1 or more"
     assert reply.error == f"ConfigError: {sentence}"
     text = shown(reply)
     assert text.splitlines()[-1] == f"ConfigError: {sentence}"
@@ -140,4 +140,6 @@ def test_a_script_shows_its_own_line(tmp_path):
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert "script.py" in ended.stderr
     assert "kale_dist/" not in ended.stderr
-    assert ended.stderr.endswith("ConfigError: number_of_processes: -1 is less than 1. Give an int of 1 or more\n")
+    assert ended.stderr.endswith(
+        "ConfigError: number_of_processes: -1 is not a whole number of 1 or more. Give an int of 1 or more\n"
+    )

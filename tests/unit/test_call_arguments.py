@@ -7,6 +7,7 @@ import re
 import pytest
 
 import kale_dist as kd
+from kale_dist import wire
 from kale_dist.calls import options
 from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, Topology
 from kale_dist.places.orders import order_of
@@ -47,7 +48,7 @@ def test_all_that_a_call_says_to_agents_is_in_the_order():
     )
     assert order_of(spec).policy == policy
     assert order_of(spec, used_restarts=3).policy == dataclasses.replace(policy, max_restarts=1)
-    assert Order.from_json(order_of(spec).to_json()).policy == policy
+    assert wire.decode(Order, dataclasses.asdict(order_of(spec))).policy == policy
 
 
 def test_a_stage_has_all_that_the_one_before_has():

@@ -158,10 +158,10 @@ def test_an_order_survives_its_journey_and_hides_its_key():
             torch_flags=(("default_dtype", "float32"),),
         ),
     )  # fmt: skip
-    assert Order.from_json(json.loads(wire.encode_json(order.to_json()))) == order
+    assert wire.decode(Order, json.loads(wire.encode_json(order))) == order
     assert "secret" not in repr(order)
     given = Assignment(order=order, attempt=Attempt.form(order, [0, 2], number=1, port=5, seed=7), rank=3)
-    assert Assignment.from_json(json.loads(wire.encode_json(given.to_json()))) == given
+    assert wire.decode(Assignment, json.loads(wire.encode_json(given))) == given
 
 
 def places(order, agents):

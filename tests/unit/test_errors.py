@@ -9,7 +9,7 @@ import traceback
 import pytest
 
 from kale_dist import errors
-from kale_dist.calls import checks
+from kale_dist.job.spec.checks import whole
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -60,10 +60,10 @@ def test_messages_name_argument_value_and_remedy():
 
 def test_where_there_is_no_shell_a_notebooks_traceback_is_the_whole_one():
     with pytest.raises(errors.ConfigError) as caught:
-        checks.check_count("epochs", 0)
+        whole()("epochs", 0)
     text = "".join(caught.value._render_traceback_())
     assert text == "".join(traceback.format_exception(caught.value))
-    assert "kale_dist/calls/checks.py" in text
+    assert "kale_dist/job/spec/checks.py" in text
 
 
 def test_a_refusal_in_a_script_shows_the_users_line_and_at_most_one_of_ours(tmp_path):
@@ -79,4 +79,6 @@ def test_a_refusal_in_a_script_shows_the_users_line_and_at_most_one_of_ours(tmp_
     frames = [line.strip() for line in said.splitlines() if line.startswith("  File ")]
     assert frames[0].startswith(f'File "{script}", line 3')
     assert len(frames) <= 2
-    assert said.splitlines()[-1].startswith("kale_dist.errors.ConfigError: number_of_processes: -1 is less than 1")
+    assert said.splitlines()[-1].startswith(
+        "kale_dist.errors.ConfigError: number_of_processes: -1 is not a whole number"
+    )

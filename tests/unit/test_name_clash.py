@@ -12,6 +12,7 @@ pytest.importorskip("kubernetes")
 
 from kubernetes.client import ApiException
 
+from kale_dist import wire
 from kale_dist.errors import BackendError
 from kale_dist.job.spec.job_spec import JobSpec, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
@@ -69,4 +70,4 @@ def test_agents_wait_for_each_other_as_long_as_the_job_may_wait_for_its_pods(pen
     )  # fmt: skip
     submit.create(cluster, spec, secrets.token_bytes(32))
     order = json.loads(base64.b64decode(created[0]["data"]["order.json"]))
-    assert Order.from_json(order).start_wait_s == wait_s
+    assert wire.decode(Order, order).start_wait_s == wait_s

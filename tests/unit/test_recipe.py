@@ -10,6 +10,7 @@ import pytest
 
 import kale_dist as kd
 from kale_dist.job.spec.recipe import ImageFile, Recipe
+from kale_dist.wire import decode, encode_json
 
 BASE = "sha256:" + "a" * 64
 FILE = ImageFile(path="/opt/x", digest="b" * 64)
@@ -72,7 +73,7 @@ def test_it_is_written_as_one_thinks_of_it():
 
 @pytest.mark.parametrize("recipe", [Recipe(), FULL])
 def test_it_survives_copies_pickle_and_json(recipe):
-    assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
+    assert decode(Recipe, json.loads(encode_json(recipe))) == recipe
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     assert copy.deepcopy(recipe) == recipe
     assert len({recipe, dataclasses.replace(recipe)}) == 1

@@ -17,7 +17,7 @@ from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
-from kale_dist.wire import VERSION, Policy, with_tuples
+from kale_dist.wire import VERSION, Policy, decode
 
 __all__ = [
     "ClusterOptions", "JobSpec", "Policy", "Request", "Resources", "Settled", "Topology", "Volume", "VolumeKind"
@@ -136,13 +136,7 @@ class JobSpec(Settled):
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """The inverse of `to_json`."""
-        values = {"version": 2, **with_tuples(data)}
-        classes = {"topology": Topology, "resources": Resources, "cluster": ClusterOptions, "policy": Policy}
-        values |= {name: made(**values[name]) for name, made in classes.items()}
-        values["volumes"] = tuple(Volume(**volume) for volume in values["volumes"])
-        values["strategy"] = strategies.from_json(values["strategy"])
-        values["recipe"] = Recipe.from_json(values["recipe"]) if values.get("recipe") is not None else None
-        return cls(**values)
+        return decode(cls, {"version": 2, **data, "strategy": strategies.from_json(data["strategy"])})
 
 
 def _fields(stage: Request, kind: type[Request]) -> dict[str, Any]:

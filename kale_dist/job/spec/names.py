@@ -10,6 +10,7 @@ import urllib.parse
 from typing import Any
 
 from kale_dist.errors import ConfigError
+from kale_dist.job.spec.checks import text
 from kale_dist.wording import shorten, show
 
 MAX_LENGTH = 50
@@ -99,6 +100,36 @@ def is_variable(text: str) -> bool:
 def is_data_key(text: str) -> bool:
     """Whether this can be a key of a Secret's or a ConfigMap's data."""
     return _DATA_KEY.fullmatch(text) is not None and text not in (".", "..")
+
+
+OBJECT_NAME = text(
+    is_object_name,
+    "{} cannot be a name in a cluster",
+    "Write lower-case letters, digits, dashes and dots, as `kubectl get` lists it",
+)
+RUNTIME = text(
+    lambda name: is_object_name(name.removeprefix("TrainingRuntime/")), OBJECT_NAME.problem, OBJECT_NAME.remedy
+)
+NAMESPACE = text(is_label, "{} cannot be a namespace", "Write lower-case letters, digits and dashes, such as 'team-a'")
+KEY = text(
+    is_qualified_name, "{} cannot be a key", "Write letters, digits, '-', '_' and '.', such as 'example.com/team'"
+)
+LABEL_VALUE = text(
+    is_label_value,
+    "{} cannot be a label's value",
+    "Write at most 63 letters, digits, '-', '_' and '.'; anything else can be an annotation",
+)
+VARIABLE = text(
+    is_variable, "{} cannot be a variable's name", "Use letters, digits, '_', '-' and '.', and no digit first"
+)
+FREE_VARIABLE = text(
+    lambda name: not name.startswith("KALE_DIST_"), "{} is set in each rank by kale_dist", "Leave it out"
+)
+SECRET_KEY = text(
+    lambda value: is_object_name(value.partition("/")[0]) and is_data_key(value.partition("/")[2]),
+    "{} names no key of a Secret",
+    "Write it as 'secret/key'",
+)
 
 
 def is_image(text: str) -> bool:

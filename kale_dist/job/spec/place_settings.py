@@ -9,13 +9,13 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec import names, volumes
+from kale_dist.job.spec.checks import FLAG, TEXT, Check, check_fields, keep, number, one_of, pairs, text, texts, whole
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.spec.resources import Resources, resources
 from kale_dist.job.spec.volumes import Volume
@@ -27,15 +27,47 @@ _Pairs = Mapping[str, str] | Sequence[tuple[str, str]] | None
 OBJECT_KINDS = ("pytorch", "train", "job", "mpi", "tf")
 """What a job on a cluster can be; `manifests.KINDS` has each of them."""
 
-_RUNTIME_FIELDS = ("runtimePatches", "podTemplateOverrides")
-_PULL_POLICIES = ("Always", "IfNotPresent", "Never")
-_LARGEST_ID = 2**31 - 1
 _OWN_PORTS = range(23456, 23459)
 """Those of a job's pods, from `manifests.settings.PORT` on."""
-_LARGEST = {"metrics_port": 65535}
 _OWN_DOMAINS = ("app.kubernetes.io/", "kale-dist.dev/", "training.kubeflow.org/", "kueue.x-k8s.io/queue-name")
 PENDING_TIMEOUT_S = 86_400.0
 """A day: what `pending_timeout_s` is unless it is given."""
+
+
+def _choice(*words: str) -> Check:
+    remedy = f"Use one of: {', '.join(map(repr, words))}; or leave it out"
+    return text(lambda value: not value or value in words, "it cannot be {}", remedy)
+
+
+def _whole(least: int, most: int = 2**31 - 1) -> Check:
+    return whole(least, most, "Leave it out").or_(None)
+
+
+_WAIT = number("a number of seconds", "Give 0 or more", may_be_0=True)
+_LIST = "['einops==0.8'], or 'auto'"
+_PLAIN = {
+    "kind": _choice(*OBJECT_KINDS),
+    "runtime_field": _choice("runtimePatches", "podTemplateOverrides"),
+    "image_pull_policy": _choice("Always", "IfNotPresent", "Never"),
+    "context": TEXT,
+    "namespace": names.NAMESPACE.or_(""),
+    "runtime": names.RUNTIME.or_(""),
+    **dict.fromkeys(
+        ("priority_class", "service_account", "scheduler_name", "cluster_secret", "queue"), names.OBJECT_NAME.or_("")
+    ),
+    **dict.fromkeys(("gang", "mount_service_account_token", "wait_for_nodes"), FLAG),
+    "master": FLAG.or_(None),
+    "servers": _whole(0),
+    "min_available": _whole(1),
+    "ttl_s": _whole(0),
+    "run_as_user": _whole(-1),
+    "metrics_port": _whole(1024, 65535),
+    "pending_timeout_s": number("a number of seconds", "Give seconds, or None for no limit").or_(None),
+    "input_wait_s": _WAIT,
+    "collect_wait_s": _WAIT,
+}
+"""What fields of `ClusterOptions` must be, each by itself."""
+
 _TAKES_NONE = "It takes none: processes on this machine use its packages, folders and GPUs as they are"
 
 
@@ -113,7 +145,7 @@ class Docker:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        _settle(self, **_container_settings(self), volumes=volumes.of_containers(self.volumes))
+        keep(self, **_container_settings(self), volumes=volumes.of_containers(self.volumes))
         if self.resources.extended:
             problem = f"{self.resources.extended[0][0]} cannot be asked of a Docker engine"
             raise ConfigError("resources", problem, "Leave it out, or run on a cluster with on=kd.Kubernetes(...)")
@@ -187,57 +219,19 @@ class ClusterOptions:
     """A dict that is merged into the object strategically, as `kubectl patch` does it. Applied last."""
 
     def __post_init__(self) -> None:
-        _settle(
+        keep(
             self,
             labels=_pairs("labels", self.labels),
             annotations=_pairs("annotations", self.annotations),
             node_selector=_pairs("node_selector", self.node_selector),
-            tolerations=_json("tolerations", self.tolerations),
+            tolerations=_json("tolerations", self.tolerations, is_list=True),
             affinity=_json("affinity", self.affinity),
             patch=_json("patch", self.patch),
             roles=_roles(self.roles),
-            image_pull_secrets=_names("image_pull_secrets", self.image_pull_secrets),
+            image_pull_secrets=_secrets(self.image_pull_secrets),
             secret_environment=_secret_environment(self.secret_environment),
         )
-        for field in (
-            "kind", "runtime", "runtime_field", "namespace", "context", "cluster_secret", "priority_class", "service_account", "image_pull_policy", "scheduler_name", "queue"
-        ):  # fmt: skip
-            value = getattr(self, field)
-            if not isinstance(value, str):
-                raise ConfigError(field, f"{show(value)} is not text", f"Write {str(value)!r}, if that is its name")
-        for field in ("gang", "mount_service_account_token", "wait_for_nodes", "master"):
-            value = getattr(self, field)
-            if not isinstance(value, bool) and not (field == "master" and value is None):
-                raise ConfigError(field, f"{show(value)} is neither True nor False", "Give a bool")
-        for field, choices in (
-            ("kind", OBJECT_KINDS), ("runtime_field", _RUNTIME_FIELDS), ("image_pull_policy", _PULL_POLICIES)
-        ):  # fmt: skip
-            value = getattr(self, field)
-            if value and value not in choices:
-                remedy = f"{closest(value.removesuffix('Job'), choices)}Use one of: {', '.join(map(repr, choices))}"
-                raise ConfigError(field, f"it cannot be {show(value)}", f"{remedy}; or leave it out")
-        for field, least in (
-            ("servers", 0),
-            ("min_available", 1),
-            ("ttl_s", 0),
-            ("run_as_user", -1),
-            ("metrics_port", 1024),
-        ):
-            value = getattr(self, field)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (whole and least <= value <= _LARGEST.get(field, _LARGEST_ID)):
-                most = f" to {_LARGEST[field]}" if field in _LARGEST else " or more"
-                raise ConfigError(field, f"{show(value)} is not an int of {least}{most}", "Leave it out")
-        for field in ("priority_class", "service_account", "scheduler_name", "cluster_secret", "queue"):
-            if getattr(self, field):
-                _check_object_name(field, getattr(self, field))
-        for secret in self.image_pull_secrets:
-            _check_object_name("image_pull_secrets", secret)
-        if self.runtime:
-            _check_object_name("runtime", self.runtime.removeprefix("TrainingRuntime/"))
-        if self.namespace and not names.is_label(self.namespace):
-            remedy = "Write lower-case letters, digits and dashes, such as 'team-a'"
-            raise ConfigError("namespace", f"{show(self.namespace)} cannot be a namespace", remedy)
+        check_fields(self, _PLAIN)
         if self.runtime and self.kind not in ("", "train"):
             raise ConfigError("runtime", f"kind={self.kind!r} has no runtimes", "Leave it out, or give kind='train'")
         if self.servers and self.kind != "tf":
@@ -248,8 +242,6 @@ class ClusterOptions:
             raise ConfigError("metrics_port", f"{self.metrics_port} is a port of the job's own", remedy)
         if self.min_available is not None and not self.gang:
             raise ConfigError("min_available", "it means nothing without `gang`", "Set `gang`, or leave it out")
-        for field in ("pending_timeout_s", "input_wait_s", "collect_wait_s"):
-            _check_seconds(field, getattr(self, field))
 
 
 @_suggests
@@ -327,7 +319,7 @@ class Kubernetes(ClusterOptions):
                 if key.startswith(_OWN_DOMAINS):
                     remedy = "Use `queue`" if key.startswith("kueue") else "Use another key"
                     raise ConfigError(field, f"{key} is set by kale_dist", remedy)
-        _settle(
+        keep(
             self, **_container_settings(self), volumes=volumes.of_pods(self.volumes),
             store=names.check_store("store", self.store),
         )  # fmt: skip
@@ -366,33 +358,25 @@ def filled(place: T, configured: T) -> T:
 # -- one form --------------------------------------------------------------------------------------------------------
 
 
-def _settle(target: object, **values: Any) -> None:
-    for field, value in values.items():
-        object.__setattr__(target, field, value)
-
-
 def _container_settings(place: Docker | Kubernetes) -> dict[str, Any]:
     """What containers of either kind have, in one form."""
-    per_pod = place.processes_per_pod
-    if per_pod is not None and (isinstance(per_pod, bool) or not isinstance(per_pod, int) or per_pod < 1):
-        problem = f"{show(per_pod)} is not a whole number of 1 or more"
-        raise ConfigError("processes_per_pod", problem, "Give an int of 1 or more")
+    packages = place.packages
+    check_fields(place, {"processes_per_pod": whole(1).or_(None)})
     return {
-        "image": _image(place.image),
-        "packages": _packages(place.packages),
+        "image": image_of(place.image),
+        "packages": packages if packages is None or isinstance(packages, str) else texts("packages", packages, _LIST),
         "resources": resources(place.resources),
     }
 
 
-def _image(value: Any) -> str | Recipe | None:
+def image_of(value: Any) -> str | Recipe | None:
+    """An image's reference, or a recipe from one or from a dict of its arguments."""
     if value is None or isinstance(value, Recipe):
         return value
     if isinstance(value, Mapping):
-        known = [field.name for field in dataclasses.fields(Recipe)]
+        of_recipes = one_of([field.name for field in dataclasses.fields(Recipe)], "a recipe has no {}")
         for name in value:
-            if name not in known:
-                remedy = f"{closest(name, known)}Use: {', '.join(known)}"
-                raise ConfigError("image", f"a recipe has no {show(name)}", remedy)
+            of_recipes("image", name)
         return Recipe(**value)
     if isinstance(value, str):
         return names.check_image("image", value)
@@ -400,37 +384,10 @@ def _image(value: Any) -> str | Recipe | None:
     raise ConfigError("image", f"{show(value)} is neither text nor a Recipe", remedy)
 
 
-def _packages(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _pairs(field: str, given: Any) -> tuple[tuple[str, str], ...]:
     """Keys and values of labels, annotations or a node selector, from a dict or from pairs."""
-    remedy = "Write it as {'key': 'value'}"
-    if isinstance(given, Mapping):
-        given = tuple(given.items())
-    if not isinstance(given, list | tuple) or not all(isinstance(pair, list | tuple) for pair in given):
-        raise ConfigError(field, f"{show(given)} is not a dict", remedy)
-    for pair in given:
-        if len(pair) != 2:  # noqa: PLR2004 - a key and a value
-            raise ConfigError(field, f"{show(pair)} in it is not a key and a value", remedy)
-        key, value = pair
-        if not isinstance(key, str) or not names.is_qualified_name(key):
-            examples = "Write letters, digits, '-', '_' and '.', such as 'example.com/team'"
-            raise ConfigError(field, f"{show(key)} cannot be a key", examples)
-        if not isinstance(value, str):
-            raise ConfigError(field, f"{show(value)} of {key} is not text", f"Write {str(value)!r}")
-        if field != "annotations" and not names.is_label_value(value):
-            remedy = "Write at most 63 letters, digits, '-', '_' and '.'; anything else can be an annotation"
-            raise ConfigError(field, f"{show(value)} of {key} cannot be a label's value", remedy)
-    return tuple(sorted((key, value) for key, value in given))
-
-
-def _names(field: str, given: Any) -> tuple[str, ...]:
-    listed = (given,) if isinstance(given, str) else given
-    if not isinstance(listed, list | tuple):
-        raise ConfigError(field, f"{show(given)} is not a list", "Write it as ['secret']")
-    return tuple(listed)
+    of_labels = () if field == "annotations" else (names.LABEL_VALUE,)
+    return tuple(sorted(pairs(field, given, "{'key': 'value'}", names.KEY, *of_labels)))
 
 
 def _roles(given: Any) -> str:
@@ -441,9 +398,7 @@ def _roles(given: Any) -> str:
             if not given or all(isinstance(one, dict) for one in json.loads(given).values()):
                 return given
     if not isinstance(given, Mapping) or not all(isinstance(role, str) for role in given):
-        raise ConfigError(
-            "roles", f"{show(given)} is not a dict", "Write it as {'worker': {'cpu': 2, 'memory': '4Gi'}}"
-        )
+        raise ConfigError("roles", f"{show(given)} is not a dict", "Write it as {'worker': {'memory': '4Gi'}}")
     empty = dataclasses.asdict(Resources())
     checked = {}
     for role, value in given.items():
@@ -455,58 +410,36 @@ def _roles(given: Any) -> str:
     return json.dumps(named, sort_keys=True, separators=(",", ":")) if named else ""
 
 
-def _check_object_name(field: str, name: Any) -> None:
-    if not isinstance(name, str) or not names.is_object_name(name):
-        remedy = "Write lower-case letters, digits, dashes and dots, as `kubectl get` lists it"
-        raise ConfigError(field, f"{show(name)} cannot be a name in a cluster", remedy)
+def _secrets(given: Any) -> tuple[str, ...]:
+    listed = texts("image_pull_secrets", (given,) if isinstance(given, str) else given, "['secret']")
+    for secret in listed:
+        names.OBJECT_NAME("image_pull_secrets", secret)
+    return listed
 
 
 def _secret_environment(given: Any) -> tuple[tuple[str, str, str], ...]:
-    field, remedy = "secret_environment", "Write it as {'VARIABLE': 'secret/key'}"
-    if isinstance(given, Mapping):
-        for value in given.values():
-            if not isinstance(value, str) or value.count("/") != 1:
-                raise ConfigError(field, f"{show(value)} names no key of a Secret", "Write it as 'secret/key'")
-        given = [(variable, *value.split("/")) for variable, value in given.items()]
-    if not isinstance(given, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 3 for one in given):  # noqa: PLR2004 - variable, Secret, key
-        raise ConfigError(field, f"{show(given)} is not a dict", remedy)
-    for variable, secret, key in given:
-        if not isinstance(variable, str) or not names.is_variable(variable):
-            raise ConfigError(field, f"{variable!r} cannot be a variable's name", "Use letters, digits, _")
-        if not names.is_object_name(secret) or not names.is_data_key(key):
-            problem = f"{show(f'{secret}/{key}')} of {variable} names no key of a Secret"
-            raise ConfigError(field, problem, "Write it as 'secret/key'")
-    return tuple(sorted((variable, secret, key) for variable, secret, key in given))
+    """Variable, Secret and key, from a dict or from these."""
+    if isinstance(given, list | tuple):
+        given = [(one[0], "/".join(map(str, one[1:]))) if isinstance(one, list | tuple) else one for one in given]
+    example = "{'VARIABLE': 'secret/key'}"
+    named = pairs("secret_environment", given, example, names.VARIABLE, names.SECRET_KEY)
+    parts = ((variable, value.partition("/")) for variable, value in named)
+    return tuple(sorted((variable, secret, key) for variable, (secret, _, key) in parts))
 
 
-def _check_seconds(field: str, value: Any) -> None:
-    may_be_none = field == "pending_timeout_s"
-    if may_be_none and value is None:
-        return
-    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-    if not number or (may_be_none and value == 0):
-        remedy = "Give seconds, or None for no limit" if may_be_none else "Give 0 or more"
-        raise ConfigError(field, f"{show(value)} is not a number of seconds", remedy)
-
-
-def _json(field: str, given: Any) -> str:
-    """Dicts, lists, JSON or YAML text as JSON with sorted keys."""
-    if given is None:
+def _json(field: str, given: Any, *, is_list: bool = False) -> str:
+    """A dict, or a list of dicts, as JSON with sorted keys; from these, or from JSON or YAML text."""
+    if given is None or (isinstance(given, str) and not given):
         return ""
     if isinstance(given, str):
-        if not given:
-            return ""
         given = _parsed(field, given)
-    if field == "tolerations" and isinstance(given, Mapping):
+    if is_list and isinstance(given, Mapping):
         given = [given]
-    wanted, what = {
-        "tolerations": ((list, tuple), "list"), "affinity": ((Mapping,), "dict"), "patch": ((Mapping,), "dict")
-    }[field]  # fmt: skip
-    if not isinstance(given, wanted):
-        raise ConfigError(field, f"{show(given)} is not a {what}", "Write it as in a pod's YAML")
-    if field == "tolerations" and not all(isinstance(item, Mapping) for item in given):
+    if is_list and not (isinstance(given, list | tuple) and all(isinstance(item, Mapping) for item in given)):
         remedy = "Write it as [{'key': 'gpu', 'operator': 'Exists'}]"
         raise ConfigError(field, f"{show(given)} is not a list of dicts", remedy)
+    if not is_list and not isinstance(given, Mapping):
+        raise ConfigError(field, f"{show(given)} is not a dict", "Write it as in a pod's YAML")
     try:
         return json.dumps(given, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:

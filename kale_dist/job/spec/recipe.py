@@ -7,10 +7,10 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any
 
 from kale_dist.errors import ConfigError
-from kale_dist.wire import with_tuples
+from kale_dist.job.spec.checks import FLAG, TEXT, check_fields, keep, pairs, texts
 from kale_dist.wording import show
 
 TAG_PREFIX = "kd-"
@@ -20,9 +20,6 @@ _FORMAT = 3
 """Part of every digest: raised where the same recipe would make another image."""
 
 _TAG_DIGITS = 20
-_EXAMPLES = {
-    "packages": "['einops==0.8']", "apt": "['libsndfile1']", "index_urls": "['https://pypi.example.com/simple']"
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,19 +81,19 @@ class Recipe:
         allow_torch_change: bool = False,
         rebuild: bool = False,
     ) -> None:
-        values = {
-            "base": _text("base", base),
-            "platform": _text("platform", platform),
-            "packages": _texts("packages", packages),
-            "apt": _texts("apt", apt),
-            "files": _files(files),
-            "environment": _pairs(environment),
-            "index_urls": _texts("index_urls", index_urls),
-            "allow_torch_change": _flag("allow_torch_change", allow_torch_change),
-            "rebuild": _flag("rebuild", rebuild),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        keep(
+            self,
+            base=base,
+            platform=platform,
+            packages=texts("packages", packages, "['einops==0.8']"),
+            apt=texts("apt", apt, "['libsndfile1']"),
+            files=_files(files),
+            environment=pairs("environment", environment, "{'NAME': 'value'}"),
+            index_urls=texts("index_urls", index_urls, "['https://pypi.example.com/simple']"),
+            allow_torch_change=allow_torch_change,
+            rebuild=rebuild,
+        )
+        check_fields(self, {"base": TEXT, "platform": TEXT, "allow_torch_change": FLAG, "rebuild": FLAG})
 
     @property
     def adds_something(self) -> bool:
@@ -115,7 +112,7 @@ class Recipe:
         Returns:
             Lower-case hex of SHA-256.
         """
-        made_of = self.to_json()
+        made_of = dataclasses.asdict(self)
         del made_of["rebuild"]
         made_of |= {"format": _FORMAT, "base": base_digest, "python": python}
         made_of["files"] = [[file.path, file.digest, file.executable] for file in self.files]
@@ -125,39 +122,6 @@ class Recipe:
     def tag(self, base_digest: str, python: str) -> str:
         """What its image is called in the registry: `kd-` and the first 20 digits of the digest."""
         return TAG_PREFIX + self.digest(base_digest, python)[:_TAG_DIGITS]
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain object."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`."""
-        return cls(**{**with_tuples(data), "files": tuple(ImageFile(**file) for file in data["files"])})
-
-
-def _text(argument: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(argument, f"{show(value)} is not text", f"Write {str(value)!r}, if that is meant")
-    return value
-
-
-def _flag(argument: str, value: Any) -> bool:
-    # The text 'no' would count as true.
-    if not isinstance(value, bool):
-        raise ConfigError(argument, f"{show(value)} is neither True nor False", "Give a bool")
-    return value
-
-
-def _texts(argument: str, value: Any) -> tuple[str, ...]:
-    remedy = f"Write it as {_EXAMPLES[argument]}"
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise ConfigError(argument, f"{show(value)} is not a list", remedy)
-    listed = tuple(value)
-    for item in listed:
-        if not isinstance(item, str):
-            raise ConfigError(argument, f"{show(item)} in it is not text", remedy)
-    return listed
 
 
 def _files(value: Any) -> tuple[ImageFile, ...]:
@@ -173,17 +137,3 @@ def _files(value: Any) -> tuple[ImageFile, ...]:
     if not all(isinstance(item, ImageFile) for item in listed):
         raise ConfigError("files", f"{show(value)} is not a dict", "Write it as {'/opt/x.txt': 'x.txt'}")
     return listed
-
-
-def _pairs(value: Any) -> tuple[tuple[str, str], ...]:
-    remedy = "Write it as {'NAME': 'value'}"
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise ConfigError("environment", f"{show(value)} is not a dict", remedy)
-    pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2:  # noqa: PLR2004 - a name and a value
-            raise ConfigError("environment", f"{show(pair)} in it is not a name and a value", remedy)
-        for part in pair:
-            if not isinstance(part, str):
-                raise ConfigError("environment", f"{show(part)} in it is not text", f"Write {str(part)!r}")
-    return pairs

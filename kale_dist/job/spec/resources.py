@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec import names, quantities
-from kale_dist.wording import closest, show
+from kale_dist.job.spec.checks import Check, check_fields, keep, number, text, whole
+from kale_dist.wording import show
 
 DEFAULT_CPU = 1.0
 """Cores that a rank asks for on a cluster if its call says nothing."""
@@ -19,6 +19,23 @@ DEFAULT_MEMORY_GIB = 2.0
 """Memory that a rank asks for on a cluster if its call says nothing."""
 
 _GPU = "nvidia.com/gpu"
+_CORES = number("a number above 0", "Give a number of cores").or_(None)
+GIB = number("a number above 0", "Give a number of GiB, which are 1024 MiB").or_(None)
+_PLAIN = {
+    "cpu": _CORES, "cpu_limit": _CORES, "memory_gib": GIB, "shm_gib": GIB, "gpus": whole(0, remedy="GPUs are whole").or_(None)
+}  # fmt: skip
+_KNOWN = ("cpu", "cpu_limit", "memory", "memory_gib", "gpus", "gpu_resource", "shm", "shm_gib", "extended")
+_NAME = text(
+    lambda name: "/" in name and names.is_qualified_name(name),
+    "there is no resource {}",
+    f"Use {', '.join(_KNOWN)}, or a name of the cluster such as 'rdma/hca'",
+    _KNOWN,
+)
+_AMOUNT = Check(
+    lambda amount: not isinstance(amount, bool) and str(amount).isascii() and str(amount).isdecimal(),
+    "{} is not a whole number",
+    "Write it as 1: such resources are whole",
+)
 _MOST_GIB = 32 << 10
 """No machine has more memory: who asks for more meant another unit."""
 
@@ -71,17 +88,16 @@ class Resources:
     ) -> None:
         if gpu_resource in others:
             gpus = _once("gpus", gpus, others.pop(gpu_resource))
-        values = {
-            "cpu": _cores("cpu", cpu),
-            "cpu_limit": _cores("cpu_limit", cpu_limit),
-            "memory_gib": memory_gib if memory is None else _once("memory_gib", memory_gib, _gib("memory", memory)),
-            "gpus": gpus,
-            "gpu_resource": gpu_resource,
-            "shm_gib": shm_gib if shm is None else _once("shm_gib", shm_gib, _gib("shm", shm)),
-            "extended": _extended({**_pairs(extended), **others}),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        keep(
+            self,
+            cpu=_cores("cpu", cpu),
+            cpu_limit=_cores("cpu_limit", cpu_limit),
+            memory_gib=memory_gib if memory is None else _once("memory_gib", memory_gib, _gib("memory", memory)),
+            gpus=gpus,
+            gpu_resource=gpu_resource,
+            shm_gib=shm_gib if shm is None else _once("shm_gib", shm_gib, _gib("shm", shm)),
+            extended=_extended({**_pairs(extended), **others}),
+        )
         self._check()
 
     def of_container(self, ranks: int = 1) -> dict[str, dict[str, str]]:
@@ -97,15 +113,7 @@ class Resources:
         return {key: amounts for key, amounts in asked.items() if amounts}
 
     def _check(self) -> None:
-        for field in ("cpu", "cpu_limit", "memory_gib", "shm_gib"):
-            value = getattr(self, field)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
-            ):
-                unit = "GiB, which are 1024 MiB" if field.endswith("gib") else "cores"
-                raise ConfigError(
-                    f"resources.{field}", f"{value!r} is not a number above 0", f"Give a number of {unit}"
-                )
+        check_fields(self, _PLAIN, "resources.")
         if self.cpu_limit is not None and self.cpu_limit < (self.cpu or 0):
             problem = f"{self.cpu_limit:g} is less than the {self.cpu:g} cores of `cpu`"
             raise ConfigError("resources.cpu_limit", problem, "Raise it, or lower `cpu`")
@@ -114,10 +122,7 @@ class Resources:
                 f"{self.shm_gib:g} GiB of /dev/shm are more than the {self.memory_gib:g} GiB of memory they are in"
             )
             raise ConfigError("resources.shm_gib", problem, "Raise `memory`")
-        if self.gpus is not None and (isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 0):
-            raise ConfigError("resources.gpus", f"{self.gpus!r} is not an int of 0 or more", "GPUs are whole")
-        if not _is_resource(self.gpu_resource):
-            raise _no_resource(self.gpu_resource)
+        _NAME("resources", self.gpu_resource)
 
 
 def resources(value: Any) -> Resources:
@@ -133,21 +138,9 @@ def resources(value: Any) -> Resources:
     if not isinstance(value, Mapping):
         raise ConfigError("resources", f"{show(value)} is not a dict", "Write it as {'cpu': 2, 'memory': '4Gi'}")
     for name in value:
-        if not isinstance(name, str):
-            raise _no_resource(name)
+        if name not in _KNOWN:
+            _NAME("resources", name)
     return Resources(**value)
-
-
-_KNOWN = ("cpu", "cpu_limit", "memory", "memory_gib", "gpus", "gpu_resource", "shm", "shm_gib", "extended")
-
-
-def _no_resource(name: Any) -> ConfigError:
-    remedy = f"{closest(name, _KNOWN)}Use {', '.join(_KNOWN)}, or a name of the cluster such as 'rdma/hca'"
-    return ConfigError("resources", f"there is no resource {show(name)}", remedy)
-
-
-def _is_resource(name: Any) -> bool:
-    return isinstance(name, str) and "/" in name and names.is_qualified_name(name)
 
 
 def _pairs(extended: Any) -> dict[str, Any]:
@@ -160,12 +153,8 @@ def _pairs(extended: Any) -> dict[str, Any]:
 
 def _extended(given: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     for name, amount in given.items():
-        if not _is_resource(name):
-            raise _no_resource(name)
-        text = amount if isinstance(amount, str) else "" if isinstance(amount, bool) else str(amount)
-        if not text.isascii() or not text.isdecimal():
-            problem = f"{show(amount)} of {name} is not a whole number"
-            raise ConfigError("resources", problem, "Write it as 1: such resources are whole")
+        _NAME("resources", name)
+        _AMOUNT("resources", amount, of=name)
     return tuple(sorted((name, str(amount)) for name, amount in given.items()))
 
 
@@ -175,13 +164,17 @@ def _once(field: str, first: Any, second: Any) -> Any:
     return second
 
 
+def _read(read: Callable[[str], float], field: str, value: str) -> float:
+    try:
+        return read(value)
+    except ValueError as error:
+        raise ConfigError(f"resources.{field}", f"{show(value)} is not a quantity", str(error)) from None
+
+
 def _cores(field: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    try:
-        return quantities.cores(value)
-    except ValueError as error:
-        raise ConfigError(f"resources.{field}", f"{show(value)} is not a quantity", str(error)) from None
+    return _read(quantities.cores, field, value)
 
 
 def _gib(field: str, value: Any) -> float:
@@ -189,10 +182,7 @@ def _gib(field: str, value: Any) -> float:
     if not isinstance(value, str) or value.strip().isdecimal():
         remedy = f"Write it with its unit, such as '2Gi', or as {field}_gib=2"
         raise ConfigError(f"resources.{field}", f"the unit of {show(value)} is not said", remedy)
-    try:
-        gib = quantities.memory_gib(value)
-    except ValueError as error:
-        raise ConfigError(f"resources.{field}", f"{show(value)} is not a quantity", str(error)) from None
+    gib = _read(quantities.memory_gib, field, value)
     if gib > _MOST_GIB:
         meant = re.sub(r"[TPE]", "G", value)
         raise ConfigError(f"resources.{field}", f"no machine has {value} of memory", f"Did you mean {meant!r}?")

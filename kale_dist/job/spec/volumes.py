@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
+import functools
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,10 @@ from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec import names
-from kale_dist.wording import closest, shorten, show
+from kale_dist.job.spec.checks import keep, number, one_of, text
+from kale_dist.wording import shorten, show
 
+_wrong = functools.partial(ConfigError, "volumes")
 _READ_ONLY = ":ro"
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/usr", "/etc", "/var", "/run", "/opt", "/root")
 """Folders without which nothing in an image works. A folder within them that is none of the following may be mounted."""
@@ -60,6 +62,12 @@ _SCHEMES = {
     "secret": VolumeKind.SECRET,
     "emptydir": VolumeKind.EMPTY_DIR,
 }
+_PATH = text(lambda path: "\0" not in path, "{} is not text", "Write it as {'/data': 'claim'}")
+_KIND = one_of(VolumeKind, "there is no kind {} of volume")
+_SCHEME = one_of(
+    _SCHEMES, "there is no kind {} of volume", f"Use one of: {', '.join(f'{scheme}://' for scheme in _SCHEMES)}"
+)
+_SIZE = number("a number above 0", "Give a number of GiB, which are 1024 MiB").or_(None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,38 +91,27 @@ class Volume:
     """Whether an empty folder is kept in memory."""
 
     def __post_init__(self) -> None:
-        for text in (self.mount_path, self.source, self.sub_path):
-            if not isinstance(text, str) or "\0" in text:
-                raise ConfigError("volumes", f"{show(text)} is not text", "Write it as {'/data': 'claim'}")
+        for path in (self.mount_path, self.source, self.sub_path):
+            _PATH("volumes", path)
         if self.kind is not None:
-            try:
-                object.__setattr__(self, "kind", VolumeKind(self.kind))
-            except ValueError:
-                remedy = f"{closest(self.kind, VolumeKind)}Use one of: {', '.join(VolumeKind)}"
-                raise ConfigError("volumes", f"there is no kind {show(self.kind)} of volume", remedy) from None
+            _KIND("volumes", self.kind)
+            keep(self, kind=VolumeKind(self.kind))
         if not self.mount_path.startswith("/"):
-            raise ConfigError("volumes", f"{shorten(self.mount_path)} is not an absolute path", "Write it as '/data'")
+            raise _wrong(f"{shorten(self.mount_path)} is not an absolute path", "Write it as '/data'")
         if ".." in pathlib.PurePosixPath(self.mount_path).parts:
-            raise ConfigError("volumes", f"{self.mount_path!r} goes up with '..'", "Write the path that it leads to")
+            raise _wrong(f"{self.mount_path!r} goes up with '..'", "Write the path that it leads to")
         if not self.source and self.kind is not VolumeKind.EMPTY_DIR:
-            raise ConfigError(
-                "volumes", f"the source of {shorten(self.mount_path)} is empty", "Name a folder or a claim"
-            )
+            raise _wrong(f"the source of {shorten(self.mount_path)} is empty", "Name a folder or a claim")
         if self.source and self.kind is VolumeKind.EMPTY_DIR:
             problem = f"the volume at {self.mount_path!r} is an empty folder and has a source, {self.source!r}"
-            raise ConfigError("volumes", problem, "Leave the source out, or give another kind")
+            raise _wrong(problem, "Leave the source out, or give another kind")
         if self.sub_path.startswith("/") or ".." in pathlib.PurePosixPath(self.sub_path).parts:
             problem = f"{self.sub_path!r} does not lie within the volume at {self.mount_path!r}"
-            raise ConfigError("volumes", problem, "Write it as 'folder/in/it'")
+            raise _wrong(problem, "Write it as 'folder/in/it'")
         if self.kind is not VolumeKind.EMPTY_DIR and (self.in_memory or self.size_gib is not None):
             problem = f"the volume at {self.mount_path!r} has a size or lies in memory, as only an empty folder can"
-            raise ConfigError("volumes", problem, "Leave `size_gib` and `in_memory` out")
-        size = self.size_gib
-        if size is not None and (
-            isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < math.inf
-        ):
-            problem = f"{size!r} is not a number above 0"
-            raise ConfigError("volumes.size_gib", problem, "Give a number of GiB, which are 1024 MiB")
+            raise _wrong(problem, "Leave `size_gib` and `in_memory` out")
+        _SIZE("volumes.size_gib", self.size_gib)
 
 
 def of_pods(value: Any) -> tuple[Volume, ...]:
@@ -143,7 +140,7 @@ def _listed(value: Any) -> list[Volume]:
         return [_written(mount, source) for mount, source in value.items()]
     if isinstance(value, Sequence) and all(isinstance(item, Volume | Mapping) for item in value):
         return [item if isinstance(item, Volume) else _of_fields(item) for item in value]
-    raise ConfigError("volumes", f"{show(value)} is not a dict", "Write it as {'/data': 'claim'}")
+    raise _wrong(f"{show(value)} is not a dict", "Write it as {'/data': 'claim'}")
 
 
 def _written(mount: Any, source: Any) -> Volume:
@@ -156,11 +153,9 @@ def _written(mount: Any, source: Any) -> Volume:
 
 
 def _of_fields(fields: Mapping[str, Any]) -> Volume:
-    known = [field.name for field in dataclasses.fields(Volume)]
+    known = one_of([field.name for field in dataclasses.fields(Volume)], "a volume has no {}")
     for name in fields:
-        if name not in known:
-            remedy = f"{closest(name, known)}Use: {', '.join(known)}"
-            raise ConfigError("volumes", f"a volume has no {show(name)}", remedy)
+        known("volumes", name)
     return Volume(**fields)
 
 
@@ -168,8 +163,7 @@ def _one_each(volumes: list[Volume]) -> tuple[Volume, ...]:
     mounts = [volume.mount_path for volume in volumes]
     for mount in mounts:
         if mounts.count(mount) > 1:
-            problem = f"two volumes are mounted at {mount!r}"
-            raise ConfigError("volumes", problem, "Give each a path of its own")
+            raise _wrong(f"two volumes are mounted at {mount!r}", "Give each a path of its own")
     return tuple(volumes)
 
 
@@ -177,27 +171,24 @@ def _of_container(volume: Volume) -> Volume:
     kind, source, read_only = volume.kind, volume.source, volume.read_only
     if kind is None:
         if "://" in source:
-            problem = f"{source!r} is a volume of a cluster, and a Docker engine has none of those"
-            raise ConfigError("volumes", problem, _DOCKER_REMEDY)
+            raise _wrong(f"{source!r} is a volume of a cluster, and a Docker engine has none of those", _DOCKER_REMEDY)
         read_only = read_only or source.endswith(_READ_ONLY)
         source = source.removesuffix(_READ_ONLY)
         kind = VolumeKind.FOLDER if source.startswith(("/", ".", "~")) else VolumeKind.CLAIM
     if kind not in (VolumeKind.FOLDER, VolumeKind.CLAIM):
-        problem = f"a Docker engine has no volume of kind {kind.value!r} ({volume.mount_path!r})"
-        raise ConfigError("volumes", problem, _DOCKER_REMEDY)
+        raise _wrong(f"a Docker engine has no volume of kind {kind.value!r} ({volume.mount_path!r})", _DOCKER_REMEDY)
     mount = _mountable(volume.mount_path)
     if kind is VolumeKind.FOLDER:
         try:
             source = str(pathlib.Path(source).expanduser().resolve())
         except (OSError, RuntimeError) as error:
-            raise ConfigError("volumes", f"{source!r}: {error}", "Write the whole path") from None
+            raise _wrong(f"{source!r}: {error}", "Write the whole path") from None
     elif not _VOLUME_NAME.fullmatch(source):
         problem = f"{show(source)} cannot be the name of a volume"
-        remedy = f"A folder is written as {'./' + source!r}; names have letters, digits, '_', '.' and '-'"
-        raise ConfigError("volumes", problem, remedy)
+        raise _wrong(problem, f"A folder is written as {'./' + source!r}; names have letters, digits, '_', '.' and '-'")
     elif volume.sub_path:
         problem = f"a part of a named volume cannot be mounted: {volume.sub_path!r} in {source!r}"
-        raise ConfigError("volumes", problem, "Mount the whole volume")
+        raise _wrong(problem, "Mount the whole volume")
     return dataclasses.replace(volume, mount_path=mount, kind=kind, source=source, read_only=read_only)
 
 
@@ -207,17 +198,14 @@ def _of_pod(volume: Volume) -> Volume:
         volume = _parsed(volume)
     mount = _mountable(volume.mount_path)
     if volume.kind is VolumeKind.FOLDER:
-        problem = f"{volume.source!r} is a folder of this machine"
-        raise ConfigError("volumes", problem, "Name a claim that holds the data")
+        raise _wrong(f"{volume.source!r} is a folder of this machine", "Name a claim that holds the data")
     if volume.kind is VolumeKind.HOST_PATH:
         if not volume.source.startswith("/") or ".." in pathlib.PurePosixPath(volume.source).parts:
-            problem = f"{volume.source!r} is not an absolute path of a node"
-            raise ConfigError("volumes", problem, "Write it as 'hostpath:///mnt/data'")
+            raise _wrong(f"{volume.source!r} is not an absolute path of a node", "Write it as 'hostpath:///mnt/data'")
     elif volume.kind is not VolumeKind.EMPTY_DIR and not names.is_object_name(volume.source):
         what = "volume" if volume.kind is None else volume.kind.value.replace("_", " ")
         problem = f"{show(volume.source)} cannot be the name of a {what}"
-        remedy = "Write lower-case letters, digits, dashes and dots, as `kubectl get` lists it"
-        raise ConfigError("volumes", problem, remedy)
+        raise _wrong(problem, "Write lower-case letters, digits, dashes and dots, as `kubectl get` lists it")
     return dataclasses.replace(volume, mount_path=mount)
 
 
@@ -229,15 +217,11 @@ def _parsed(volume: Volume) -> Volume:
         scheme, rest = "pvc", text
         if text.startswith(("/", ".", "~")):
             problem = f"{volume.source!r} is a folder of this machine, and pods do not see it"
-            remedy = "Name a claim that holds the data, or a node's folder: 'hostpath:///...'"
-            raise ConfigError("volumes", problem, remedy)
+            raise _wrong(problem, "Name a claim that holds the data, or a node's folder: 'hostpath:///...'")
         if "/" in text:
-            problem = f"{volume.source!r} cannot be a claim"
-            raise ConfigError("volumes", problem, f"A folder in a claim is 'pvc://{text}'")
-    kind = _SCHEMES.get(scheme)
-    if kind is None:
-        remedy = f"{closest(scheme, _SCHEMES)}Use: {', '.join(f'{name}://' for name in _SCHEMES)}"
-        raise ConfigError("volumes", f"there is no kind {scheme!r} of volume", remedy)
+            raise _wrong(f"{volume.source!r} cannot be a claim", f"A folder in a claim is 'pvc://{text}'")
+    _SCHEME("volumes", scheme)
+    kind = _SCHEMES[scheme]
     name, _, sub_path = (rest, "", "") if kind is VolumeKind.HOST_PATH else rest.partition("/")
     return dataclasses.replace(
         volume,
@@ -252,11 +236,10 @@ def _mountable(path: str) -> str:
     """A path in a pod in one form; refuses one that would leave it without Python."""
     mount = re.sub("/+", "/", str(pathlib.PurePosixPath(path)))
     if ":" in mount or not mount.isprintable():
-        raise ConfigError("volumes", f"{show(mount)} cannot be a path in a pod", "Leave out ':' and control characters")
+        raise _wrong(f"{show(mount)} cannot be a path in a pod", "Leave out ':' and control characters")
     hidden = hidden_by(mount)
     if hidden:
-        problem = f"a volume at {mount!r} would hide {hidden}"
-        raise ConfigError("volumes", problem, "Mount it elsewhere, such as at '/data'")
+        raise _wrong(f"a volume at {mount!r} would hide {hidden}", "Mount it elsewhere, such as at '/data'")
     return mount
 
 

@@ -109,7 +109,7 @@ class DockerPlace(Place):
         files: dict[str, bytes | pathlib.Path] = {
             InputFiles.RUNTIME: payload.runtime_zip(),
             InputFiles.KEY: key,
-            InputFiles.ORDER: encode_json(order.to_json()),
+            InputFiles.ORDER: encode_json(order),
         }
         if order.source is Source.INPUT:
             files[InputFiles.SNAPSHOT] = pack_blobs(FolderStore(records.blobs_dir()), spec.blobs)

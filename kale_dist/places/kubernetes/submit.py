@@ -105,7 +105,7 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
 def render(spec: JobSpec) -> str:
     """The object and its Secret as YAML. What the Secret holds in bytes is left out, and named in a comment."""
     source, settings, kind = _source(spec), RunSettings(), kind_of(spec)
-    order = json.dumps(_order(spec, source).to_json(), indent=2).encode()
+    order = json.dumps(dataclasses.asdict(_order(spec, source)), indent=2).encode()
     secret = manifests.input_secret(spec, settings, {}, {InputFiles.ORDER: order})
     files = [InputFiles.RUNTIME, InputFiles.KEY, *([InputFiles.SNAPSHOT] if source is Source.INPUT else [])]
     recipe = f"# {for_job.describe(spec.recipe, spec.image)}.\n" if spec.recipe is not None else ""
@@ -321,5 +321,5 @@ def _input(
             )
     flags = process_state.read_flags(cuda=spec.cuda)
     order = _order(spec, source, run=run, torch_flags=flags, note=note, used_restarts=used_restarts)
-    data[InputFiles.ORDER] = encode_json(order.to_json())
+    data[InputFiles.ORDER] = encode_json(order)
     return data

@@ -176,7 +176,7 @@ class Agent:
                 self._news.set()
 
     def _take(self, peer: asyncio.StreamWriter, data: dict[str, Any]) -> None:
-        order = Order.from_json(data)
+        order = wire.decode(Order, data)
         name = order.job
         _send(peer, {"op": Op.TAKEN, "job": name})
         if name in self._jobs:

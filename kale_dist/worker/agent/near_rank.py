@@ -170,7 +170,7 @@ class NearRank:
         """
         self._listener = listener
         self._is_limited = is_limited
-        self._assignment = (wire.encode_json(assignment.to_json()), port)
+        self._assignment = (wire.encode_json(assignment), port)
         if self.pid:
             # Not at once: the caller is still starting others.
             self._loop.call_soon(self._begin)

@@ -49,7 +49,7 @@ async def wait_for_input(place: PodPlace, told_to_end: asyncio.Event) -> tuple[O
         described = json.loads(order_file.read_bytes())
         if described.get("version") != wire.VERSION:
             raise Problem(f"the notebook speaks contract version {described.get('version')}, this pod {wire.VERSION}")
-        order, key = Order.from_json(described), key_file.read_bytes()
+        order, key = wire.decode(Order, described), key_file.read_bytes()
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise Problem(f"the agent of pod {place.pod} cannot begin: {type(error).__name__}: {error}") from error
     if place.pod >= order.agents:

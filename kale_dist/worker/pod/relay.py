@@ -150,7 +150,7 @@ class Relay:
         elif op == Op.ROOM:
             head.may_send = bool(message["is_there"])
         elif op == Op.SPAWN:
-            self._spawn(head, Attempt.from_json(message["attempt"]))
+            self._spawn(head, wire.decode(Attempt, message["attempt"]))
         elif op == Op.RUN:
             refuse = functools.partial(_refuse, head)
             mpi.run_daemon(str(message["command"]), self._pod.place.work, int(message["attempt"]), refuse)

@@ -181,7 +181,7 @@ class _Control:
             data = data + more if more else b""
         if not data:
             return None
-        return Assignment.from_json(json.loads(data)), (descriptors[0] if descriptors else None)
+        return wire.decode(Assignment, json.loads(data)), (descriptors[0] if descriptors else None)
 
     def say(self, message: dict[str, Any]) -> None:
         """Tell the agent. Without an agent this process is about to be killed."""

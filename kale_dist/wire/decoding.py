@@ -1,0 +1,44 @@
+"""From what `json.loads` gives back to the frozen dataclasses that `dataclasses.asdict` made it of."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import pathlib
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def decode(kind: type[T], data: Mapping[str, Any]) -> T:
+    """A dataclass from its fields by name: with tuples for lists, and classes and enums as its annotations say.
+
+    Raises:
+        TypeError, ValueError: These are not its fields.
+    """
+    hints = _hints(kind)
+    return kind(**{name: _value(hints.get(name), one) for name, one in data.items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_value(hint, one) for one in value)
+    made = _class_in(hint)
+    if isinstance(made, type) and dataclasses.is_dataclass(made) and isinstance(value, Mapping):
+        return decode(made, value)
+    return made(value) if made is not None and isinstance(value, str) else value
+
+
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+
+
+@functools.cache
+def _class_in(hint: Any) -> Any:
+    """The class that a field's texts or objects become, also where the field has several of them or none."""
+    if isinstance(hint, type):
+        is_made = dataclasses.is_dataclass(hint) or issubclass(hint, enum.Enum | pathlib.PurePath)
+        return hint if is_made else None
+    return next(filter(None, map(_class_in, typing.get_args(hint))), None)
