@@ -79,7 +79,7 @@ def test_without_the_key_there_is_a_log_and_no_result(kernel):
     job = kd.attach("keyless")
     assert job.status.state.value == "succeeded"
     assert any(line.text == "first 0" for line in job.logs())
-    with pytest.raises(ResultUnavailableError, match="key of local://keyless"):
+    with pytest.raises(ResultUnavailableError, match="local://keyless cannot be verified"):
         job.result()
     job.delete()
 
