@@ -95,7 +95,7 @@ def __getattr__(name: str) -> Any:
 
 def load_ipython_extension(shell: Any) -> None:
     """What `%load_ext kale_dist` calls."""
-    importlib.import_module(f"{__name__}.magics").load(shell)
+    importlib.import_module(f"{__name__}.cli.magics").load(shell)
 
 
 def __dir__() -> list[str]:

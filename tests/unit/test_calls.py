@@ -230,7 +230,7 @@ def test_without_the_key_a_training_can_be_waited_for_but_gives_no_model():
     assert job.wait().state.value == "succeeded"
     assert job.metrics
     for ask in (lambda: job.model, job.state_dict, job.result):
-        with pytest.raises(ResultUnavailableError, match="key of local://keyless"):
+        with pytest.raises(ResultUnavailableError, match="local://keyless cannot be verified"):
             ask()
 
 
