@@ -83,6 +83,11 @@ def lines(view):
     return view.locator(".kd-line")
 
 
+def assert_in_time(box, condition):
+    """The page scrolls in its next frame."""
+    box.page.wait_for_function(condition, arg=box.element_handle())
+
+
 def test_it_shows_state_curves_ranks_and_log(ended):
     expect(ended).to_have_attribute("aria-label", "Job ended, succeeded")
     expect(ended.get_by_role("img", name=re.compile("^loss: "))).to_be_visible()
@@ -123,20 +128,20 @@ def test_what_is_shown_is_copied_and_all_is_downloaded(notebook, ended):
 def test_it_follows_the_log_until_the_reader_scrolls_back(notebook, ended):
     box, follow = ended.get_by_role("log"), ended.get_by_role("button", name="Follow")
     at_end = "box => box.scrollTop + box.clientHeight >= box.scrollHeight - 2"
-    assert box.evaluate(at_end)
+    assert_in_time(box, at_end)
     box.hover()
     notebook.page.mouse.wheel(0, -200)
     expect(follow).to_have_attribute("aria-pressed", "false")
     assert not box.evaluate(at_end)
     follow.click()
     expect(follow).to_have_attribute("aria-pressed", "true")
-    assert box.evaluate(at_end)
+    assert_in_time(box, at_end)
     box.focus()
     notebook.page.keyboard.press("Home")
     expect(ended.get_by_text("[0] step 0 of rank 0")).to_be_in_viewport()
     expect(follow).to_have_attribute("aria-pressed", "false")
     follow.press("Enter")
-    assert box.evaluate(at_end)
+    assert_in_time(box, at_end)
     # Pressing into it, as to select text or to draw the scrollbar, holds it too.
     box.click()
     expect(follow).to_have_attribute("aria-pressed", "false")
@@ -250,10 +255,12 @@ def test_it_is_accessible_and_fits_in_every_theme_and_width(notebook, ended, the
 
 def test_a_page_that_nobody_sees_is_sent_nothing(notebook):
     page, sent = notebook.page, []
-    view = notebook.show("job = kd.launch(work, 3000, 0.05, number_of_processes=2, name='unseen')\njob")
+    view = notebook.show("job = kd.launch(work, 3000, 0.1, number_of_processes=2, name='unseen')\njob")
     expect(lines(view).first).to_be_visible()
     client = page.context.new_cdp_session(page)
     client.send("Network.enable")
+    # Until three seconds after it has loaded the widget the page reports that it has, and the kernel answers.
+    page.wait_for_timeout(3500)
     client.on("Network.webSocketFrameReceived", lambda event: sent.append(event["response"]["payloadData"]))
     page.evaluate(
         """() => {
@@ -271,7 +278,7 @@ def test_a_page_that_nobody_sees_is_sent_nothing(notebook):
     assert sent == []
     before = lines(view).count()
     page.evaluate("() => { delete document.visibilityState; document.dispatchEvent(new Event('visibilitychange')); }")
-    expect(lines(view).nth(before + 60)).to_be_attached()
+    expect(lines(view).nth(before + 30)).to_be_attached()
     shown = [text for text in lines(view).all_text_contents() if text.startswith("[0]")]
     assert shown == [f"[0] step {number} of rank 0" for number in range(len(shown))]
     notebook.value("job.delete()")
