@@ -23,6 +23,14 @@ def decode(kind: type[T], data: Mapping[str, Any]) -> T:
     return kind(**{name: _value(hints.get(name), one) for name, one in data.items()})
 
 
+def learn(kind: type[Any]) -> None:
+    """Resolve the annotations of a dataclass and of those in it, which the first `decode` would do."""
+    for hint in _hints(kind).values():
+        made = _class_in(hint)
+        if isinstance(made, type) and dataclasses.is_dataclass(made):
+            learn(made)
+
+
 def _value(hint: Any, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_value(hint, one) for one in value)
