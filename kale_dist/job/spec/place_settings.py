@@ -28,7 +28,7 @@ OBJECT_KINDS = ("pytorch", "train", "job", "mpi", "tf")
 """What a job on a cluster can be; `manifests.KINDS` has each of them."""
 
 _OWN_PORTS = range(23456, 23459)
-"""Those of a job's pods, from `manifests.settings.PORT` on."""
+"""Ports that the agents of a job's pods use, from `manifests.settings.PORT` on."""
 _OWN_DOMAINS = ("app.kubernetes.io/", "kale-dist.dev/", "training.kubeflow.org/", "kueue.x-k8s.io/queue-name")
 PENDING_TIMEOUT_S = 86_400.0
 """A day: what `pending_timeout_s` is unless it is given."""
@@ -161,16 +161,16 @@ class ClusterOptions:
     Kubeflow Trainer v2), `"job"` (a batch Job, which needs no operator), `"mpi"` (MPIJob of the MPI Operator) or `"tf"` (TFJob of
     the Training Operator, for `launch`). Empty: the first of the first three that the cluster serves."""
     runtime: str = ""
-    """Of a TrainJob: name of a ClusterTrainingRuntime, or `TrainingRuntime/name` for one of the namespace. Empty:
+    """The runtime of a TrainJob: name of a ClusterTrainingRuntime, or `TrainingRuntime/name` for one of the namespace. Empty:
     `torch-distributed`."""
     runtime_field: str = ""
-    """Of a TrainJob: `runtimePatches`, or `podTemplateOverrides` before Trainer 2.2. Empty: what the cluster serves."""
+    """The field of a TrainJob that changes its pods: `runtimePatches`, or `podTemplateOverrides` before Trainer 2.2. Empty: what the cluster serves."""
     servers: int = 0
     """Parameter servers of a TFJob, beside the processes of the call."""
     namespace: str = ""
     """Empty: the configured one, that of the kubeconfig's context, or the notebook's own pod's."""
     context: str = ""
-    """Of the kubeconfig; empty for its current one."""
+    """Context of the kubeconfig; empty for its current one."""
     cluster_secret: str = ""
     """Name of a Secret in your own namespace that holds the kubeconfig of another cluster, where the job then runs."""
     roles: str = ""
@@ -179,7 +179,7 @@ class ClusterOptions:
     master: bool | None = None
     """One master and workers, or workers only. None: with a master, unless the namespace forbids what it needs."""
     labels: tuple[tuple[str, str], ...] = ()
-    """Of the job and its pods: `{"team": "vision"}`. So are annotations and the node selector written."""
+    """Labels of the job and its pods: `{"team": "vision"}`. Annotations and the node selector are written in the same way."""
     annotations: tuple[tuple[str, str], ...] = ()
     node_selector: tuple[tuple[str, str], ...] = ()
     tolerations: str = ""
@@ -334,7 +334,7 @@ Place = Local | Docker | Kubernetes
 """What `on=` takes beside the words for them."""
 
 KINDS: Mapping[str, type[Place]] = {"local": Local, "docker": Docker, "kubernetes": Kubernetes}
-"""The words."""
+"""The words that `on=` takes for a place."""
 
 
 def settings_of(place: Place) -> dict[str, Any]:

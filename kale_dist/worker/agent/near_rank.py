@@ -35,26 +35,26 @@ class End:
     memory_limit: str = ""
     """What ran out, where the kernel killed it because memory ran out: `usage.limit_text`."""
     tail: tuple[str, ...] = ()
-    """Its last lines: of stderr if there are any, else of stdout."""
+    """The rank's last lines: of stderr if there are any, else of stdout."""
 
 
 class Listener(Sink, Protocol):
     """Who hears what a rank does: the head's `Rank`, or a relay's link to the head."""
 
     def forked(self, pid: int) -> None:
-        """It has a process."""
+        """The rank has a process."""
         ...
 
     def message(self, message: dict[str, Any]) -> None:
-        """It has said something over its control socket; see `worker`."""
+        """The rank has sent a message over its control socket; see `worker/rank/rank_main.py`."""
         ...
 
     def stacks(self, dump: bytes, cpu_ticks: int) -> None:
-        """The answer to `ask_stacks`; an empty one where it does not answer."""
+        """The rank has answered `ask_stacks`; an empty answer if it did not answer in time."""
         ...
 
     def ended(self, end: End) -> None:
-        """Its process is over, even if other processes still hold its pipes. Nothing follows."""
+        """The rank's process has ended, even if other processes still hold its pipes. No other call follows."""
         ...
 
 
@@ -112,7 +112,7 @@ class NearRank:
         self._child.clear()
 
     def on_forked(self, pid: int) -> None:
-        """It has a process: now it gets its work, if there is some for it already."""
+        """The fork server has forked the rank: send it its assignment, if there is one already."""
         self.pid = pid
         if self.is_discarded:
             self.signal(signal.SIGKILL)
@@ -120,7 +120,7 @@ class NearRank:
             self._begin()
 
     def on_end(self, end: End) -> None:
-        """Its process is over, or there never was one."""
+        """The rank's process has ended, or there never was one."""
         if self._listener is not None and not self.is_discarded:
             if self._readers:
                 for message in self._receive() or []:
@@ -160,7 +160,7 @@ class NearRank:
     def start(
         self, listener: Listener, assignment: Assignment, port: socket.socket | None, *, is_limited: bool = False
     ) -> None:
-        """Give it its work, as soon as it has a process.
+        """Give the rank its assignment, as soon as it has a process.
 
         Args:
             listener: Gets its output and events.

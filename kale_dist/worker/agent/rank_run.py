@@ -25,7 +25,7 @@ class Process(Protocol):
         ...
 
     def ask_stacks(self) -> None:
-        """Ask for its stacks."""
+        """Ask the rank for its stacks."""
         ...
 
 
@@ -51,16 +51,16 @@ class Rank:
         self.pid = 0
         """Process id on its machine; 0 before the fork."""
         self.done: dict[str, Any] | None = None
-        """Its own account of how the call went, once the outcome is written."""
+        """The rank's own account of how the call went, once its outcome is written."""
         self.end: End | None = None
-        """How its process ended."""
+        """How the rank's process ended; None before."""
         self.process: Process | None = None
         self.dump = b""
-        """Its last answer to `ask_stacks`; empty if there is none."""
+        """The rank's last answer to `ask_stacks`; empty if there is none."""
         self.cpu_ticks = 0
-        """Processor time that it had used at that answer, in clock ticks."""
+        """Processor time that the rank had used at that answer, in clock ticks."""
         self.output: Callable[[bytes, int], None] = functools.partial(writer.lines, rank)
-        """Called with its lines, and how many they are."""
+        """Called with the rank's lines, and how many they are."""
         self._received = False
         self._writer = writer
         self._on_change = on_change
@@ -68,7 +68,7 @@ class Rank:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing more will come of it."""
+        """Whether nothing more will come from the rank."""
         return self.process is None or self.end is not None
 
     def let_go(self) -> None:
@@ -77,12 +77,12 @@ class Rank:
             self.process.let_go()
 
     def terminate(self) -> None:
-        """End a rank that is at work; it may still clean up."""
+        """Send SIGTERM to a rank that is at work: it may still clean up."""
         if self.process is not None and self.end is None:
             self.process.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Send SIGKILL to the rank."""
         if self.process is not None and self.end is None:
             self.process.signal(signal.SIGKILL)
 
@@ -93,7 +93,7 @@ class Rank:
             self.process.ask_stacks()
 
     def moved(self) -> None:
-        """It has given a sign of progress."""
+        """The rank has given a sign of progress."""
         self._writer.moves[self.rank] += 1
 
     def record(self, state: RankStateName) -> None:
@@ -113,12 +113,12 @@ class Rank:
         return self._writer.has_room
 
     def forked(self, pid: int) -> None:
-        """It has a process, which has its assignment."""
+        """The rank has a process, which has its assignment."""
         self.pid = pid
         self._set_state(RankStateName.STARTING)
 
     def events(self, data: bytes) -> None:
-        """It has sent events."""
+        """The rank has sent events."""
         for event in wire.decode_json_lines(data):
             if event.get("event") != EventKind.USAGE:
                 self.moved()
@@ -127,7 +127,7 @@ class Rank:
                 self._writer.record(event)
 
     def message(self, message: dict[str, Any]) -> None:
-        """It has said something over its control socket."""
+        """The rank has sent a message over its control socket."""
         if "received" in message:
             self._received = True
         elif "running" in message:
@@ -139,11 +139,11 @@ class Rank:
             self._on_change(self)
 
     def stacks(self, dump: bytes, cpu_ticks: int) -> None:
-        """The answer to `ask_stacks`."""
+        """The rank has answered `ask_stacks`."""
         self.dump, self.cpu_ticks = dump, cpu_ticks
 
     def ended(self, end: End) -> None:
-        """Its process is over."""
+        """The rank's process has ended."""
         self.end = end
         self._on_change(self)
 

@@ -234,11 +234,11 @@ class _Forwarder:
         return self._head.may_send and self._head.unsent_bytes < HELD_BYTES
 
     def forked(self, pid: int) -> None:
-        """It has a process."""
+        """The rank has a process."""
         self._head.say(Op.FORKED, self.rank, pid=pid)
 
     def output(self, body: bytes, count: int) -> None:
-        """It has written lines: they are sent at once, or with others a moment later."""
+        """The rank has written lines: they are sent at once, or with others a moment later."""
         self._bodies.append(body)
         self._bytes += len(body)
         self._count += count
@@ -246,12 +246,12 @@ class _Forwarder:
             self._flush()
 
     def events(self, data: bytes) -> None:
-        """It has sent events."""
+        """The rank has sent events."""
         self._flush()
         self._head.send(b"E", self.rank, data)
 
     def message(self, message: dict[str, Any]) -> None:
-        """It has said something over its control socket."""
+        """The rank has sent a message over its control socket."""
         self._flush()
         if "done" in message:
             self._sending = asyncio.ensure_future(self._send_outcome(message))
@@ -259,11 +259,11 @@ class _Forwarder:
             self._head.say(Op.SAID, self.rank, message=message)
 
     def stacks(self, dump: bytes, cpu_ticks: int) -> None:
-        """The answer to `ask_stacks`."""
+        """The rank has answered `ask_stacks`."""
         self._head.send(b"S", self.rank, TICKS.pack(cpu_ticks), dump)
 
     def ended(self, end: End) -> None:
-        """Its process is over."""
+        """The rank's process has ended."""
         self.is_over = True
         if self._sending is not None and not self._sending.done():
             self._sending.add_done_callback(lambda _: self.ended(end))
