@@ -136,10 +136,9 @@ def test_a_job_that_loses_a_pod_resumes_in_a_run_of_its_own(on, word, namespace,
 @pytest.mark.nightly
 @pytest.mark.parametrize("word", ["train", "job"])
 def test_a_job_that_is_suspended_resumes_in_the_same_object(on, word, namespace):
-    if word == "train":
-        make_claim(namespace, "kept")
-    on = dataclasses.replace(on, volumes={"/kept": "kept"})
-    job = started(kd.launch(waits_the_first_time, f"/kept/{word}", number_of_processes=2, on=on))
+    make_claim(namespace, f"kept-{word}")
+    on = dataclasses.replace(on, volumes={"/kept": f"kept-{word}"})
+    job = started(kd.launch(waits_the_first_time, "/kept/started", number_of_processes=2, on=on))
     kind, pods = f"{KINDS[word].plural}.{KINDS[word].group}", f"kale-dist.dev/object={job.name}"
 
     def suspend(*, value):
