@@ -146,7 +146,9 @@ class Order:
     """Name of the run's object: the job's own for the first run, `<name>-2` for the second."""
     run: int = 1
     number_of_processes: int
-    """How many were asked for; how many there are is what each `Attempt` says."""
+    """How many were asked for, at most; how many there are is what each `Attempt` says."""
+    sizes: tuple[int, ...] = ()
+    """World sizes that an attempt may have, from the least to `number_of_processes`: one of a fixed number, several of a range."""
     processes_per_agent: int
     """Ranks of each agent at most."""
     head: str = ""
@@ -162,7 +164,9 @@ class Order:
     snapshot: str
     """Digest of the snapshot's manifest."""
     blobs: tuple[str, ...] = ()
-    """Digests of all that the snapshot needs."""
+    """Digests of all that the snapshot needs, and `resume`."""
+    resume: str = ""
+    """Digest of an earlier job's checkpoint, from which rank 0 resumes where this job has none of its own; empty for none."""
     key: str = dataclasses.field(repr=False, default="")
     """The job's secret, in hexadecimal; empty in files, where it lies beside the order."""
     process: ProcessState | None = dataclasses.field(repr=False, default=None)
