@@ -14,6 +14,9 @@ VERSION = 3
 EXIT_TOLD_TO_END = 143
 """Exit code of a container that got SIGTERM: 128 + SIGTERM."""
 
+EXIT_LOST_HEAD = 144
+"""Exit code of a pod whose agent has lost the head. Controllers make pods again whose exit code is 128 or above."""
+
 EXIT_BROKEN = 70
 """Exit code of a rank or an agent in which our own code failed; as EX_SOFTWARE."""
 
@@ -205,6 +208,11 @@ class Order:
         """How many agents were asked for; number 0 is the head."""
         return -(-self.number_of_processes // self.processes_per_agent)
 
+    def size_with(self, agents: int) -> int:
+        """World size of an attempt in so many agents: the largest that is allowed; 0 if there are too few of them."""
+        places = min(agents * self.processes_per_agent, self.number_of_processes)
+        return max((size for size in self.sizes or (self.number_of_processes,) if size <= places), default=0)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
@@ -239,17 +247,16 @@ class Attempt:
         """Number the ranks through agents, each of which gets as many as the order allows it.
 
         Args:
-            order: The job. The attempt has fewer ranks than it asks for if there are fewer agents.
-            agents: Numbers of the agents that are ready, the head's first.
+            order: The job. Its `sizes` say how many ranks there may be.
+            agents: Numbers of the agents that are ready, the head's first; the last ones may get no rank.
             number: The attempt's.
             port: Where rank 0's store listens.
             seed: Rank 0's.
         """
-        members = []
-        for place, agent in enumerate(agents):
-            first = place * order.processes_per_agent
-            processes = min(order.processes_per_agent, order.number_of_processes - first)
-            members.append(Member(agent=agent, first_rank=first, processes=processes))
+        ready, members, per = tuple(agents), [], order.processes_per_agent
+        size = order.size_with(len(ready))
+        for agent, first in zip(ready, range(0, size, per), strict=False):
+            members.append(Member(agent=agent, first_rank=first, processes=min(per, size - first)))
         return cls(number=number, members=tuple(members), port=port, seed=seed)
 
     @property

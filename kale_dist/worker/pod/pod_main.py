@@ -94,7 +94,8 @@ async def serve(place: PodPlace, pool: ForkPool) -> int:
     await asyncio.wait((running, broken), return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
         raise broken.result()
-    return running.result()
+    # A pod that was made again would only reach its deadline again.
+    return 1 if running.result() == wire.EXIT_TOLD_TO_END and pod.is_overdue else running.result()
 
 
 async def _main(place: PodPlace, launched: tuple[socket.socket, int]) -> int:
