@@ -37,6 +37,8 @@ class KubeflowJob(Kind):
 
     replicas_field: ClassVar[str]
     """The field of its `spec` that holds them."""
+    replaces_pods: ClassVar[bool] = True
+    """Whether its operator can make workers again that have failed, by their exit codes."""
 
     def pod_groups(self, made: Mapping[str, Any]) -> list[PodGroup]:
         """Each replica type. The API fills in a number that is left out."""
@@ -105,7 +107,9 @@ class KubeflowJob(Kind):
         template = pod_template(
             spec, settings, container=self.container, first_pod=first_pod, ranks=ranks, index=index, role=role
         )
-        return {"replicas": pods, "restartPolicy": "Never", "template": template}
+        # The operator makes pods again whose exit code is 128 or above. A new head would not know of the attempts before it.
+        comes_back = self.replaces_pods and first_pod > 0 and spec.policy.max_restarts > 0
+        return {"replicas": pods, "restartPolicy": "ExitCode" if comes_back else "Never", "template": template}
 
 
 class PyTorchJob(KubeflowJob):
@@ -245,6 +249,7 @@ class MPIJob(KubeflowJob):
         "https://raw.githubusercontent.com/kubeflow/mpi-operator/v0.6.0/deploy/v2beta1/mpi-operator.yaml"
     )
     clashes_with = "v1"
+    replaces_pods = False
 
     def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
         """Run policy and replicas. A launcher that fails is not started again: the head decides what a failure means."""

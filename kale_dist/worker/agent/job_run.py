@@ -171,6 +171,7 @@ class JobRun:
                 self._site.relays.dismiss_leavers()
             count = f"attempt {writer.attempt + 2} of {most + 1}"
             writer.begin_attempt(writer.attempt + 1)
+            self._lost = ()
             writer.say(f"{verdict.reason}. All ranks are started again: {count}")
             reason = f"Starting again, {count}: {verdict.reason}"
 
