@@ -189,6 +189,8 @@ class Order:
     """Seed of rank 0; rank r gets seed + r. None: a random one, drawn by the head."""
     policy: Policy = dataclasses.field(default_factory=Policy)
     """Of the call, with the restarts that are left to this run."""
+    replaces_pods: bool = False
+    """Whether a pod that is lost is made again, by its controller, so that an attempt may wait for it."""
     ends_with: EndsWith = EndsWith.ANY_FAILURE
     servers: int = 0
     """How many of the last agents are parameter servers of TensorFlow."""

@@ -210,14 +210,23 @@ def test_without_restarts_a_lost_pod_is_not_waited_for(make_bare):
     assert (state["state"], state["cause"], state["attempt"]) == ("failed", "lost", 0)
 
 
+def test_a_pod_that_no_controller_makes_again_is_not_waited_for(make_bare):
+    job = make_bare(speak_and_sleep, ranks=2, max_restarts=5, replaces_pods=False).put_input().start_all()
+    job.until_running()
+    job.pods[1].process.send_signal(signal.SIGKILL)
+    assert job.pods[0].end() == 1
+    state = job.state()
+    assert (state["state"], state["cause"], state["attempt"]) == ("failed", "lost", 0)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_pod_that_is_made_again_takes_its_place_and_all_ranks_start_again(make, how):
     job = make(meet, 1, ranks=4, processes_per_agent=2, max_restarts=1).put_input().start_all()
     job.until_running()
     job.pods[1].process.send_signal(how)
     assert job.pods[1].end() == (143 if how == signal.SIGTERM else -how)
-    waits = job.until(lambda: [event for event in job.events(EventKind.STATE) if event.get("waits")])
-    assert (waits[0]["state"], waits[0]["waits"]) == ("starting", [1])
+    waits = job.until(lambda: [event for event in job.events(EventKind.STATE) if "Waits" in event["reason"]])
+    assert waits[0]["state"] == "starting"
     assert waits[0]["reason"].startswith(
         "Waits for a pod: 1. Starting again, attempt 2 of 2: Pod 1 (ranks 2 and 3) is gone"
     )
@@ -227,7 +236,6 @@ def test_a_pod_that_is_made_again_takes_its_place_and_all_ranks_start_again(make
     assert told(job)[2:] == [(1, "starting"), (1, "starting"), (1, "running"), (1, "succeeded")]
     again = job.events(EventKind.STATE)[3]
     assert again["reason"].startswith("Starting again, attempt 2 of 2: Pod 1 ")
-    assert not again.get("waits")
 
 
 def test_a_pod_is_made_again_as_often_as_the_job_may_restart(make_bare):
@@ -253,6 +261,9 @@ def test_a_pod_that_is_lost_while_it_is_waited_for_counts(make_bare):
             job.until(lambda pod=pod: (pod.folder / "work" / "job").exists())
             time.sleep(1)
             pod.process.kill()
+    job.until(lambda: job.state()["state"] == "failed")
+    assert job.start(1).end() == 0
+    assert job.start(2).end() == 0
     assert job.pods[0].end() == 1
     state = job.state()
     assert (state["state"], state["cause"]) == ("failed", "lost")
@@ -263,7 +274,8 @@ def test_what_ends_a_job_ends_its_wait_for_a_pod(make_bare):
     job = make_bare(speak_and_sleep, ranks=2, max_restarts=1).put_input().start_all()
     job.until_running()
     job.pods[1].process.kill()
-    job.until(lambda: job.state().get("waits"))
+    job.until(lambda: "Waits for a pod" in job.state().get("reason", ""))
     assert job.pods[0].ask("POST", "/cancel", b'{"grace_s": 0.2}')[0] == 200
+    assert job.start(1).end() == 0
     assert job.pods[0].end() == 1
     assert (job.state()["state"], job.state()["reason"]) == ("cancelled", "The job was cancelled")

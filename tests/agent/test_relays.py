@@ -45,7 +45,7 @@ class Head:
     def __init__(self, folder, agents):
         self.order = Order(
             job="j", number_of_processes=agents, processes_per_agent=1, head="127.0.0.1", port=free_port(), snapshot="",
-            policy=Policy(max_restarts=RESTARTS),
+            policy=Policy(max_restarts=RESTARTS), replaces_pods=True,
         )  # fmt: skip
         self.files = JobFiles(folder)
         self.writer = JobWriter(self.files, asyncio.get_running_loop(), lambda: None)
@@ -295,9 +295,16 @@ def test_a_relay_that_is_told_to_end_says_so_and_is_let_go_when_it_has_no_rank(t
         assert (await played.next())["op"] == Op.END
         played.channel.close()
         await until(lambda: not head.relays.connected)
-        # It was told before, and is expected again.
+        # It was told before, and is expected again until the end.
         assert len(head.told) == 1
         assert head.relays.may_return == 1
+        again = await joined(head, 1)
+        assert head.relays.may_return == 0
+        head.relays.end()
+        assert (await again.next())["op"] == Op.END
+        again.channel.close()
+        await until(lambda: not head.relays.connected)
+        assert head.relays.may_return == 0
 
     play(tmp_path, 2, scene)
 

@@ -68,6 +68,10 @@ class BatchJob(Kind):
         """A name that the headless Service gives it."""
         return f"{self.pod_names(spec, run)[0]}.{object_name(spec.name, run)}"
 
+    def replaces_pods(self, spec: Settled) -> bool:
+        """As often as the job may restart, and evicted ones as often as that happens."""
+        return spec.policy.max_restarts > 0
+
     def beside(self, spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
         """The headless Service; one pod needs none."""
         has_relays = spec.topology.number_of_pods > 1

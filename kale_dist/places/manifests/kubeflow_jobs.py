@@ -37,8 +37,6 @@ class KubeflowJob(Kind):
 
     replicas_field: ClassVar[str]
     """The field of its `spec` that holds them."""
-    replaces_pods: ClassVar[bool] = True
-    """Whether its operator can make workers again that have failed, by their exit codes."""
 
     def pod_groups(self, made: Mapping[str, Any]) -> list[PodGroup]:
         """Each replica type. The API fills in a number that is left out."""
@@ -107,9 +105,9 @@ class KubeflowJob(Kind):
         template = pod_template(
             spec, settings, container=self.container, first_pod=first_pod, ranks=ranks, index=index, role=role
         )
-        # The operator makes pods again whose exit code is 128 or above. A new head would not know of the attempts before it.
-        comes_back = self.replaces_pods and first_pod > 0 and spec.policy.max_restarts > 0
-        return {"replicas": pods, "restartPolicy": "ExitCode" if comes_back else "Never", "template": template}
+        # The operator makes pods again whose exit code is 128 or above.
+        policy = "ExitCode" if first_pod and self.replaces_pods(spec) else "Never"
+        return {"replicas": pods, "restartPolicy": policy, "template": template}
 
 
 class PyTorchJob(KubeflowJob):
@@ -158,6 +156,10 @@ class PyTorchJob(KubeflowJob):
     def head_host(self, spec: Settled, run: int = 1) -> str:
         """The host name of the head's Service; the operator makes one for each pod."""
         return self.pod_names(spec, run)[0]
+
+    def replaces_pods(self, spec: Settled) -> bool:
+        """Beside a master. A head that was made again like its workers would not know of the attempts before it."""
+        return _has_master(spec) and spec.policy.max_restarts > 0
 
     def _replicas(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
         topology = spec.topology
@@ -227,6 +229,10 @@ class TFJob(KubeflowJob):
         """The host name of the chief's Service; the operator makes one for each pod."""
         return self.pod_names(spec, run)[0]
 
+    def replaces_pods(self, spec: Settled) -> bool:
+        """Workers and servers alike."""
+        return spec.policy.max_restarts > 0
+
     def order(self, spec: Settled) -> Mapping[str, Any]:
         """With parameter servers, which wait for requests until they are ended, the chief's end is that of the job."""
         servers = spec.cluster.servers
@@ -249,7 +255,6 @@ class MPIJob(KubeflowJob):
         "https://raw.githubusercontent.com/kubeflow/mpi-operator/v0.6.0/deploy/v2beta1/mpi-operator.yaml"
     )
     clashes_with = "v1"
-    replaces_pods = False
 
     def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
         """Run policy and replicas. A launcher that fails is not started again: the head decides what a failure means."""

@@ -297,7 +297,8 @@ class RunningAttempt:
         # If the ranks failed only because they missed a lost one, that one is to blame.
         are_followers = all(ending.lost_peer(rank) for rank in self._failed)
         if relays is not None and are_followers and (sentence := relays.explain_loss()):
-            return Verdict(StateName.FAILED, FailureCause.LOST, sentence, may_restart=True)
+            may_restart = self._site.order.replaces_pods
+            return Verdict(StateName.FAILED, FailureCause.LOST, sentence, may_restart=may_restart)
         verdict = ending.blame([*self.lost, *self._failed] if are_followers else self._failed)
         if before := [rank.rank for rank in self.lost if rank.rank != verdict.rank]:
             return dataclasses.replace(verdict, reason=f"{verdict.reason}. Lost before: {ending.name_ranks(before)}")

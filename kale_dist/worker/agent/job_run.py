@@ -136,7 +136,7 @@ class JobRun:
             has_ranks: Whether ranks are lost with it. Without any, it is missed only while an attempt waits for pods.
         """
         if has_ranks or self._running is None:
-            self._end(Verdict(StateName.FAILED, FailureCause.LOST, reason, may_restart=True))
+            self._end(Verdict(StateName.FAILED, FailureCause.LOST, reason, may_restart=self.order.replaces_pods))
 
     def pod_leaves(self, reason: str) -> None:
         """A pod with ranks got SIGTERM, and ends when none is left in it."""
@@ -191,9 +191,7 @@ class JobRun:
         say_at = time.monotonic() + SAY_MISSING_EACH_S
         if reason and not self._can_begin:
             text = f"Waits for {_name_pods(self._missing)}. {reason}"
-            writer.event(
-                EventKind.STATE, state=str(StateName.STARTING), reason=text, cause="", waits=list(self._missing)
-            )
+            writer.event(EventKind.STATE, state=str(StateName.STARTING), reason=text, cause="")
         while self._stop is None and not self._can_begin:
             now, names = time.monotonic(), ", ".join(self._missing.values())
             if self._may_start and now >= give_up_at:

@@ -105,7 +105,7 @@ class HeadsRelays:
         self._files = files
         self._listener = listener
         self._say = say
-        self._may_be_lost = order.policy.max_restarts
+        self._may_be_lost = order.policy.max_restarts if order.replaces_pods else 0
         """How often each relay may be lost."""
         self._refusals = 0
         self._has_blobs = False
@@ -209,6 +209,7 @@ class HeadsRelays:
         self._is_over = True
         for relay in self._relays.values():
             if relay.channel is not None:
+                relay.is_dismissed = True
                 relay.channel.say(Op.END)
 
     def close(self) -> None:
