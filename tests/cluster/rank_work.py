@@ -149,14 +149,3 @@ def waits_in_its_first_attempt():
     print("ready", flush=True)
     time.sleep(1 if attempt else 600)
     return attempt
-
-
-def fills_the_memory_of_its_pod():
-    """The second rank, in each attempt. The agent is the first that the kernel kills, as if the memory were its own."""
-    print("ready", flush=True)
-    if kd.context().rank == 1:
-        time.sleep(2)
-        pathlib.Path("/proc/1/oom_score_adj").write_text("1000")
-        kept = [b"x" * 10_000_000 for _ in range(1000)]
-        print(len(kept))
-    time.sleep(600)
