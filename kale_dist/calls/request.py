@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kale_dist import config, places, strategies
 from kale_dist.calls import image_checks, save_to, training_checks
 from kale_dist.calls.options import Options
+from kale_dist.calls.resuming import Earlier
 from kale_dist.errors import ConfigError
 from kale_dist.job.backend import Backend
 from kale_dist.job.spec import names, place_settings
@@ -78,6 +79,8 @@ class Call:
     """Sentences about what was chosen."""
     track: tuple[Tracker, ...] = ()
     """Where its metrics are written."""
+    resume: pathlib.Path | None = None
+    """The checkpoint of an earlier job that it continues from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,13 +112,19 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**calls, "on": _place_of("local" if isinstance(on, Local) else _word(on), settings)}
 
 
-def checked(given: Mapping[str, Any], function: Function | None = None, machine: Machine | None = None) -> Call:
+def checked(
+    given: Mapping[str, Any],
+    function: Function | None = None,
+    machine: Machine | None = None,
+    earlier: Earlier | None = None,
+) -> Call:
     """A call of `distribute`, or of `launch` with a function. Nothing is written or started.
 
     Args:
         given: Arguments of the verb, by name.
         function: What `launch` runs, checked.
         machine: In place of this one.
+        earlier: What `resume_from` names.
 
     Raises:
         ConfigError: The first thing that is wrong.
@@ -150,14 +159,17 @@ def checked(given: Mapping[str, Any], function: Function | None = None, machine:
     request = Request(
         name=options.name, label=label, kind="call" if training is None else "training", topology=ranks.topology,
         cuda=ranks.cuda, threads=options.threads, seed=options.seed, environment=options.environment, policy=options.policy,
-        strategy=strategies.DDP() if training is None else training.strategy, **of_pods,
+        strategy=strategies.DDP() if training is None else training.strategy,
+        saves=training is not None and training.checkpoint_every is not None, **of_pods,
     )  # fmt: skip
     if isinstance(place, Kubernetes):
         _check_manifest(request)
     notes = () if training is None else training_checks.check_on(training, request, is_local=backend.name == "local")
+    if training is not None and earlier is not None:
+        notes += earlier.check(training, request.topology.number_of_processes)
     return Call(
         what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=ranks.warnings,
-        notes=(*ranks.notes, *notes), track=options.track,
+        notes=(*ranks.notes, *notes), track=options.track, resume=None if earlier is None else earlier.path,
     )  # fmt: skip
 
 

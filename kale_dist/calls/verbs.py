@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from kale_dist import places, strategies
 from kale_dist.calls import checks, options, request, starting
 from kale_dist.calls.request import Call, Function
+from kale_dist.calls.resuming import Earlier
 from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
 from kale_dist.job import records
 from kale_dist.job.backend import Backend, JobRef, Plan
@@ -83,6 +84,7 @@ def distribute(
     callbacks: Sequence[Any] = (),
     profile: int | None = None,
     save_to: str | os.PathLike[str] | None = None,
+    resume_from: Job[Any] | str | os.PathLike[str] | None = None,
 ) -> Job[TrainingResult]:
     """Train a model on several processes.
 
@@ -143,6 +145,8 @@ def distribute(
         profile: Steps (from the second on) of which each process takes a profile, for `job.profile()`; None for none.
         save_to: Where the job itself saves the trained weights, as `torch.save` writes a `state_dict`: a path, `pvc://claim/path`
             on a cluster, or a URL that fsspec opens. They come back all the same.
+        resume_from: An earlier job, its name or reference, or the path of a checkpoint: the training continues there, with
+            this call's code, ranks, strategy and place. `epochs` counts the earlier ones, too.
 
     Returns:
         The job. `job.result()` is rank 0's `TrainingResult`.
@@ -278,7 +282,7 @@ def _given(verb: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
 
 def _checked(verb: Callable[..., Any], given: Mapping[str, Any]) -> Call:
     if verb.__name__ == "distribute":
-        return request.checked(given)
+        return request.checked(given, earlier=Earlier.of(given["resume_from"], attach))
     fn, args, kwargs = given["fn"], given["args"], given["kwargs"]
     checks.check_function(fn, args, kwargs, verb)
     return request.checked(given, Function(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn)))

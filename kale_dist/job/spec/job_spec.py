@@ -68,6 +68,8 @@ class Request:
     """Where snapshots, checkpoints and results are stored: empty (the notebook sends and fetches them itself), `pvc://claim/folder`, or a URL that fsspec opens."""
     cluster: ClusterOptions = dataclasses.field(default_factory=ClusterOptions)
     strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)
+    saves: bool = True
+    """Whether it writes checkpoints, from which a later call can resume."""
     policy: Policy = dataclasses.field(default_factory=Policy)
 
 

@@ -23,6 +23,7 @@ from kale_dist.worker.training.checkpoint import Checkpoint, Resumption, describ
 from kale_dist.worker.training.data.batches import Feed
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
+from kale_dist.worker.training.given import Given
 from kale_dist.worker.training.group import Group, copy_where_differing, differing, fingerprint
 from kale_dist.worker.training.notices import Captured, Losses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
@@ -108,6 +109,7 @@ class Setup:
 
     training: Training
     trained: Trained
+    given: Given
     structure: Structure
     """The model's, as it was at the call."""
     layouts: Sequence[Layout]
@@ -134,10 +136,11 @@ class Setup:
         if training.seed is not None:
             _seed(training.seed + (group.rank if layout.shard is None else layout.shard))
         trained = Trained.of(training)
+        given = Given.of(training, trained, group.world_size)
         structure = Structure.of(trained.model)
         stack.enter_context(CLOCK.watching_collectives())
         trained.move_to(group.device)
-        resumption = Resumption(group, trained)
+        resumption = Resumption(group, trained, given)
         named = trained.tensors()
         prints = group.gather(fingerprint(named.values())) if not group.is_alone else []
         copy_where_differing(group, list(named.items()), prints, "at the start")
@@ -159,6 +162,7 @@ class Setup:
         return cls(
             training=training,
             trained=trained,
+            given=given,
             structure=structure,
             layouts=layouts,
             layout=layout,
@@ -447,13 +451,9 @@ class Session:
         files = context.context().files
         if files is None:
             return
-        rest = None
-        # Only a job that may be started again needs checkpoints from which a training can resume.
-        is_resumable = context.context().max_restarts > 0
-        if is_resumable:
-            own = self.strategy.own_state()
-            rest = describe(self.group, self.trained, progress, self.control.scaler, own)
-        calls = self.callbacks.state(resumable=is_resumable)
+        own = self.strategy.own_state()
+        rest = describe(self.group, self.trained, self.setup.given, progress, self.control.scaler, own)
+        calls = self.callbacks.state()
         state = self.strategy.full_state()
         if state is None:
             return
