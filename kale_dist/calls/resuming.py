@@ -56,12 +56,12 @@ class Earlier:
         except ResultUnavailableError as error:
             raise ConfigError(_ARGUMENT, f"{error}".rstrip("."), "Call distribute() without resume_from") from error
 
-    def check(self, training: Training, world_size: int) -> tuple[str, ...]:
+    def check(self, training: Training, world_size: int | None) -> tuple[str, ...]:
         """Check that a call can continue from here.
 
         Args:
             training: What the call trains, checked.
-            world_size: On how many ranks.
+            world_size: On how many ranks; None if it is not known yet, and counts as unchanged.
 
         Returns:
             Sentences: from where the training continues, and what this call sets otherwise than the earlier one.
@@ -76,12 +76,14 @@ class Earlier:
         try:
             found = checkpoint.read(self.path)
         except (SnapshotDamagedError, OSError) as error:
+            problem = f"{self.path} is not a checkpoint that this version of kale_dist has written"
             remedy = (
-                "Give a job, or the `checkpoint` of its folder; weights alone go into the model by load_state_dict()"
+                "Give a job, or the `checkpoint` of its folder. Weights alone go into the model by load_state_dict()"
             )
-            raise ConfigError(_ARGUMENT, f"{error}", remedy) from error
+            raise ConfigError(_ARGUMENT, problem, remedy) from error
         trained = Trained.of(training)
-        given = Given.of(training, trained, world_size)
+        before = (found.resume or {}).get("given", {}).get("world_size", 1)
+        given = Given.of(training, trained, world_size or before)
         if problem := checkpoint.misfit(found, trained, given):
             remedy = "Make model and optimizer as for the earlier job, or take its weights alone: job.state_dict(partial=True)"
             raise ConfigError(_ARGUMENT, f"the checkpoint of {self.origin} does not fit: {problem}", remedy)

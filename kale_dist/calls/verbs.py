@@ -56,7 +56,7 @@ def distribute(
     eval_data_loader: DataLoader[Any] | None = None,
     eval_step: Callable[..., Any] | None = None,
     epochs: int = 1,
-    number_of_processes: int | None = None,
+    number_of_processes: int | tuple[int, int] | None = None,
     cuda: bool | None = None,
     train_args: Any = None,
     eval_args: Any = None,
@@ -76,7 +76,7 @@ def distribute(
     timeout_s: float | None = None,
     stall_warn_s: float | None = STALL_WARN_S,
     stall_timeout_s: float | None = 1800.0,
-    max_restarts: int = 0,
+    max_restarts: int | None = None,
     detach: bool = False,
     track: Any = None,
     strategy: str | strategies.Settings | None = None,
@@ -105,7 +105,8 @@ def distribute(
             accuracy for classes.
         epochs: How often the training data is passed over.
         number_of_processes: None: on this machine as many as there are GPUs, or else cores; elsewhere two, or those of
-            one pod if `processes_per_pod` is more.
+            one pod if `processes_per_pod` is more. On a cluster also a range, such as `(2, 8)`: the job begins with what there
+            is, at least 2, continues without pods that go, and grows when more come.
         cuda: Whether each process gets a GPU. None: if there are enough, and a line says so; in containers, if their
             `resources` have GPUs.
         train_args: Anything; given to `train_step` as `args`.
@@ -130,7 +131,7 @@ def distribute(
         stall_warn_s: Seconds without progress after which the stacks of all processes go into the log.
         stall_timeout_s: Seconds without progress after which the job fails; counted from the first finished step.
         max_restarts: How often the job restarts and resumes from its last checkpoint after a process was lost (a signal,
-            an exit, a stall). Not after an exception or out of memory.
+            an exit, a stall). Not after an exception or out of memory. None: never, and of a range of processes 10 times.
         detach: Whether a job on this machine keeps running when the notebook's kernel ends. In containers and on a cluster
             all jobs do.
         track: Where metrics are written besides `job.metrics`: `tensorboard`, `mlflow`, `wandb`, settings such as
@@ -176,7 +177,7 @@ def launch(
     timeout_s: float | None = None,
     stall_warn_s: float | None = STALL_WARN_S,
     stall_timeout_s: float | None = None,
-    max_restarts: int = 0,
+    max_restarts: int | None = None,
     detach: bool = False,
     track: Any = None,
     **kwargs: Any,
@@ -189,7 +190,7 @@ def launch(
     Args:
         fn: Any function; the process group is ready when it is called.
         *args: Its positional arguments.
-        number_of_processes: As for `distribute`.
+        number_of_processes: As for `distribute`, but no range.
         cuda: Likewise.
         name: The job's name; None for one made from the function's.
         on: As for `distribute`.

@@ -469,6 +469,7 @@ class Job(Generic[R]):
             raise BackendError(f"{self.ref} has not ended yet. Cancel it first, or call distribute() or launch() again")
         if not resume:
             return self._again(self, None)
+        self._check_trains()
         if status.state is StateName.SUCCEEDED:
             remedy = "To train more epochs, call distribute(..., epochs=..., resume_from=job)"
             raise ResultUnavailableError(f"{self.ref} has nothing left to do. {remedy}", self.ref)

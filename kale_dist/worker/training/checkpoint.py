@@ -188,7 +188,7 @@ class Resumption:
         is_earlier = bool(group.send(path is not None and path == place.resume))
         found = _shared(group, path)
         if found is not None:
-            self._take(found, is_earlier=is_earlier)
+            self._differences = self._take(found, is_earlier=is_earlier)
         if group.rank == 0:
             context.emit(EventKind.RESUMED, epoch=self.progress.epochs)
         epochs = self.progress.epochs
@@ -237,7 +237,8 @@ class Resumption:
             self._group.say(f"The last checkpoint does not fit the objects as they were at the call: {problem}.")
         return None
 
-    def _take(self, found: Checkpoint, *, is_earlier: bool) -> None:
+    def _take(self, found: Checkpoint, *, is_earlier: bool) -> Differences:
+        """Restore the objects; returns what does not continue as it was."""
         trained, resume = self._trained, found.resume or {}
         differences = differences_of(found, self._given)
         _load_module(trained.model, found.model)
@@ -267,7 +268,7 @@ class Resumption:
             self._group.say("The average of the weights begins again: each rank had a part of it.")
             del self.callbacks["average"]
         self._resume = resume
-        self._differences = differences
+        return differences
 
 
 def differences_of(found: Checkpoint, given: Given) -> Differences:

@@ -113,7 +113,9 @@ class Differences:
                 " a rank had of its own (residuals, states of its own optimizer) is left out"
             )
         if before.batch != now.batch:
-            self._say(f"A step takes {now.batch} instead of {before.batch}. The learning rate stays")
+            self._say(
+                f"A step takes {now.batch} instead of {before.batch.removesuffix(' samples')}. The learning rate stays"
+            )
         self.schedule = self._schedule(schedule) if self.has_scheduler else {}
         """The scheduler's state to be restored."""
         groups = optimizer.get("param_groups", ()) if self.has_optimizer else ()
