@@ -8,9 +8,10 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from kale_dist.errors import ConfigError, ResultUnavailableError, SnapshotDamagedError
+from kale_dist.errors import ConfigError, JobNotFoundError, ResultUnavailableError, SnapshotDamagedError
 from kale_dist.job import records
 from kale_dist.job.handle import Job, inside
+from kale_dist.job.spec import names
 from kale_dist.wording import show
 from kale_dist.worker.training.settings import Training
 
@@ -50,11 +51,12 @@ class Earlier:
         if not isinstance(given, str | Job):
             remedy = "Give a job, a job's name, or the path of a checkpoint"
             raise ConfigError(_ARGUMENT, f"{show(given)} is none of a job, a name and a path", remedy)
-        job = attach(_reference(given)) if isinstance(given, str) else given
         try:
+            job = attach(_reference(given)) if isinstance(given, str) else given
             return cls(origin=job.ref, path=inside(job).checkpoint())
-        except ResultUnavailableError as error:
-            raise ConfigError(_ARGUMENT, f"{error}".rstrip("."), "Call distribute() without resume_from") from error
+        except (ConfigError, JobNotFoundError, ResultUnavailableError) as error:
+            problem = error.problem if isinstance(error, ConfigError) else f"{error}".rstrip(".")
+            raise ConfigError(_ARGUMENT, problem, "Give a job with a checkpoint, or leave it out") from error
 
     def check(self, training: Training, world_size: int | None) -> tuple[str, ...]:
         """Check that a call can continue from here.
@@ -98,6 +100,7 @@ def _reference(name: str) -> str:
     """The reference of a job that is given by its name, wherever it runs."""
     if "://" in name:
         return name
+    names.check(name)
     found = [record.ref for record in records.all_records() if record.spec.name == name]
     if len(found) > 1:
         raise ConfigError(_ARGUMENT, f"there are several jobs {name!r}: {', '.join(found)}", "Give one of these")
