@@ -560,7 +560,7 @@ class Job(Generic[R]):
 
     def _checkpoint(self) -> pathlib.Path:
         self._check_trains()
-        return self._outcomes.checkpoint()
+        return self._outcomes.checkpoint(self.status.checkpoint_epoch)
 
     def _fill_notebook(self) -> None:
         """Write the weights into the notebook's objects, if the job trains some that are known here."""
