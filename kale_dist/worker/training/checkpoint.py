@@ -263,18 +263,20 @@ class Resumption:
         is_stopped = bool(resume["stopped"]) and not is_earlier
         self.progress = Progress(epochs=found.epoch, values=dict(resume["values"]), stopped=is_stopped)
         self.callbacks = dict(found.callbacks) if differences.has_callbacks else {}
-        average = self.callbacks.get("average") or {}
-        if not differences.has_ranks and len(average.get("parts", ())) > 1:
-            self._group.say("The average of the weights begins again: each rank had a part of it.")
-            del self.callbacks["average"]
+        if not differences.has_average:
+            self.callbacks.pop("average", None)
         self._resume = resume
         return differences
 
 
 def differences_of(found: Checkpoint, given: Given) -> Differences:
     """What a call sets otherwise than the one that has written the checkpoint."""
-    before = Given(**(found.resume or {})["given"])
-    return Differences(before, given, found.optimizer or {}, found.scheduler or {})
+    resume = found.resume or {}
+    average = found.callbacks.get("average") or {}
+    return Differences(
+        Given(**resume["given"]), given, found.optimizer or {}, found.scheduler or {}, has_own=any(resume["strategy"]),
+        averages=len(average.get("parts", ())),
+    )  # fmt: skip
 
 
 def misfit(found: Checkpoint, trained: Trained, given: Given) -> str:

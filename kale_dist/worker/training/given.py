@@ -91,9 +91,20 @@ class Differences:
         now: What this call sets.
         optimizer: The optimizer's state in the checkpoint.
         schedule: The scheduler's state in the checkpoint.
+        has_own: Whether ranks have something of their own in the checkpoint.
+        averages: Parts of an average of the weights in the checkpoint.
     """
 
-    def __init__(self, before: Given, now: Given, optimizer: Mapping[str, Any], schedule: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        before: Given,
+        now: Given,
+        optimizer: Mapping[str, Any],
+        schedule: Mapping[str, Any],
+        *,
+        has_own: bool,
+        averages: int,
+    ) -> None:
         self._before, self._now = before, now
         self.sentences: list[str] = []
         """What does not continue as the earlier training left it, for the user."""
@@ -104,14 +115,20 @@ class Differences:
         """Whether the states of these objects are restored."""
         self.has_frozen = before.frozen == now.frozen
         """Whether the checkpoint says which parameters are frozen, and not the call."""
-        self.has_ranks = (before.strategy, before.world_size) == (now.strategy, now.world_size)
+        has_same_ranks = (before.strategy, before.world_size) == (now.strategy, now.world_size)
+        self.has_ranks = has_same_ranks and self.has_optimizer
         """Whether each rank gets back what it had of its own."""
+        words = [json.loads(one.strategy)["strategy"] for one in (now, before)]
+        self.has_average = has_same_ranks or words == ["ddp", "ddp"]
+        """Whether the average of the weights is restored: one of all ranks, or the part of each rank."""
         if before.strategy != now.strategy:
-            words = [json.loads(one.strategy)["strategy"] for one in (now, before)]
             self._say(
-                f"The strategy is {words[0]!r}{' with other settings' * (words[0] == words[1])}, and was {words[1]!r}: what"
-                " a rank had of its own (residuals, states of its own optimizer) is left out"
+                f"The strategy is {words[0]!r}{' with other settings' * (words[0] == words[1])}, and was {words[1]!r}"
             )
+        if has_own and not self.has_ranks:
+            self._say("What each rank had of its own (residuals, states of its own optimizer) is left out")
+        if averages and not self.has_average:
+            self._say("The average of the weights begins again: the ranks have other parts of it")
         if before.batch != now.batch:
             self._say(
                 f"A step takes {now.batch} instead of {before.batch.removesuffix(' samples')}. The learning rate stays"
