@@ -44,7 +44,8 @@ from kale_dist.worker.training.trained import Progress, Trained
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _DRIFT_HINT = (
-    " A step that changes weights or gradients by random numbers, or otherwise differently on each rank, does this."
+    " A step does this that changes weights or gradients by random numbers, by gradients of torch.autograd.grad, which are"
+    " those of its own samples, or otherwise differently on each rank."
 )
 
 
@@ -373,6 +374,12 @@ class Session:
         """Make weights equal again where they drifted apart, or raise an error where no rank holds all of them."""
         replicas, when = self.setup.layout.replicas, f"after epoch {epoch}"
         if len(replicas) == len(self.setup.layouts):
+            if not self.control.real_steps and (positions := differing(prints)):
+                raise KaleDistError(
+                    f"train_step changed weights without optimizer.step(), on each rank by its own data ({list(self.named)[positions[0]]}"
+                    f" differs {when}). Compute the gradients by loss.backward(), which averages them over the ranks, or"
+                    " assign them to p.grad and call optimizer.step()"
+                )
             copy_where_differing(self.group, list(self.named.items()), prints, when, _DRIFT_HINT)
         elif len(replicas) > 1 and (positions := differing([p for rank, p in enumerate(prints) if rank in replicas])):
             raise KaleDistError(
