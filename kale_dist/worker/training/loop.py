@@ -284,6 +284,8 @@ class Session:
             )
         if len(objects) < len(changed):
             text += " Keep numbers in a dict, and name that in state=[...], to get them back."
+        if context.context().max_restarts:
+            text += " A restart begins with them as they were at the call."
         self.group.say(text)
 
     def _train(self, epoch: int) -> Averaged:
@@ -559,9 +561,13 @@ def _captured(training: Training, trained: Trained) -> Captured:
         trained.model,
         *trained.model.modules(),
         *trained.model.parameters(),
+        *trained.model.buffers(),
         trained.criterion,
+        *(trained.criterion.parameters() if isinstance(trained.criterion, torch.nn.Module) else ()),
         trained.optimizer,
         *trained.optimizers,
+        trained.scheduler,
+        *trained.loaders,
         *trained.state,
     )
     given = {"train_args": training.train_args, "eval_args": training.eval_args}
