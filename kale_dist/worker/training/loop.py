@@ -212,7 +212,8 @@ class Session:
         callbacks = Callbacks(training.callbacks, training.epochs, training.model)
         control = _control(setup, loaders, callbacks)
         stack.enter_context(control.installed())
-        stack.enter_context(losses.watched(trained.criterion, lambda: (loaders.train.epoch, loaders.train.step)))
+        place = lambda: (loaders.train.epoch, loaders.train.step)  # noqa: E731
+        stack.enter_context(losses.watched(trained.criterion, place, strategy.passed))
         stack.callback(loaders.restore)
         loaders.divide()
         callbacks.prepare(trained.model, strategy, setup.layouts, group)

@@ -147,12 +147,15 @@ class Losses:
         self._is_told = False
 
     @contextlib.contextmanager
-    def watched(self, criterion: Any, place: Callable[[], tuple[int, int]]) -> Iterator[None]:
+    def watched(
+        self, criterion: Any, place: Callable[[], tuple[int, int]], passed: Callable[[Tensor], None]
+    ) -> Iterator[None]:
         """Look at the losses that a criterion returns, and at the tensors whose `backward()` is called.
 
         Args:
             criterion: Passed to the steps.
             place: Returns epoch and step, both from 1.
+            passed: Called with such a tensor when its `backward()` is over.
         """
         self._place = place
         original: Any = torch.Tensor.backward
@@ -160,7 +163,8 @@ class Losses:
         @functools.wraps(original)
         def backward(root: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._note_root(root)
-            return original(root, *args, **kwargs)
+            original(root, *args, **kwargs)
+            passed(root)
 
         hook = criterion.register_forward_hook(self._note) if isinstance(criterion, torch.nn.Module) else None
         setattr(torch.Tensor, "backward", backward)  # noqa: B010 - mypy sees no function of this type there
