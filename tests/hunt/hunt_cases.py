@@ -1,8 +1,8 @@
 """A case of the hunt: drawn or read from a line, trained by `kd.distribute`, and compared with plain PyTorch.
 
-    python tests/hunt/hunt_cases.py 'model=tied-3 strategy=tensor'    # one case
-    python tests/hunt/hunt_cases.py 7 300                             # 300 cases of the seed 7
-    python tests/hunt/hunt_cases.py 7:42                              # number 42 of them
+python tests/hunt/hunt_cases.py 'model=tied-3 strategy=tensor'    # one case
+python tests/hunt/hunt_cases.py 7 300                             # 300 cases of the seed 7
+python tests/hunt/hunt_cases.py 7:42                              # number 42 of them
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ EQUAL, MAGNIFIED = 1e-9, 1e-6
 """Largest differences, relative to a tensor's largest number or to 1; the second with optimizers that magnify rounding."""
 
 _REMEDY = re.compile(
-    r"\b(use|keep|leave|make|pass|call|write|plan|clip|clear|cut|register|decide|give|name|do not|have to|has to|must)\b", re.I
+    r"\b(use|keep|leave|make|pass|call|write|plan|clip|clear|cut|register|decide|give|name|do not|have to|has to|must)\b",
+    re.I,
 )
 
 _UNTRUE = ("were not equal on all ranks", "Training has changed no weight")
@@ -195,7 +196,9 @@ class _Passes:
     @property
     def has_idle(self):
         """Whether a rank had nothing in a batch, and so repeated a sample."""
-        return any(not len(share[0]) for windows in self.drawn for window in windows for ranks in window for share in ranks)
+        return any(
+            not len(share[0]) for windows in self.drawn for window in windows for ranks in window for share in ranks
+        )
 
 
 def _in_order(batches, n):
@@ -278,7 +281,9 @@ class _Alone:
         if self.n == 1:
             return
         self.together.wait(20)
-        means = [sum(several) / len(whose) for several in zip(*(self.copies[one].weights() for one in whose), strict=True)]
+        means = [
+            sum(several) / len(whose) for several in zip(*(self.copies[one].weights() for one in whose), strict=True)
+        ]
         self.together.wait(20)
         with torch.no_grad():
             for p, mean in zip(self.model.parameters(), means, strict=True):

@@ -271,7 +271,9 @@ LOADERS: dict[str, Callable[[Any], DataLoader]] = {
         data, BATCH, sampler=RandomSampler(data, num_samples=len(data) - 3, generator=generator())
     ),
     "own-sampler": lambda data: DataLoader(data, BATCH, sampler=Descending(data)),
-    "batch-sampler": lambda data: DataLoader(data, batch_sampler=BatchSampler(Descending(data), BATCH, drop_last=False)),
+    "batch-sampler": lambda data: DataLoader(
+        data, batch_sampler=BatchSampler(Descending(data), BATCH, drop_last=False)
+    ),
     "distributed": lambda data: DataLoader(
         data, BATCH, sampler=DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=5)
     ),
