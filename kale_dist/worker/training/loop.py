@@ -44,7 +44,8 @@ from kale_dist.worker.training.trained import Progress, Trained
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _DRIFT_HINT = (
-    " A step that changes weights or gradients by random numbers, or otherwise differently on each rank, does this."
+    " A step does this that changes weights or gradients by random numbers, by gradients of torch.autograd.grad, which are"
+    " those of its own samples, or otherwise differently on each rank."
 )
 
 
@@ -283,6 +284,8 @@ class Session:
             )
         if len(objects) < len(changed):
             text += " Keep numbers in a dict, and name that in state=[...], to get them back."
+        if context.context().max_restarts:
+            text += " A restart begins with them as they were at the call."
         self.group.say(text)
 
     def _train(self, epoch: int) -> Averaged:
@@ -373,6 +376,12 @@ class Session:
         """Make weights equal again where they drifted apart, or raise an error where no rank holds all of them."""
         replicas, when = self.setup.layout.replicas, f"after epoch {epoch}"
         if len(replicas) == len(self.setup.layouts):
+            if not self.control.real_steps and (positions := differing(prints)):
+                raise KaleDistError(
+                    f"train_step changed weights without optimizer.step(), on each rank by its own data ({list(self.named)[positions[0]]}"
+                    f" differs {when}). Compute the gradients by loss.backward(), which averages them over the ranks, or"
+                    " assign them to p.grad and call optimizer.step()"
+                )
             copy_where_differing(self.group, list(self.named.items()), prints, when, _DRIFT_HINT)
         elif len(replicas) > 1 and (positions := differing([p for rank, p in enumerate(prints) if rank in replicas])):
             raise KaleDistError(
@@ -552,9 +561,13 @@ def _captured(training: Training, trained: Trained) -> Captured:
         trained.model,
         *trained.model.modules(),
         *trained.model.parameters(),
+        *trained.model.buffers(),
         trained.criterion,
+        *(trained.criterion.parameters() if isinstance(trained.criterion, torch.nn.Module) else ()),
         trained.optimizer,
         *trained.optimizers,
+        trained.scheduler,
+        *trained.loaders,
         *trained.state,
     )
     given = {"train_args": training.train_args, "eval_args": training.eval_args}
