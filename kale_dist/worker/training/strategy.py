@@ -129,6 +129,9 @@ class Strategy:
             KaleDistError: The user's code has changed or dropped gradients that are being accumulated.
         """
 
+    def keep_gradients(self) -> None:
+        """Called where the user's code clears gradients that are being accumulated; they stay. Local."""
+
     def complete(self, correction: float) -> None:
         """Called before a real step: make gradients those of the whole window, for the parameters that this rank steps.
 
