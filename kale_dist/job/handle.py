@@ -20,8 +20,10 @@ from kale_dist.errors import (
     ConfigError,
     JobError,
     JobNotFoundError,
+    KaleDistError,
     ResultUnavailableError,
     StoreError,
+    WaitTimeoutError,
     warn,
 )
 from kale_dist.job import interrupts, watch, weights
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     import torch
 
 R = TypeVar("R")
+
+_QUICK_S = 1.0
+"""A cell that waits for a job for longer shows the job below it."""
 
 _SHOWN_LINES = 1000
 """A printed log shows its last lines: a notebook with a million of them would not open again."""
@@ -110,6 +115,7 @@ class Job(Generic[R]):
         self._loading = threading.RLock()
         self._trained: weights.TrainedObjects | None = None
         self._display = display
+        self._cell_of_card: int | None = None
         self._again = again
         self._track = track
         self._watcher = watch.watcher(backend)
@@ -501,7 +507,9 @@ class Job(Generic[R]):
 
     def _ipython_display_(self) -> None:
         """Show the job below the cell, kept up to date while it runs."""
-        self._display(self)
+        if self._cell_of_card is None or self._cell_of_card != interrupts.running_cell():
+            self._cell_of_card = interrupts.running_cell()
+            self._display(self)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """A picture of the job as it is now, as text and as HTML."""
@@ -523,8 +531,16 @@ class Job(Generic[R]):
         watch.check_timeout(timeout)
         try:
             with self._interruptible():
+                is_long = timeout is None or timeout > _QUICK_S
+                if is_long and self._cell_of_card is None and interrupts.running_cell() is not None:
+                    with contextlib.suppress(WaitTimeoutError):
+                        return self._watcher.wait(self._ref, _QUICK_S)
+                    timeout = None if timeout is None else timeout - _QUICK_S
+                    self._ipython_display_()
                 return self._watcher.wait(self._ref, timeout, self._inside.reasons.print)
         finally:
+            with contextlib.suppress(KaleDistError):
+                self._inside.reasons.print(self.status)
             for callback in tuple(self._inside.after_wait):
                 with contextlib.suppress(Exception):
                     callback()

@@ -94,6 +94,8 @@ class JobStatus:
     replicas: tuple[ReplicaStatus, ...] = ()
     metrics: tuple[MetricRow, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Those of the notes that say that something is probably wrong, such as a loss that is nan."""
     checkpoint_epoch: int | None = None
     failed_rank: int | None = None
     """The rank that failed first; None if none has, or if it is unknown."""
@@ -196,7 +198,9 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
         case EventKind.CHECKPOINT:
             return dataclasses.replace(status, checkpoint_epoch=event.get("epoch"))
         case EventKind.NOTE if event.get("text") and event["text"] not in status.notes:
-            return dataclasses.replace(status, notes=(*status.notes, str(event["text"])))
+            text = str(event["text"])
+            warnings = (*status.warnings, text) if event.get("warns") else status.warnings
+            return dataclasses.replace(status, notes=(*status.notes, text), warnings=warnings)
         case EventKind.WAITING:
             for names, inside in ((event.get("waiting"), True), (event.get("busy"), False)):
                 for member in names or ():

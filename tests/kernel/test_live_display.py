@@ -70,3 +70,26 @@ def test_an_ended_job_is_one_still_picture(kernel):
     reply = kernel("job = kd.launch(chatter, 0, number_of_processes=1); job.wait(); job")
     (shown,) = reply.shown
     assert "succeeded" in shown["text/html"]
+
+
+def test_a_cell_that_only_waits_shows_the_job_once_below_itself(kernel):
+    reply = kernel("job = kd.launch(chatter, 2, number_of_processes=1); job.result(); job.wait(); job")
+    (shown,) = reply.shown
+    assert job_name(kernel) in shown["text/plain"]
+
+
+def test_a_cell_that_waits_for_a_job_shown_before_does_not_show_it_again(kernel):
+    kernel("job = kd.launch(chatter, 2, number_of_processes=1)\njob")
+    assert not kernel("job.result()").shown
+
+
+def test_a_look_that_hardly_waits_shows_nothing(kernel):
+    kernel("job = kd.launch(chatter, 2, number_of_processes=1)")
+    reply = kernel("job.wait(timeout=0)")
+    assert not reply.shown
+    assert reply.error.startswith("WaitTimeoutError")
+    kernel("job.cancel()")
+
+
+def job_name(kernel):
+    return kernel.good("print(job.name)")
