@@ -123,13 +123,13 @@ class ConfigError(KaleDistError, ValueError):
 
 
 def short_refusals(verb: Callable[P, R]) -> Callable[P, R]:
-    """Remove this library's frames from a verb's refusals, so that a script's traceback ends at the caller's own line."""
+    """Remove this library's frames from a verb's refusals and from Ctrl-C, so that a traceback ends at the caller's own line."""
 
     @functools.wraps(verb)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return verb(*args, **kwargs)
-        except ConfigError as error:
+        except (ConfigError, KeyboardInterrupt) as error:
             error.__traceback__ = None
             raise
 

@@ -24,6 +24,7 @@ from kale_dist.errors import (
     ResultUnavailableError,
     StoreError,
     WaitTimeoutError,
+    short_refusals,
     warn,
 )
 from kale_dist.job import interrupts, watch, weights
@@ -187,6 +188,7 @@ class Job(Generic[R]):
 
     # -- waiting and results ------------------------------------------------------------------------------------------
 
+    @short_refusals
     def wait(self, timeout: float | None = None) -> JobStatus:
         """Wait for the job's end. After a success the notebook's model has its weights.
 
@@ -212,6 +214,7 @@ class Job(Generic[R]):
             print(f"{self.ref} {status.state.value}: {reason}. job.result() raises the error.")  # noqa: T201 - for the user
         return status
 
+    @short_refusals
     def result(self, timeout: float | None = None) -> R:
         """What rank 0 returned: of `launch`, the function's value; of `distribute`, a `TrainingResult`.
 
@@ -229,6 +232,7 @@ class Job(Generic[R]):
         value: R = self._outcomes.value(0, self.status.attempt)
         return value
 
+    @short_refusals
     def results(self, timeout: float | None = None) -> list[R]:
         """What every rank returned, by rank; None for one that was lost and that the others could do without.
 
@@ -241,6 +245,7 @@ class Job(Generic[R]):
             for replica in status.replicas
         ]
 
+    @short_refusals
     def exception(self, timeout: float | None = None) -> JobError | None:
         """The error that `result` would raise, or None after a success. Waits as `result` does.
 
@@ -253,6 +258,7 @@ class Job(Generic[R]):
     # -- training -----------------------------------------------------------------------------------------------------
 
     @property
+    @short_refusals
     def model(self) -> torch.nn.Module:
         """The notebook's own model with the trained weights; after `attach` elsewhere, one built from the snapshot.
 
@@ -266,6 +272,7 @@ class Job(Generic[R]):
         return model
 
     @property
+    @short_refusals
     def optimizer(self) -> torch.optim.Optimizer:
         """The notebook's own optimizer with its state after training. Waits and raises as `model` does.
 
@@ -281,6 +288,7 @@ class Job(Generic[R]):
             )
         return optimizer
 
+    @short_refusals
     def state_dict(self, *, partial: bool = False) -> dict[str, Any]:
         """This job's weights, even if the model has changed since.
 
@@ -300,6 +308,7 @@ class Job(Generic[R]):
         self._succeed(None)
         return self._outcomes.model_state(self.status.attempt)
 
+    @short_refusals
     def best_state_dict(self, *, partial: bool = False) -> dict[str, Any]:
         """The weights of the best epoch, which `kd.callbacks.ModelCheckpoint` has kept; `job.result().best_epoch` says which.
 
@@ -319,6 +328,7 @@ class Job(Generic[R]):
         self._succeed(None)
         return self._outcomes.kept_state("best_state", self.status.attempt)
 
+    @short_refusals
     def averaged_state_dict(self) -> dict[str, Any]:
         """The averaged weights of `kd.callbacks.EMA` or `SWA`. Waits for the job's end.
 
@@ -346,6 +356,7 @@ class Job(Generic[R]):
             raise ResultUnavailableError(f"{self.ref} has no profile{'' if ended else ' yet'}. {remedy}", self.ref)
         return found
 
+    @short_refusals
     def save(self, path: str | os.PathLike[str], *, partial: bool = False) -> pathlib.Path:
         """Write what was trained to a file: the weights, as `torch.save` writes a `state_dict`; of `launch`, rank 0's value.
 
@@ -397,6 +408,7 @@ class Job(Generic[R]):
         read = functools.partial(self._backend.logs, self._ref, ranks=wanted, tail=tail)
         return Log(self._passed_on(read(follow=follow)), read)
 
+    @short_refusals
     def stream_logs(self) -> None:
         """Print the log until the job has ended, each line after its rank, and a line for the metrics of each epoch."""
         from kale_dist.job.view import plain

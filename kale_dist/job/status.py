@@ -101,6 +101,8 @@ class JobStatus:
     """The rank that failed first; None if none has, or if it is unknown."""
     queue_position: int | None = None
     """Where the job stands in the cluster's queue, from 1; None if it waits in none, or if that is not known."""
+    needs_action: bool = False
+    """Whether the job waits for what only a person can mend, such as an image that does not exist."""
 
     def __repr__(self) -> str:
         """One line: a status is often the last value of a notebook's cell."""
