@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -176,6 +177,9 @@ def where(on: Any) -> tuple[Backend, Place]:
     else:
         place = on if isinstance(on, Local | Docker | Kubernetes) else place_settings.KINDS[_word(on)]()
         backend = places.get(place_settings.word_of(place))
+    if backend.name == "local" and sys.platform != "linux":
+        problem = f"processes on this machine need Linux, and this is {sys.platform}"
+        raise ConfigError("on", problem, "Give on=kd.Docker(...) or on=kd.Kubernetes(...), or use a notebook on Linux")
     return backend, place_settings.filled(place, config.load().place(place_settings.word_of(place)))
 
 
@@ -301,7 +305,12 @@ def _this_machine(cuda: bool | None) -> Machine:  # noqa: FBT001 - the call's ow
         import torch
 
         gpus = torch.cuda.device_count()
-    return Machine(cores=len(os.sched_getaffinity(0)), gpus=gpus, memory_bytes=_free_memory())
+    return Machine(cores=usable_cores(), gpus=gpus, memory_bytes=_free_memory())
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _free_memory() -> int:

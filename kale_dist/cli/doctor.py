@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 
+from kale_dist.calls.request import usable_cores
 from kale_dist.cli.arguments import Commands, add_parser, add_place
 from kale_dist.errors import ConfigError, StoreError
 from kale_dist.job import records
@@ -104,8 +105,8 @@ def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tup
         context: The kubeconfig's context; empty for its current one.
     """
     if on == "local":
-        return (_python(), *_torch(), _cores(), _shared_memory(), _state_folder(), _notebook(), _docker(), _cluster())
-    here = (_python(), _state_folder())
+        return (_python(on), *_torch(), _cores(), _shared_memory(), _state_folder(), _notebook(), _docker(), _cluster())
+    here = (_python(on), _state_folder())
     try:
         if on == "docker":
             from kale_dist.places.docker import engines as engine
@@ -127,13 +128,18 @@ def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tup
     )
 
 
-def _python() -> Check:
+def _python(on: str) -> Check:
     version = sys.version_info
     sentence = f"Python {version.major}.{version.minor}.{version.micro} ({sys.executable})"
-    if not sys.platform.startswith("linux"):
-        return _failed("Python", f"{sentence} on {sys.platform}", "This version runs on Linux only")
     if version < _OLDEST_PYTHON:
         return _failed("Python", sentence, "Python 3.11 or later is needed")
+    if sys.platform != "linux" and on == "local":
+        remedy = "Jobs on this machine need Linux: use on=kd.Docker(...) or on=kd.Kubernetes(...)"
+        return _failed("Python", f"{sentence} on {sys.platform}", remedy)
+    if sys.platform != "linux":
+        return _warning(
+            "Python", f"{sentence} on {sys.platform}", "Not tried there; only jobs on this machine need Linux"
+        )
     return _ok("Python", sentence)
 
 
@@ -179,7 +185,7 @@ def _no_gpus(cuda: str) -> Check:
 
 
 def _cores() -> Check:
-    usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    usable, total = usable_cores(), os.cpu_count() or 1
     quota = _cpu_quota()
     sentence = f"{usable} of {total} cores usable" if usable < total else f"{total} core{'' if total == 1 else 's'}"
     if quota is not None and quota < usable:
