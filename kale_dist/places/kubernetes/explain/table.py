@@ -639,8 +639,8 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "job-expired", (Seen.STRUCTURE,), "",
-            "the {job_kind} {job} is no longer in the namespace {namespace}, and this notebook did not see how it ended: the "
-            "cluster deletes it {ttl} s after its end (ttl_s), if it was not deleted before",
+            "the {job_kind} {job} was deleted from the namespace {namespace}, and this notebook did not see how it ended: a person "
+            "deleted it, or the cluster did, {ttl} s after its end (ttl_s)",
             "Its store keeps the results, if it has one (store=); a longer ttl_s leaves more time to attach",
             heals=False, cause=FailureCause.USER,
         ),
