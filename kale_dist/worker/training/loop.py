@@ -309,6 +309,7 @@ class Session:
                 " divided over the ranks, and ranks that do iterate it wait for this one. A loader made in the step over"
                 " data_loader.dataset gives all ranks the same first samples; change the loader before the call instead.",
                 ranks=2,
+                warns=True,
             )
         if self.profiler is not None:
             self.profiler.end(epoch)
@@ -327,10 +328,11 @@ class Session:
         if returned is None:
             self.group.say(
                 "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
-                " {'loss': total / len(data_loader)}; they are averaged over the ranks."
+                " {'loss': total / len(data_loader)}; they are averaged over the ranks.",
+                warns=True,
             )
         if self.setup.first_print == prints and not self.control.real_steps:
-            self.group.say("Training has changed no weight: train_step made no step of the optimizer.")
+            self.group.say("Training has changed no weight: train_step made no step of the optimizer.", warns=True)
         self._emit(outcome, epoch, feed.name)
         return outcome
 
@@ -404,7 +406,8 @@ class Session:
         self.group.say(
             f"Learning rates were not equal on all ranks after epoch {epoch}: rank 0's were copied to all. A step that sets"
             " them by the loss of its own samples does this: pass scheduler= to the call, or average the loss over the"
-            " ranks first."
+            " ranks first.",
+            warns=True,
         )
 
     def _report_strategy(self, everyone: Sequence[Mapping[str, float]], epoch: int) -> None:
@@ -479,7 +482,8 @@ class Session:
         left_out = checkpoint.write(files.checkpoint, contents)
         if left_out:
             self.group.say(
-                f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values."
+                f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values.",
+                warns=True,
             )
         context.emit(
             EventKind.CHECKPOINT,
