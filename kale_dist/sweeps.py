@@ -360,7 +360,7 @@ class Sweep:
                     self._forget(number)
                     continue
                 with contextlib.suppress(KaleDistError):
-                    one.job.cancel()
+                    one.job.cancel(save=False)
                 self._again(number, "the sweep was cancelled" if self._error is None else "the sweep has failed")
         except Exception as error:  # noqa: BLE001 - the storage fails, and `wait` must not wait for ever
             self._error = self._error or error
@@ -454,7 +454,7 @@ class Sweep:
             one.values.append(value)
             if not status.is_final and not one.is_pruned and one.trial.should_prune():
                 one.is_pruned = True
-                one.job.cancel()
+                one.job.cancel(save=False)
         if status.is_final:
             self._end(number, one, status)
 

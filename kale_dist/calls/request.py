@@ -20,6 +20,7 @@ from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local, Place
 from kale_dist.places.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.places.manifests import kind_of
 from kale_dist.trackers import Tracker
+from kale_dist.wire.memory import free_memory
 from kale_dist.wording import closest
 from kale_dist.worker.training.settings import Training
 
@@ -305,28 +306,9 @@ def _this_machine(cuda: bool | None) -> Machine:  # noqa: FBT001 - the call's ow
         import torch
 
         gpus = torch.cuda.device_count()
-    return Machine(cores=usable_cores(), gpus=gpus, memory_bytes=_free_memory())
+    return Machine(cores=usable_cores(), gpus=gpus, memory_bytes=free_memory())
 
 
 def usable_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _free_memory() -> int:
-    """Bytes that processes can still take, here and in this process's own container."""
-    found = [1 << 50]
-    try:
-        text = pathlib.Path("/proc/meminfo").read_text()
-        found.append(next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable:")))
-    except (OSError, StopIteration, ValueError):
-        pass
-    try:
-        group = pathlib.Path("/sys/fs/cgroup")
-        limit, used = (int(group.joinpath(name).read_text()) for name in ("memory.max", "memory.current"))
-        lines = group.joinpath("memory.stat").read_text().splitlines()
-        # Pages of files are given back when they are needed.
-        found.append(limit - used + next(int(line.split()[1]) for line in lines if line.startswith("inactive_file ")))
-    except (OSError, StopIteration, ValueError):
-        pass  # No container, no limit ("max"), or cgroups of version 1.
-    return min(found)

@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from kale_dist import callbacks, strategies
+from kale_dist import callbacks, strategies, wording
 from kale_dist.calls.checks import check_takes, describe, title
 from kale_dist.errors import ConfigError
-from kale_dist.job.spec.checks import FLAG, check_fields, number, one_of, whole
+from kale_dist.job.spec.checks import FLAG, Check, check_fields, number, one_of, whole
 from kale_dist.job.spec.job_spec import Request
 from kale_dist.snapshot.pickler import hooks_of
 from kale_dist.wording import show
@@ -40,12 +40,26 @@ _UNPREPARED = (
     " and run the function that calls it with launch()"
 )
 
+
+def _is_interval(text: str) -> bool:
+    try:
+        wording.interval(text)
+    except ValueError:
+        return False
+    return True
+
+
 _AN_OPTIMIZER = "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
 _SEVERAL = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
 _A_LOADER = "Make one: DataLoader(dataset, batch_size=32)"
 _PLAIN = {
     **dict.fromkeys(("epochs", "accumulate"), whole(1)),
-    **dict.fromkeys(("checkpoint_every", "profile"), whole(1).or_(None)),
+    "profile": whole(1).or_(None),
+    "checkpoint_every": Check(
+        lambda value: _is_interval(value) if isinstance(value, str) else whole(1).test(value),
+        "{} is neither a number of epochs of 1 or more nor how often to write one",
+        "Use 'auto', a number of epochs such as 1, '500 steps', '10 min', or None for none",
+    ).or_(None),
     **dict.fromkeys(("split_batches", "shard"), FLAG),
     "precision": one_of(("bf16", "fp16"), "there is no precision {}", "Use 'bf16', 'fp16' or None").or_(None),
     "clip_norm": number("a positive number", "Give a number such as 1.0, or None").or_(None),

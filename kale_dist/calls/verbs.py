@@ -66,7 +66,7 @@ def distribute(
     split_batches: bool = False,
     shard: bool = True,
     eval_sharding: str = "samples",
-    checkpoint_every: int | None = 1,
+    checkpoint_every: int | str | None = "auto",
     seed: int | None = None,
     name: str | None = None,
     on: str | Place | Backend | None = None,
@@ -116,7 +116,8 @@ def distribute(
         shard: False for an iterable dataset that divides itself among the processes.
         eval_sharding: `"samples"`: each process evaluates its share. `"none"`: each evaluates all, for metrics that are
             not means, such as F1.
-        checkpoint_every: Epochs between checkpoints; None for none.
+        checkpoint_every: `"auto"`: at ends of epochs and within them, for at most 1 % of the time. A number: epochs between
+            checkpoints. `"500 steps"`, `"10 min"`: within epochs, too. None for none.
         seed: The seed of rank 0; rank r gets `seed + r`. None: a random one.
         name: The job's name; None for one made from the model's class.
         on: Where: `"local"`, `"docker"` or `"kubernetes"`, with what is configured of it, or `kd.Local()`,

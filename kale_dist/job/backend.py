@@ -166,8 +166,13 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S) -> None:
+    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S, save: bool = True) -> None:
         """End a job: SIGTERM, then SIGKILL after `grace_s`. A job that has ended is left as it is.
+
+        Args:
+            ref: The job.
+            grace_s: Seconds between the signals.
+            save: Whether ranks that can write one more checkpoint first, for at most `SAVE_LIMIT_S`.
 
         Raises:
             JobNotFoundError: No such job.

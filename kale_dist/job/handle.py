@@ -462,9 +462,14 @@ class Job(Generic[R]):
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
-    def cancel(self) -> None:
-        """End the job without waiting for it. A job that has ended is left as it is."""
-        self._backend.cancel(self._ref)
+    def cancel(self, *, save: bool = True) -> None:
+        """End the job without waiting for it. A job that has ended is left as it is.
+
+        Args:
+            save: Whether a training that can write one more checkpoint first, which takes at most 20 s. A second cancel ends
+                it at once.
+        """
+        self._backend.cancel(self._ref, save=save)
 
     def retry(self) -> Job[R]:
         """Submit the same call again with the same snapshot, not with what the notebook has changed since.

@@ -26,6 +26,12 @@ STALL_WARN_S = 300.0
 CANCEL_GRACE_S = 5.0
 """Between SIGTERM and SIGKILL for the ranks of a job that is cancelled."""
 
+SAVE_LIMIT_S = 20.0
+"""How long the end of ranks that are asked for one more checkpoint waits for it."""
+
+SAVE = b"s"
+"""On a rank's control socket: write a checkpoint soon."""
+
 
 class Op(enum.StrEnum):
     """What a message to or from an agent is about. Messages are JSON objects, one a line, with an `op`."""
@@ -33,7 +39,7 @@ class Op(enum.StrEnum):
     TAKE = "take"
     """To the agent: run a job. Field `order`: an `Order` as a JSON object."""
     CANCEL = "cancel"
-    """To the agent: end a job. Fields `job`, `grace_s`."""
+    """To the agent: end a job. Fields `job`, `grace_s`, and `save` (whether one more checkpoint is written first)."""
     STOP = "stop"
     """To the agent: end when no job is left."""
     TAKEN = "taken"

@@ -35,7 +35,7 @@ from kale_dist.places.following.verdict import (
     judge_trouble,
     lost_part,
 )
-from kale_dist.wire import EventKind, FailureCause, StateName, Verdict
+from kale_dist.wire import SAVE_LIMIT_S, EventKind, FailureCause, StateName, Verdict
 
 LOOK_S = 1.0
 """How often a follower looks at a place that reports no change."""
@@ -164,18 +164,19 @@ class Follower:
         """Wait until the thread has ended."""
         self._thread.join(timeout_s)
 
-    def cancel(self, grace_s: float) -> None:
+    def cancel(self, grace_s: float, *, save: bool = False) -> None:
         """End the job: by its head, which gives the ranks their grace; else by its place.
 
         Args:
             grace_s: Seconds that ranks may take to end by themselves.
+            save: Whether ranks that can write one more checkpoint before.
 
         Raises:
             BackendError: Neither head nor place can be reached.
         """
         records.mark_cancelled(self._files)
-        self._kill_at = self._clock.monotonic() + grace_s + CANCEL_MARGIN_S
-        if not self._ask_head(lambda head: head.cancel(grace_s)):
+        self._kill_at = self._clock.monotonic() + (SAVE_LIMIT_S if save else 0.0) + grace_s + CANCEL_MARGIN_S
+        if not self._ask_head(lambda head: head.cancel(grace_s, save=save)):
             self._place.kill(self._handle, grace_s)
         self._woken.set()
 

@@ -24,6 +24,7 @@ from kale_dist.wire import (
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.fork_pool import ForkPool
 from kale_dist.worker.agent.hang_watch import HangWatch
+from kale_dist.worker.agent.near_rank import NearRank
 from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.agent.usage import UsageWatch
 from kale_dist.worker.agent.writer import JobWriter
@@ -85,6 +86,9 @@ class RunningAttempt:
         self._failed: list[Rank] = []
         self._dispensable: list[set[int]] = []
         """From each set, all ranks but one may be lost: the others carry on."""
+        self.can_save = False
+        """Whether the ranks write a checkpoint when they are asked to."""
+        self._after_save: list[Callable[[], None]] = []
         self._grace_s = FAILURE_GRACE_S
         self._changed = asyncio.Event()
         self._watch: HangWatch | None = None
@@ -113,6 +117,7 @@ class RunningAttempt:
             usage.start()
             self._start_ranks(listener)
             verdict = await self._judge()
+            self._go_on()
         finally:
             self._watch.stop()
             await self._end_ranks()
@@ -141,6 +146,33 @@ class RunningAttempt:
         if self.verdict is None or (self.verdict.may_restart and not is_last):
             self.verdict = verdict
         self._changed.set()
+
+    def save_first(self, then: Callable[[], None], limit_s: float) -> None:
+        """Have the ranks write a checkpoint, and call a function once it is written.
+
+        Args:
+            then: Called at once if the ranks cannot save, or their end is decided; else at the latest after `limit_s`, and
+                when the attempt ends in another way before.
+            limit_s: Seconds.
+        """
+        if not self.can_save or self.verdict is not None:
+            then()
+            return
+        self._after_save.append(then)
+        if isinstance(first := self.ranks[0].process, NearRank):
+            first.ask_to_save()
+        self._site.loop.call_later(limit_s, self._give_up_saving, then)
+
+    def _give_up_saving(self, then: Callable[[], None]) -> None:
+        if then in self._after_save:
+            self._site.writer.say("The ranks have not written the checkpoint in time that they were asked for")
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Do what waits for a checkpoint."""
+        waiting, self._after_save = self._after_save, []
+        for then in waiting:
+            then()
 
     # -- the task, step by step ---------------------------------------------------------------------------------------
 
@@ -233,6 +265,10 @@ class RunningAttempt:
         """A rank has sent an event."""
         if event.get("event") == context.DISPENSABLE:
             self._dispensable = [set(ranks) for ranks in event["sets"]]
+        elif event.get("event") == context.SAVES:
+            self.can_save = True
+        elif event.get("event") == EventKind.CHECKPOINT and event.get("asked"):
+            self._go_on()
         elif event.get("event") == EventKind.PROGRESS and self._watch is not None:
             self._watch.progressed(event)
 

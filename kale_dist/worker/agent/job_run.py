@@ -10,13 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import secrets
 import socket
+from collections.abc import Callable
 
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
-from kale_dist.wire import Attempt, EventKind, FailureCause, JobFiles, StateName, Verdict
+from kale_dist.wire import (
+    CANCEL_GRACE_S,
+    SAVE_LIMIT_S,
+    Attempt,
+    EventKind,
+    FailureCause,
+    JobFiles,
+    StateName,
+    Verdict,
+)
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.agent.attempt import RunningAttempt, Site
 from kale_dist.worker.agent.fork_pool import REFILL_AFTER_S
@@ -38,6 +49,7 @@ class JobRun:
         self._port = site.order.port
         self._may_start = asyncio.Event()
         self._running: RunningAttempt | None = None
+        self._is_cancelled = False
         self._deadline: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -67,15 +79,35 @@ class JobRun:
             self._deadline.cancel()
         return self.verdict
 
-    def cancel(self, cause: FailureCause, reason: str, grace_s: float) -> None:
+    def cancel(self, cause: FailureCause, reason: str, grace_s: float, *, save: bool = False) -> None:
         """End the job, in any state. If it is ending already, shorten its grace.
 
         Args:
             cause: Why.
             reason: The same as a sentence.
             grace_s: Seconds from SIGTERM to SIGKILL.
+            save: Whether ranks that can write one more checkpoint first. Only the first time: a second cancel ends them.
         """
-        self._end(Verdict(StateName.CANCELLED, cause, reason), grace_s)
+        verdict = Verdict(StateName.CANCELLED, cause, reason)
+        if not save or self._is_cancelled:
+            self._end(verdict, grace_s)
+            return
+        self._is_cancelled = True
+        if self._running is not None and self._running.can_save:
+            grace_s = min(grace_s, CANCEL_GRACE_S)
+        self.save_first(functools.partial(self._end, verdict, grace_s))
+
+    def save_first(self, then: Callable[[], None], limit_s: float = SAVE_LIMIT_S) -> None:
+        """Have the ranks write a checkpoint, and call a function once it is written; at once if they cannot.
+
+        Args:
+            then: Called exactly once. Unless it ends the attempt or the job, the ranks train on.
+            limit_s: Seconds after which it is called in any case.
+        """
+        if self._running is None:
+            then()
+        else:
+            self._running.save_first(then, limit_s)
 
     def fail(self, cause: FailureCause, reason: str) -> None:
         """End the job as failed; nothing if its end is decided already."""
@@ -155,7 +187,8 @@ class JobRun:
         limit_s = self.order.policy.timeout_s
         if limit_s is not None and self._deadline is None:
             told = f"The job ran longer than its timeout_s of {limit_s:g} s. Give it more time, or leave timeout_s out"
-            self._deadline = self._site.loop.call_later(limit_s, self.fail, FailureCause.TIMEOUT, told)
+            end = functools.partial(self.fail, FailureCause.TIMEOUT, told)
+            self._deadline = self._site.loop.call_later(limit_s, self.save_first, end)
 
 
 def open_port(host: str, port: int, backlog: int) -> socket.socket:

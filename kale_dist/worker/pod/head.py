@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 import threading
@@ -171,7 +172,7 @@ class Head:
             f"Pod {socket.gethostname()} received SIGTERM: the job was suspended or deleted, or the pod was "
             "evicted or ran into its deadline"
         )
-        self._job.cancel(FailureCause.SUSPENDED, reason, 0.0 if again else TERM_GRACE_S)
+        self._job.cancel(FailureCause.SUSPENDED, reason, 0.0 if again else TERM_GRACE_S, save=True)
 
     async def _prepare(self) -> None:
         """Bring the input, let the ranks start once all pods are ready, then put each checkpoint into the store."""
@@ -218,9 +219,10 @@ class Head:
         """Digests of the blobs that the notebook has to send."""
         return pod_input.missing(self._pod) if self._pod.order.source is Source.STREAM and not self._has_blobs else []
 
-    def _cancel(self, grace_s: float) -> None:
+    def _cancel(self, grace_s: float, save: bool) -> None:  # noqa: FBT001 - called by position from the server's threads
         """The notebook wants the job to end."""
-        self._pod.loop.call_soon_threadsafe(self._job.cancel, FailureCause.USER, "The job was cancelled", grace_s)
+        cancel = functools.partial(self._job.cancel, FailureCause.USER, "The job was cancelled", grace_s, save=save)
+        self._pod.loop.call_soon_threadsafe(cancel)
 
     def _acknowledged(self) -> None:
         """The notebook has all it wants."""

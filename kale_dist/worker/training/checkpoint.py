@@ -26,7 +26,7 @@ from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.result import load_state, state_of
 from kale_dist.worker.training.trained import Progress, Trained
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,11 +59,31 @@ def write(path: pathlib.Path, contents: Checkpoint) -> tuple[str, ...]:
     Raises:
         StoreError: The disk is full, or the folder cannot be written.
     """
-    left_out: list[str] = []
-    copies: dict[Any, Tensor] = {}
+    whole = collect(contents)
+    save(path, whole)
+    left_out: tuple[str, ...] = whole["left_out"]
+    return left_out
+
+
+def collect(contents: Checkpoint, copy: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Any]:
+    """Return what a file holds: no objects but tensors and plain values, and the places of those left out as `left_out`.
+
+    Args:
+        contents: The states.
+        copy: Copies a tensor, which has a place, to the CPU; None: those of the CPU are not copied.
+    """
+    keeper = _Keeper(copy)
     names = ("model", "optimizer", "scheduler", "resume", "callbacks")
-    tree = {name: _kept(getattr(contents, name), name, copies, left_out) for name in names}
-    whole = {"version": VERSION, "epoch": contents.epoch, "left_out": tuple(left_out), **tree}
+    tree = {name: keeper.keep(getattr(contents, name), name) for name in names}
+    return {"version": VERSION, "epoch": contents.epoch, "left_out": tuple(keeper.left_out), **tree}
+
+
+def save(path: pathlib.Path, whole: dict[str, Any]) -> None:
+    """Write what `collect` returned, replacing the file that is there by rename.
+
+    Raises:
+        StoreError: The disk is full, or the folder cannot be written.
+    """
     before = torch.serialization.get_crc32_options()
     # Sums take four times as long as writing.
     torch.serialization.set_crc32_options(False)
@@ -83,7 +103,6 @@ def write(path: pathlib.Path, contents: Checkpoint) -> tuple[str, ...]:
         ) from error
     finally:
         torch.serialization.set_crc32_options(before)
-    return tuple(left_out)
 
 
 def read(file: Any) -> Checkpoint:
@@ -105,50 +124,76 @@ def read(file: Any) -> Checkpoint:
         raise SnapshotDamagedError(f"{file} is not a checkpoint: {str(error).partition(chr(10))[0]}") from error
 
 
-def _kept(value: Any, place: str, copies: dict[Any, Tensor], left_out: list[str]) -> Any:
-    """Copy a value without the parts that `weights_only` cannot read; add the places of those to `left_out`."""
-    if value is None or type(value) in (bool, int, float):
-        return value
-    if isinstance(value, str):
-        # Of another class (an enumeration), the text alone.
-        return str.__str__(value)
-    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
-        # Tied weights are written once; of a view, the part that it shows.
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if not value.numel() or key not in copies:
-            whole = value.detach().cpu().as_subclass(Tensor)
-            is_part = whole.untyped_storage().nbytes() > whole.nbytes
-            copies[key] = whole.clone() if is_part else whole
-        return copies[key]
-    if isinstance(value, dict):
-        kept = {key: _kept(item, f"{place}.{key}", copies, left_out) for key, item in value.items()}
-        left_out += [
-            f"{place}.{key}" for key, item in kept.items() if type(key) not in (str, int) and item is not _LEFT_OUT
-        ]
-        return {key: item for key, item in kept.items() if type(key) in (str, int) and item is not _LEFT_OUT}
-    if type(value) in (list, tuple):
-        items = [_kept(item, f"{place}.{i}", copies, left_out) for i, item in enumerate(value)]
-        return type(value)(None if item is _LEFT_OUT else item for item in items)
-    left_out.append(place)
-    return _LEFT_OUT
+class _Keeper:
+    """Copies values without the parts that `weights_only` cannot read; `left_out` has the places of those."""
+
+    def __init__(self, copy: Callable[[str, Tensor], Tensor] | None) -> None:
+        self.left_out: list[str] = []
+        self._copy = copy
+        self._copies: dict[Any, Tensor] = {}
+
+    def keep(self, value: Any, place: str) -> Any:
+        """Return the copy; `_LEFT_OUT` where there is none."""
+        if value is None or type(value) in (bool, int, float):
+            return value
+        if isinstance(value, str):
+            # Of another class (an enumeration), the text alone.
+            return str.__str__(value)
+        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
+            # Tied weights are written once; of a view, the part that it shows.
+            key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            if not value.numel() or key not in self._copies:
+                self._copies[key] = self._tensor(value, place)
+            return self._copies[key]
+        if isinstance(value, dict):
+            kept = {key: self.keep(item, f"{place}.{key}") for key, item in value.items()}
+            self.left_out += [
+                f"{place}.{key}" for key, item in kept.items() if type(key) not in (str, int) and item is not _LEFT_OUT
+            ]
+            return {key: item for key, item in kept.items() if type(key) in (str, int) and item is not _LEFT_OUT}
+        if type(value) in (list, tuple):
+            items = [self.keep(item, f"{place}.{i}") for i, item in enumerate(value)]
+            return type(value)(None if item is _LEFT_OUT else item for item in items)
+        self.left_out.append(place)
+        return _LEFT_OUT
+
+    def _tensor(self, value: Tensor, place: str) -> Tensor:
+        if self._copy is not None:
+            return self._copy(place, value)
+        whole = value.detach().cpu().as_subclass(Tensor)
+        return whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole
 
 
 def describe(
-    group: Group, trained: Trained, progress: Progress, scaler: Any, own_state: dict[str, Any]
+    group: Group,
+    trained: Trained,
+    progress: Progress,
+    scaler: Any,
+    own_state: dict[str, Any],
+    seed: int,
+    steps: int,
+    mine: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Collect what `Checkpoint.resume` holds. All ranks have to call this.
 
     Args:
         group: The ranks.
         trained: The objects that are trained.
-        progress: How far the training is.
+        progress: How far the training is; within an epoch with its position.
         scaler: The loss scaler of the ready-made step, or None.
         own_state: The `own_state` of the strategy in this rank.
+        seed: From which the seeds of this rank's workers are made.
+        steps: Real steps of the optimizer so far.
+        mine: This rank's part of the position; None between epochs.
     """
-    ranks = group.gather((random_states(group.device, trained.loaders), own_state))
+    ranks = group.gather((random_states(group.device, trained.loaders), own_state, seed, mine))
+    position = None if progress.position is None else {**progress.position, "ranks": [own for *_, own in ranks]}
     return {
-        "random": [states for states, _ in ranks],
-        "strategy": [state for _, state in ranks],
+        "random": [states for states, *_ in ranks],
+        "strategy": [state for _, state, *_ in ranks],
+        "seeds": [seed for *_, seed, _ in ranks],
+        "steps": steps,
+        "position": position,
         "criterion": trained.criterion.state_dict() if isinstance(trained.criterion, torch.nn.Module) else None,
         "evaluating": [name for name, module in trained.model.named_modules() if not module.training],
         "frozen": [name for name, parameter in trained.model.named_parameters() if not parameter.requires_grad],
@@ -175,16 +220,20 @@ class Resumption:
         self._group = group
         self._trained = trained
         self._resume: dict[str, Any] | None = None
+        self._found: Checkpoint | None = None
         place = context.context()
         # Also at the first attempt: in new pods, after others were lost or suspended, attempts count from 0 again, and
         # there may be no restart left.
         found = _shared(group, self._usable() if group.rank == 0 else None)
         if found is not None:
             self._take(found)
+        epochs, position = self.progress.epochs, self.progress.position
+        batches = 0 if position is None else position["batches"]
         if group.rank == 0:
-            context.emit(EventKind.RESUMED, epoch=self.progress.epochs)
-        epochs = self.progress.epochs
+            context.emit(EventKind.RESUMED, epoch=epochs, batches=batches)
         what = f"resumes after epoch {epochs}, from the last checkpoint" if epochs else "starts from the beginning"
+        if batches:
+            what = f"resumes in epoch {epochs + 1}, after {batches:,} batches, from the last checkpoint"
         if place.attempt or found is not None:
             group.say(f"{f'Attempt {place.attempt + 1}' if place.attempt else 'New run'}: the training {what}.")
 
@@ -205,6 +254,32 @@ class Resumption:
         # A rank that was lost before the checkpoint, while others carried on, starts with new generators.
         if rank < len(self._resume["random"]):
             set_random_states(self._group.device, self._trained.loaders, self._resume["random"][rank])
+
+    @property
+    def steps(self) -> int:
+        """Real steps of the optimizer before."""
+        return 0 if self._resume is None else int(self._resume["steps"])
+
+    @property
+    def seed(self) -> int | None:
+        """From which the seeds of this rank's workers are made; None for a new one."""
+        seeds = [] if self._resume is None else self._resume["seeds"]
+        return int(seeds[self._group.rank]) if self._group.rank < len(seeds) else None
+
+    @property
+    def random(self) -> dict[str, Any]:
+        """This rank's generators at the checkpoint."""
+        found: dict[str, Any] = (self._resume or {})["random"][self._group.rank]
+        return found
+
+    def load_again(self) -> None:
+        """Restore what a step may set before its loop: it did so before the checkpoint, too."""
+        if self._found is None:
+            return
+        trained, saved = self._trained, (self._found.optimizer or {}).get("param_groups", ())
+        for options, before in zip(trained.optimizer.param_groups, saved, strict=False):
+            options.update({name: value for name, value in before.items() if name != "params"})
+        self._load_rest(self._found)
 
     def _usable(self) -> pathlib.Path | None:
         """Rank 0's path of the last checkpoint, if it can be read and fits the objects of the call."""
@@ -228,6 +303,18 @@ class Resumption:
         if isinstance(trained.criterion, torch.nn.Module):
             _load_module(trained.criterion, resume["criterion"])
         trained.optimizer.load_state_dict(found.optimizer or {})
+        self.progress = Progress(
+            epochs=found.epoch,
+            values=dict(resume["values"]),
+            stopped=bool(resume["stopped"]),
+            position=resume["position"],
+        )
+        self.callbacks = found.callbacks
+        self._resume, self._found = resume, found
+        self._load_rest(found)
+
+    def _load_rest(self, found: Checkpoint) -> None:
+        trained, resume = self._trained, found.resume or {}
         if trained.scheduler is not None and found.scheduler is not None:
             trained.scheduler.load_state_dict(_of_kinds(found.scheduler, trained.scheduler.state_dict()))
         for value, state in zip(trained.state, resume["state"], strict=False):
@@ -239,9 +326,6 @@ class Resumption:
             module.training = name not in resume["evaluating"]
         for name, parameter in trained.model.named_parameters():
             parameter.requires_grad_(name not in resume["frozen"])
-        self.progress = Progress(epochs=found.epoch, values=dict(resume["values"]), stopped=bool(resume["stopped"]))
-        self.callbacks = found.callbacks
-        self._resume = resume
 
 
 def _misfit(found: Checkpoint, trained: Trained) -> str:

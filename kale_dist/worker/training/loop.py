@@ -40,6 +40,7 @@ from kale_dist.worker.training.result import (
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import FullState, Parts, Strategy
 from kale_dist.worker.training.trained import Progress, Trained
+from kale_dist.worker.training.within import Within
 
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -195,6 +196,9 @@ class Session:
     """In rank 0 until the end of the first epoch."""
     strategy_totals: dict[str, float] = dataclasses.field(default_factory=dict)
     """The strategy's numbers, added up over ranks and epochs."""
+    within: Within = dataclasses.field(init=False)
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    """The finished epochs."""
 
     @classmethod
     def build(cls, setup: Setup, stack: contextlib.ExitStack) -> Session:
@@ -223,7 +227,7 @@ class Session:
             # Peers draw alike, or their dropout would differ.
             states = checkpoint.random_states(group.device, trained.loaders)
             checkpoint.set_random_states(group.device, trained.loaders, setup.parts.row.send(states))
-        return cls(
+        session = cls(
             setup=setup,
             training=training,
             trained=trained,
@@ -234,19 +238,46 @@ class Session:
             control=control,
             callbacks=callbacks,
             profiler=profiler,
-            captured=_captured(training, trained) if group.rank == 0 else None,
+            captured=_captured(training, trained, training.train_step, training.eval_step) if group.rank == 0 else None,
         )
+        resumption = setup.resumption
+        control.real_steps = resumption.steps
+        seed = torch.initial_seed() if resumption.seed is None else resumption.seed
+        for feed in (loaders.train, loaders.evaluation):
+            feed.seed, feed.was_read = seed, resumption.progress.epochs > 0
+        session.within = Within(
+            training.checkpoint_every,
+            trained=trained,
+            group=group,
+            strategy=strategy,
+            control=control,
+            feed=loaders.train,
+            captured=_captured(training, trained, training.train_step),
+            resumption=resumption,
+            write=session.write_checkpoint,
+        )
+        return session
 
     def run(self) -> Progress:
         """Train the epochs that are left, and write the checkpoints that are due."""
-        progress, epochs, every = self.setup.resumption.progress, self.training.epochs, self.training.checkpoint_every
-        for epoch in range(progress.epochs + 1, epochs + 1):
-            if progress.stopped:
+        self.progress, epochs, every = (
+            self.setup.resumption.progress,
+            self.training.epochs,
+            self.training.checkpoint_every,
+        )
+        for epoch in range(self.progress.epochs + 1, epochs + 1):
+            if self.progress.stopped:
                 break
-            progress = self.epoch(epoch)
-            if every and (epoch % every == 0 or epoch == epochs or progress.stopped):
-                self.write_checkpoint(progress)
-        return progress
+            self.progress = self.epoch(epoch)
+            is_last = epoch == epochs or self.progress.stopped
+            if isinstance(every, int) and every:
+                is_due = is_last or epoch % every == 0
+            else:
+                is_due = self.within.ends_epoch(is_last=is_last)
+            if is_due:
+                self.write_checkpoint()
+        self.within.writing.wait()
+        return self.progress
 
     # -- an epoch --------------------------------------------------------------------------------------------------
 
@@ -351,8 +382,9 @@ class Session:
         """Call a step with what it is given, the device and its `args`; return what it returns."""
         feed.begin(epoch)
         self.loaders.running = feed
+        within = self.within.epoch(Session._call.__code__) if feed.is_training else contextlib.nullcontext()
         try:
-            with self._autocast():
+            with self._autocast(), within:
                 returned = step(*given, self.group.device, args)
         except Exception as error:
             if not isinstance(error, KaleDistError):
@@ -455,43 +487,50 @@ class Session:
 
     # -- what remains ----------------------------------------------------------------------------------------------
 
-    def write_checkpoint(self, progress: Progress) -> None:
-        """Write the states of rank 0 into the job's folder, if there is one. All ranks have to call this."""
-        files = context.context().files
+    def write_checkpoint(self, position: dict[str, Any] | None = None, mine: dict[str, Any] | None = None) -> None:
+        """Write the states of rank 0 into the job's folder, if there is one. All ranks have to call this.
+
+        Args:
+            position: Where the epoch is that has begun; None between epochs.
+            mine: This rank's part of that.
+        """
+        files, within = context.context().files, self.within
         if files is None:
             return
-        rest = None
-        # Only a job that may be started again needs checkpoints from which a training can resume.
-        is_resumable = context.context().max_restarts > 0
-        if is_resumable:
-            own = self.strategy.own_state()
-            rest = describe(self.group, self.trained, progress, self.control.scaler, own)
-        calls = self.callbacks.state(resumable=is_resumable)
-        state = self.strategy.full_state()
+        progress, steps = dataclasses.replace(self.progress, position=position), self.control.real_steps
+        own, seed = self.strategy.own_state(), self.loaders.train.seed
+        rest = describe(self.group, self.trained, progress, self.control.scaler, own, seed, steps, mine)
+        calls = self.callbacks.state()
+        state, is_asked = self.strategy.full_state(), within.is_asked
         if state is None:
             return
-        epoch = progress.epochs
         contents = Checkpoint(
             model=state.model,
             optimizer=state.optimizer,
             scheduler=None if self.trained.scheduler is None else self.trained.scheduler.state_dict(),
-            epoch=epoch,
+            epoch=progress.epochs,
             resume=rest,
             callbacks=calls,
         )
-        left_out = checkpoint.write(files.checkpoint, contents)
+
+        def write(whole: dict[str, Any]) -> None:
+            checkpoint.save(files.checkpoint, whole)
+            context.emit(
+                EventKind.CHECKPOINT,
+                epoch=progress.epochs,
+                step=steps,
+                batches=0 if position is None else position["batches"],
+                asked=is_asked,
+                path=files.checkpoint.name,
+                bytes=files.checkpoint.stat().st_size,
+            )
+
+        left_out = within.writing.write(contents, write, at_once=is_asked)
         if left_out:
             self.group.say(
                 f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values.",
                 warns=True,
             )
-        context.emit(
-            EventKind.CHECKPOINT,
-            epoch=epoch,
-            step=self.control.real_steps,
-            path=files.checkpoint.name,
-            bytes=files.checkpoint.stat().st_size,
-        )
         context.mark_progress()
 
     def result(self, progress: Progress, state: FullState | None, extra: Mapping[str, Any]) -> TrainingResult:
@@ -560,8 +599,8 @@ def _control(setup: Setup, loaders: Loaders, callbacks: Callbacks) -> OptimizerC
     )
 
 
-def _captured(training: Training, trained: Trained) -> Captured:
-    """Note the values of the names that the user's steps use, to say after the first epoch which of them changed."""
+def _captured(training: Training, trained: Trained, *steps: Any) -> Captured:
+    """Note the values of the names that the user's steps use, to find out later which of them changed."""
     known = (
         trained.model,
         *trained.model.modules(),
@@ -576,7 +615,7 @@ def _captured(training: Training, trained: Trained) -> Captured:
         *trained.state,
     )
     given = {"train_args": training.train_args, "eval_args": training.eval_args}
-    return Captured((training.train_step, training.eval_step), known, given)
+    return Captured(steps, known, given)
 
 
 def _made(settings: Settings, layout: Layout) -> Strategy:
