@@ -55,6 +55,8 @@ class Context:
     """Whether this process is a rank of a job."""
     folder: pathlib.Path | None = None
     """The job's folder; None outside a job."""
+    resume: pathlib.Path | None = None
+    """The checkpoint of an earlier job from which the training resumes, in rank 0; None for none."""
 
     @property
     def files(self) -> JobFiles | None:

@@ -151,6 +151,7 @@ def _settle(assignment: Assignment, events: int, files: JobFiles, control: _Cont
         max_restarts=order.policy.max_restarts,
         in_job=True,
         folder=files.folder,
+        resume=FolderStore(pathlib.Path(order.store)).path(order.resume) if order.resume and rank == 0 else None,
     )
     context.activate(place, events, control.is_asked_to_save)
     stand_ins.install(cuda=order.cuda)
