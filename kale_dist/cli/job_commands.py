@@ -49,6 +49,9 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     cancel = command("cancel", "end a job; a training writes one more checkpoint first", _cancel)
     cancel.add_argument("--no-save", action="store_true", help="end it at once, without that checkpoint")
     retry = command("retry", "submit the same call again, as a new job, and show its output", _retry)
+    retry.add_argument(
+        "--resume", action="store_true", help="a training from its last checkpoint, not from the beginning"
+    )
     retry.add_argument("--detach", action="store_true", help="print the new job's reference and return")
     command("render", "show what was submitted", _render)
 
@@ -170,7 +173,7 @@ def _retry(options: argparse.Namespace) -> int:
         problem = "a job on this machine ends with this command"
         raise ConfigError("--detach", problem, "Leave it out, or make the call again with detach=True")
     with launch_command.interrupted_by_sigterm() as caught:
-        job = first.retry()
+        job = first.retry(resume=options.resume)
         if options.detach:
             print(json.dumps({"ref": job.ref, "name": job.name}) if options.json else job.ref)
             return 0

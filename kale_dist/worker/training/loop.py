@@ -23,6 +23,7 @@ from kale_dist.worker.training.checkpoint import Checkpoint, Resumption, describ
 from kale_dist.worker.training.data.batches import Feed
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
+from kale_dist.worker.training.given import Given
 from kale_dist.worker.training.group import Group, copy_where_differing, differing, fingerprint
 from kale_dist.worker.training.notices import Captured, Losses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
@@ -110,6 +111,7 @@ class Setup:
 
     training: Training
     trained: Trained
+    given: Given
     structure: Structure
     """The model's, as it was at the call."""
     layouts: Sequence[Layout]
@@ -136,10 +138,11 @@ class Setup:
         if training.seed is not None:
             _seed(training.seed + (group.rank if layout.shard is None else layout.shard))
         trained = Trained.of(training)
+        given = Given.of(training, trained, group.world_size)
         structure = Structure.of(trained.model)
         stack.enter_context(CLOCK.watching_collectives())
         trained.move_to(group.device)
-        resumption = Resumption(group, trained)
+        resumption = Resumption(group, trained, given)
         named = trained.tensors()
         prints = group.gather(fingerprint(named.values())) if not group.is_alone else []
         copy_where_differing(group, list(named.items()), prints, "at the start")
@@ -161,6 +164,7 @@ class Setup:
         return cls(
             training=training,
             trained=trained,
+            given=given,
             structure=structure,
             layouts=layouts,
             layout=layout,
@@ -499,7 +503,8 @@ class Session:
             return
         progress, steps = dataclasses.replace(self.progress, position=position), self.control.real_steps
         own, seed = self.strategy.own_state(), self.loaders.train.seed
-        rest = describe(self.group, self.trained, progress, self.control.scaler, own, seed, steps, mine)
+        given, scaler = self.setup.given, self.control.scaler
+        rest = describe(self.group, self.trained, given, progress, scaler, own, seed, steps, mine)
         calls = self.callbacks.state()
         state, is_asked = self.strategy.full_state(), within.is_asked
         if state is None:
