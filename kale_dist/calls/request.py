@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ PLACE_SETTINGS = tuple(dict.fromkeys(field.name for kind in (Docker, Kubernetes)
 """Arguments of `kd.Docker` and `kd.Kubernetes`."""
 
 _ELSEWHERE_PROCESSES = 2
+_LEAST_GIB = 300 / 1024
 """Processes in containers if the call does not say how many: how many there is room for is not known here."""
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -157,7 +159,7 @@ def checked(
         weights = 0 if training is None else training_checks.rank_bytes(training)
         ranks = _on_machine(options, machine or _this_machine(options.cuda), weights, sizes)
     else:
-        ranks = _in_pods(options, place, sizes)
+        ranks = _in_pods(options, place, sizes, trains=training is not None)
         wanted = image_checks.check(place.image, place.packages, place.requirements)
         of_pods = {"volumes": volumes, "image": wanted.image, "recipe": wanted.recipe, "resources": place.resources}
     if isinstance(place, Kubernetes):
@@ -196,6 +198,9 @@ def where(on: Any) -> tuple[Backend, Place]:
     else:
         place = on if isinstance(on, Local | Docker | Kubernetes) else place_settings.KINDS[_word(on)]()
         backend = places.get(place_settings.word_of(place))
+    if backend.name == "local" and sys.platform != "linux":
+        problem = f"processes on this machine need Linux, and this is {sys.platform}"
+        raise ConfigError("on", problem, "Give on=kd.Docker(...) or on=kd.Kubernetes(...), or use a notebook on Linux")
     return backend, place_settings.filled(place, config.load().place(place_settings.word_of(place)))
 
 
@@ -286,7 +291,7 @@ def _on_machine(options: Options, there: Machine, rank_bytes: int, sizes: tuple[
     return _Ranks(topology=topology, cuda=bool(cuda), warnings=warnings, notes=notes)
 
 
-def _in_pods(options: Options, place: Docker | Kubernetes, sizes: tuple[int, ...]) -> _Ranks:
+def _in_pods(options: Options, place: Docker | Kubernetes, sizes: tuple[int, ...], *, trains: bool) -> _Ranks:
     """Lay the ranks out on pods or containers. What there is to run on is not asked here."""
     per_pod = place.processes_per_pod or 1
     world = sizes[-1] if sizes else max(_ELSEWHERE_PROCESSES, per_pod)
@@ -296,6 +301,10 @@ def _in_pods(options: Options, place: Docker | Kubernetes, sizes: tuple[int, ...
     gpus, cuda = place.resources.gpus, options.cuda
     if cuda and gpus == 0:
         raise ConfigError("resources.gpus", "0, and cuda=True needs one for each process", "Give 1, or leave it out")
+    memory_gib = place.resources.memory_gib
+    if trains and memory_gib is not None and memory_gib < _LEAST_GIB:
+        problem = f"a process with torch needs at least {_LEAST_GIB * 1024:.0f} MiB, and {memory_gib * 1024:.0f} MiB were given"
+        raise ConfigError("resources.memory", problem, "Give more, such as memory='1Gi'")
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     if cuda is None and gpus:
@@ -344,4 +353,9 @@ def _this_machine(cuda: bool | None) -> Machine:  # noqa: FBT001 - the call's ow
         import torch
 
         gpus = torch.cuda.device_count()
-    return Machine(cores=len(os.sched_getaffinity(0)), gpus=gpus, memory_bytes=free_memory())
+    return Machine(cores=usable_cores(), gpus=gpus, memory_bytes=free_memory())
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

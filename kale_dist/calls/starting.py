@@ -5,6 +5,7 @@ When `start` returns, the job is submitted; its ranks may not have started yet.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -17,8 +18,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from kale_dist.calls.request import Call, Function
-from kale_dist.errors import BackendError, SnapshotError, say, warn
-from kale_dist.job import records, tracking, weights
+from kale_dist.errors import BackendError, KaleDistError, SnapshotError, say, users_line, warn
+from kale_dist.job import interrupts, records, tracking, weights
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.outcomes import OutcomeReader
@@ -40,6 +41,9 @@ _SHOWN_PATHS = 2
 _jobs: weakref.WeakValueDictionary[str, Job[Any]] = weakref.WeakValueDictionary()
 """Reference to the handle that this process already has, which knows the notebook's own objects."""
 _jobs_lock = threading.Lock()
+
+_runs_of_cells: weakref.WeakKeyDictionary[Job[Any], tuple[tuple[str, int], int]] = weakref.WeakKeyDictionary()
+"""The line of a notebook that started each job, with the number of the cell's run."""
 
 
 def start(call: Call) -> Job[Any]:
@@ -75,7 +79,10 @@ def start(call: Call) -> Job[Any]:
             targets = weights.remember(together(models), None)
         ref = backend.submit(spec, key)
     _say_started(ref, spec)
+    _say_what_runs(targets)
     job = handle(backend, ref, spec, key, targets=targets, originals=snapshot.originals)
+    if (run := interrupts.running_cell()) is not None:
+        _runs_of_cells[job] = users_line(), run
     tracking.begin(job, call.track, tracking.params_of(what) if isinstance(what, Training) else {})
     return job
 
@@ -199,6 +206,25 @@ def _say_started(ref: JobRef, spec: JobSpec) -> None:
     if ipython is None or ipython.get_ipython() is None:
         ranks = spec.topology.number_of_processes
         say(f"{ref} starts on {ranks} rank{'' if ranks == 1 else 's'}")
+
+
+def _say_what_runs(targets: weights.Targets | None) -> None:
+    """Name the jobs that still run and that the user may think of as replaced: those of the same model or the same cell."""
+    run = interrupts.running_cell()
+    with _jobs_lock:
+        known_jobs = list(_jobs.values())
+    same_model, same_cell = [], []
+    for job in known_jobs:
+        mine, (line, number) = inside(job).targets, _runs_of_cells.get(job, (None, run))
+        with contextlib.suppress(KaleDistError):
+            if targets is not None and mine is not None and mine.model is targets.model and not job.done():
+                same_model.append(job.ref)
+            # A loop of one cell starts several jobs on purpose.
+            elif number != run and line == users_line() and not job.done():
+                same_cell.append(job.ref)
+    for refs, what in ((same_model, "the same model"), (same_cell, "this cell's last run")):
+        if refs:
+            say(f"A job of {what} still runs, too: {', '.join(refs)}. To cancel it: kd.attach('{refs[0]}').cancel()")
 
 
 def _free_name(label: str) -> str:

@@ -42,7 +42,9 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     logs.add_argument("--tail", type=_count, metavar="N", help="only the last N lines")
     command("events", "print the cluster's events of a job and its pods", _events)
     fetch = command("fetch", "write the trained weights to a file, or what a function returned", _fetch)
-    fetch.add_argument("-o", "--output", default="model.pt", metavar="FILE", help="where to (%(default)s)")
+    fetch.add_argument(
+        "-o", "--output", metavar="FILE", help="where to (model.pt, or result.pt for a function's value)"
+    )
     fetch.add_argument("--partial", action="store_true", help="the last checkpoint, also of a job that runs or failed")
     cancel = command("cancel", "end a job; a training writes one more checkpoint first", _cancel)
     cancel.add_argument("--no-save", action="store_true", help="end it at once, without that checkpoint")
@@ -147,7 +149,8 @@ def _fetch(options: argparse.Namespace) -> int:
     if not options.partial and not job.done():
         remedy = "Wait for its end, or take its last checkpoint with --partial"
         raise BackendError(f"{job.ref} has not ended yet. {remedy}", retryable=True)
-    path = job.save(options.output, partial=options.partial)
+    name = "model.pt" if job.spec.kind == "training" else "result.pt"
+    path = job.save(options.output or name, partial=options.partial)
     print(json.dumps({"ref": job.ref, "file": str(path), "bytes": path.stat().st_size}) if options.json else path)
     return 0
 
