@@ -20,8 +20,8 @@ EXIT_LOST_HEAD = 144
 EXIT_BROKEN = 70
 """Exit code of a rank or an agent in which our own code failed; as EX_SOFTWARE."""
 
-STACKS_SIGNAL = signal.SIGRTMAX - 3
-"""Asks a rank for its stacks. Real-time, so that nothing else uses it; answered even while C code holds the GIL."""
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 3
+"""Asks a rank for its stacks. Real-time, so that nothing else uses it; answered even while C code holds the GIL. Ranks run on Linux."""
 
 STALL_WARN_S = 300.0
 """Default of `stall_warn_s`."""

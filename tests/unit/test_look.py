@@ -247,7 +247,7 @@ def test_a_deleted_job_is_gone():
     found = look.look(gone, spec(), NOW)
     assert found.gone
     assert "was deleted from the namespace team" in found.trouble.sentence
-    assert "deletes it 60 s after its end" in look.look(gone, spec(ttl_s=60), NOW).trouble.sentence
+    assert "60 s after its end" in look.look(gone, spec(ttl_s=60), NOW).trouble.sentence
 
 
 def test_an_operator_that_does_nothing_is_told_after_a_while():

@@ -68,6 +68,8 @@ class Request:
     """Where snapshots, checkpoints and results are stored: empty (the notebook sends and fetches them itself), `pvc://claim/folder`, or a URL that fsspec opens."""
     cluster: ClusterOptions = dataclasses.field(default_factory=ClusterOptions)
     strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)
+    saves: bool = True
+    """Whether it writes checkpoints, from which a later call can resume."""
     policy: Policy = dataclasses.field(default_factory=Policy)
 
 
@@ -93,12 +95,16 @@ class Settled(Request):
         resources: Resources | None = None,
         store: str | None = None,
         cluster: ClusterOptions | None = None,
+        topology: Topology | None = None,
     ) -> Settled:
         """A request with what a backend has looked up: fields of this class, and None for those of the request itself.
 
         An image that is made has a `recipe`; that of the request is only what was asked for.
         """
-        found = {"image": image, "volumes": volumes, "resources": resources, "store": store, "cluster": cluster}
+        found = {
+            "image": image, "volumes": volumes, "resources": resources, "store": store, "cluster": cluster,
+            "topology": topology,
+        }  # fmt: skip
         settled = {key: value for key, value in found.items() if value is not None}
         return Settled(**{**_fields(request, Request), **settled, "name": name, "recipe": recipe})
 

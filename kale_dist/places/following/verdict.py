@@ -146,7 +146,8 @@ def overlay(
     troubles = [part.trouble for part in look.parts if part.trouble is not None and part.state != "ended"]
     if look.trouble is not None:
         troubles.insert(0, look.trouble)
-    if troubles and (state is not StateName.RUNNING or not reason):
+    is_trouble = bool(troubles) and (state is not StateName.RUNNING or not reason)
+    if is_trouble:
         # The head says which pod it waits for, and the place why that pod is not there.
         reason = f"{reason}. {troubles[0]}" if status.attempt and reason and not look.suspended else str(troubles[0])
     elif not reason and state is not StateName.RUNNING and look.fresh:
@@ -159,7 +160,10 @@ def overlay(
         reason = f"{reason}. {activity}" if reason and not reason.endswith(".") else f"{reason} {activity}".strip()
     if problem:
         reason = f"{problem} As last seen: {reason}" if reason else problem
-    return dataclasses.replace(status, state=state, reason=reason, queue_position=look.queue_position)
+    return dataclasses.replace(
+        status, state=state, reason=reason, queue_position=look.queue_position,
+        needs_action=is_trouble and (troubles[0].needs_action or not troubles[0].heals),
+    )  # fmt: skip
 
 
 def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float) -> Sequence[dict[str, Any]]:

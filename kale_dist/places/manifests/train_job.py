@@ -11,6 +11,7 @@ from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec.job_spec import Settled
+from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup
 from kale_dist.places.manifests.pod_template import pod_template
 from kale_dist.places.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
@@ -50,7 +51,7 @@ class TrainJob(Kind):
         options, topology = spec.cluster, spec.topology
         if not settings.command:
             for field in _OF_THE_RUNTIME:
-                if getattr(options, field):
+                if getattr(options, field) not in (getattr(ClusterOptions(), field), None):
                     problem = "a TrainJob takes this from its runtime"
                     raise ConfigError(
                         field, problem, "Leave it out and set it in a runtime (runtime=), or give kind='job'"

@@ -303,6 +303,15 @@ def test_a_trouble_that_heals_is_shown_and_waited_for(backend, submit, place, cl
 ABSENT = Trouble(sentence="There is no image torch:9", remedy="Push it.", heals=True, needs_action=True)
 
 
+def test_a_job_that_waits_for_a_person_says_so_and_one_that_waits_for_room_does_not(backend, submit, place):
+    ref, head = submit()
+    head.state = "waiting"
+    for trouble in (ABSENT, Trouble(sentence="No node is free", heals=True), ABSENT):
+        place.runs[1].trouble = trouble
+        wait_for(lambda: trouble.sentence in backend.status(ref).reason)  # noqa: B023 - it is called at once
+        assert backend.status(ref).needs_action is trouble.needs_action
+
+
 @pytest.mark.parametrize(
     ("given", "waits_s"), [({}, 300), ({"pending_timeout_s": 60}, 60), ({"pending_timeout_s": 900}, 900)]
 )
