@@ -15,7 +15,7 @@ from kale_dist.wire import EventKind
 from kale_dist.worker.training import loop
 from kale_dist.worker.training.settings import Training
 
-SAMPLES, BATCH, EPOCHS = 240, 12, 3
+SAMPLES, BATCH, EPOCHS = 240, 12, 15
 
 FASTER = """
 import runpy, sys
@@ -40,30 +40,33 @@ class Numbered(Dataset):
         return index, self.x[index], int(self.x[index].sum() > 0)
 
 
-def step(model, loader, criterion, optimizer, device, pause_s):
+def step(model, loader, criterion, optimizer, device, pause):
     for indices, x, y in loader:
         optimizer.zero_grad()
         loss = criterion(model(x), y)
         loss.backward()
         optimizer.step()
         print("saw", kd.context().attempt, f"{time.time():.3f}", *indices.tolist(), flush=True)
-        time.sleep(pause_s)
+        time.sleep(float(pause.read_text()))
     weights = torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()
     print("weights", *weights, flush=True)
     return {"loss": loss.item()}
 
 
-def train_in(make, *, ranks, pause_s=0.1, gather_s=2, grow_each_s=2, **options):
+def train_in(make, folder, *, ranks, pause_s=0.4, gather_s=2, grow_each_s=2, **options):
+    """A training of 300 batches, and the file that says how long ranks wait after each of them."""
     torch.manual_seed(0)
+    pause = folder / "pause"
+    pause.write_text(f"{pause_s}")
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     training = Training(
-        model=model, train_data_loader=DataLoader(Numbered(), BATCH, shuffle=True), train_step=step, train_args=pause_s,
+        model=model, train_data_loader=DataLoader(Numbered(), BATCH, shuffle=True), train_step=step, train_args=pause,
         criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         epochs=EPOCHS, split_batches=True, checkpoint_every="auto",
     )  # fmt: skip
     job = make(loop.train, training, ranks=ranks, seed=3, threads=1, **options)
     job.command = ["-P", "-c", FASTER.format(gather_s=gather_s, grow_each_s=grow_each_s)]
-    return job.put_input()
+    return job.put_input(), pause
 
 
 def seen(job):
@@ -101,37 +104,43 @@ def pause_before(job, attempt):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The weights of a training in two pods to which nothing happens."""
-    made = _pod_jobs(tmp_path_factory.mktemp("undisturbed"), sys.executable)
-    job = train_in(next(made), ranks=2, pause_s=0).start_all()
+    folder = tmp_path_factory.mktemp("undisturbed")
+    made = _pod_jobs(folder, sys.executable)
+    job, _ = train_in(next(made), folder, ranks=2, pause_s=0)
+    job.start_all()
     assert job.end() == [0, 0], job.text()
     assert saw_each_once(job)
     yield weights_of(job)
     made.close()
 
 
-def test_a_pod_that_was_killed_and_made_again_changes_no_bit(make, undisturbed):
-    job = train_in(make, ranks=2, max_restarts=1).start_all()
+def test_a_pod_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, undisturbed):
+    job, pause = train_in(make, tmp_path, ranks=2, max_restarts=1)
+    job.start_all()
     until_seen(job, 0, 30)
     job.pods[1].process.kill()
+    pause.write_text("0")
     job.start(1)
     assert [job.pods[0].end(), job.pods[2].end()] == [0, 0], job.text()
     assert sizes(job) == [2, 2]
     assert torch.equal(weights_of(job), undisturbed)
 
 
-def test_sigterm_to_a_pod_loses_no_batch(make, undisturbed):
-    job = train_in(make, ranks=2, max_restarts=1).start_all()
+def test_sigterm_to_a_pod_loses_no_batch(make, tmp_path, undisturbed):
+    job, pause = train_in(make, tmp_path, ranks=2, max_restarts=1)
+    job.start_all()
     until_seen(job, 0, 30)
     job.pods[1].process.terminate()
     assert job.pods[1].end() == 143
+    pause.write_text("0")
     job.start(1)
     assert [job.pods[0].end(), job.pods[2].end()] == [0, 0], job.text()
     assert saw_each_once(job)
     assert torch.equal(weights_of(job), undisturbed)
 
 
-def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_there(make):
-    job = train_in(make, ranks=3, sizes=(2, 3), max_restarts=2)
+def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_there(make, tmp_path):
+    job, pause = train_in(make, tmp_path, ranks=3, sizes=(2, 3), max_restarts=2)
     job.start(0)
     job.start(1)
     until_seen(job, 0)
@@ -144,6 +153,7 @@ def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_ther
     job.pods[2].process.terminate()
     assert job.pods[2].end() == 143
     until_seen(job, 4)
+    pause.write_text("0")
     assert [job.pods[0].end(), job.pods[3].end()] == [0, 0], job.text()
     assert sizes(job) == [2, 3, 2, 3, 2]
     members = [[member["agent"] for member in event["members"]] for event in job.events(EventKind.ATTEMPT)]
@@ -154,13 +164,14 @@ def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_ther
     print("pauses", [pause_before(job, number) for number in (1, 2, 3, 4)])
 
 
-def test_a_range_of_even_numbers_leaves_a_pod_without_ranks(make):
-    job = train_in(make, ranks=4, sizes=(2, 4), max_restarts=1)
+def test_a_range_of_even_numbers_leaves_a_pod_without_ranks(make, tmp_path):
+    job, pause = train_in(make, tmp_path, ranks=4, sizes=(2, 4), max_restarts=1)
     for number in range(3):
         job.start(number)
     until_seen(job, 0)
     assert sizes(job) == [2]
     # Nobody misses the one without ranks, and it takes the place of the one that is lost.
     job.pods[1].process.kill()
+    pause.write_text("0")
     assert [job.pods[0].end(), job.pods[2].end()] == [0, 0], job.text()
     assert sizes(job) == [2, 2]
