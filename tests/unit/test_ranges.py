@@ -92,6 +92,12 @@ def test_kinds_whose_world_is_fixed_refuse_it(kind, refusal):
     assert (error.argument, kind in error.problem) == ("number_of_processes", True)
 
 
+def test_pods_that_come_and_go_need_checkpoints(refusal):
+    error = refusal(lambda: asked(number_of_processes=(1, 3), on=pods(), checkpoint_every=None))
+    assert error.argument == "checkpoint_every"
+    asked(number_of_processes=(1, 3), checkpoint_every=None)
+
+
 def test_functions_refuse_it(refusal):
     assert refusal(lambda: kd.render(print, number_of_processes=(1, 3))).argument == "number_of_processes"
 
