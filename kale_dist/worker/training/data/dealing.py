@@ -337,8 +337,6 @@ class Deal(Passes):
             yield from ((chunk, last, None) for chunk, last in _drawn_ahead(items, size, self.group))
             return
         order, self._drawn = self._draw() if self._drawn is None else self._drawn, None
-        sample = repr(list(order[:: max(1, len(order) // 1000)]))
-        self.order = f"{len(order)} {zlib.crc32(sample.encode())}"
         used = len(order) // self.drop_unit * self.drop_unit
         per_window = size * self.accumulate
         for start in range(begin, used, size):
@@ -355,9 +353,12 @@ class Deal(Passes):
             self._drawn = self._draw()
 
     def _draw(self) -> Any:
-        if type(self.source) is SequentialSampler:
-            return range(len(self.source))
-        return self.group.send(list(self.source) if self.group.rank == 0 else None)
+        order: Any = range(len(self.source))
+        if type(self.source) is not SequentialSampler:
+            order = self.group.send(list(self.source) if self.group.rank == 0 else None)
+        sample = repr(list(order[:: max(1, len(order) // 1000)]))
+        self.order = f"{len(order)} {zlib.crc32(sample.encode())}"
+        return order
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("the sampler of a training loader stays in its rank")
