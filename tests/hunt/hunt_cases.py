@@ -32,7 +32,7 @@ EQUAL, MAGNIFIED = 1e-9, 1e-6
 
 _REMEDY = re.compile(
     r"\b(use|keep|leave|make|pass|call|write|plan|clip|clear|cut|register|decide|give|name|do not|have to|has to|must)\b",
-    re.I,
+    re.IGNORECASE,
 )
 
 _UNTRUE = ("were not equal on all ranks", "Training has changed no weight")

@@ -17,8 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset
-from torch.utils.data import DistributedSampler, SequentialSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 
 import kale_dist as kd
 
@@ -562,7 +571,6 @@ def leaves_early(model, loader, criterion, optimizer, device, args):
         loss = plain(model, x, y, criterion, optimizer, args)
         if number == 1:
             break
-    return None
 
 
 def goes_twice(model, loader, criterion, optimizer, device, args):
