@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import Layout, Settings
+from kale_dist.worker.parallel.agreement import Agreement
 from kale_dist.worker.training.strategy import Parts, Strategy
 
 
@@ -54,6 +55,7 @@ class Replica(Strategy):
         """Put hooks on all parameters."""
         super().prepare(parts, stack)
         stack.callback(self._take_hooks_off)
+        self._agreement = Agreement(parts.row)
         for parameter in parts.named.values():
             self._add(parameter)
 
@@ -217,6 +219,10 @@ class Replica(Strategy):
             self.reduce(skipped=skipped, left=left)
         self._mark()
 
+    def passed(self, root: Tensor) -> None:
+        """Keep what ranks of the row have to agree on."""
+        self._agreement.passed(root, self.parameters.values())
+
     # -- before a step ---------------------------------------------------------------------------------------------
 
     def complete(self, correction: float) -> None:
@@ -238,6 +244,7 @@ class Replica(Strategy):
                 )
             if by_hand or self._is_held_back:
                 self._reduce()
+        self._agreement.check()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None] if correction != 1.0 else []
         with torch.no_grad():
             for gradient in gradients:

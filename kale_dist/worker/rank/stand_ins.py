@@ -163,9 +163,15 @@ _NO_GPU = ("cuda", "this code asks for a GPU, and the rank has none", _REMEDY)
 
 
 def clearer(error: BaseException) -> BaseException:
-    """The error of `.to(0)` on a machine without a GPU, which torch raises where nothing can be put in place, in our words."""
+    """An error with what the user should know: that of `.to(0)` on a machine without a GPU, that of a name that is not registered."""
     if isinstance(error, RuntimeError) and "Cannot access accelerator device" in str(error):
         return NoGpuError(*_NO_GPU).with_traceback(error.__traceback__)
+    if type(error).__name__.endswith("NotFound"):
+        # As gymnasium's of an environment whose package nothing of the call refers to.
+        error.add_note(
+            "Ranks import the packages that the function uses. If an import in your notebook registers this name, put the"
+            " import into the function, too."
+        )
     return error
 
 

@@ -39,7 +39,7 @@ from kale_dist.worker.training.result import (
 )
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import FullState, Parts, Strategy
-from kale_dist.worker.training.trained import Progress, Trained
+from kale_dist.worker.training.trained import Progress, Trained, own_parameters
 
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -212,7 +212,8 @@ class Session:
         callbacks = Callbacks(training.callbacks, training.epochs, training.model)
         control = _control(setup, loaders, callbacks)
         stack.enter_context(control.installed())
-        stack.enter_context(losses.watched(trained.criterion, lambda: (loaders.train.epoch, loaders.train.step)))
+        place = lambda: (loaders.train.epoch, loaders.train.step)  # noqa: E731
+        stack.enter_context(losses.watched(trained.criterion, place, strategy.passed))
         stack.callback(loaders.restore)
         loaders.divide()
         callbacks.prepare(trained.model, strategy, setup.layouts, group)
@@ -596,12 +597,12 @@ def _follow_lazy_modules(roots: Iterable[Any], strategy: Strategy) -> None:
     Ranks draw from different seeds, so their own initial values would differ.
     """
     for module in (module for root in roots if isinstance(root, torch.nn.Module) for module in root.modules()):
-        if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+        if any(map(torch.nn.parameter.is_lazy, own_parameters(module))):
             handle: list[Any] = []
 
             def adopt(module: torch.nn.Module, _: Any, handle: list[Any] = handle) -> None:
-                if not any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
-                    strategy.adopt(module.parameters(recurse=False))
+                if not any(map(torch.nn.parameter.is_lazy, own_parameters(module))):
+                    strategy.adopt(own_parameters(module))
                     handle.pop().remove()
 
             # Torch's own hook, which makes the parameters, was registered by the constructor and so runs before.

@@ -70,7 +70,7 @@ class Captured:
 
     @_harmless
     def _marks(self) -> dict[str, Any]:
-        found = {name: value for function in self._functions for name, value in _used(function, _DEPTH)}
+        found = {name: value for function in self._functions for name, value in used(function)}
         found |= self._given
         return {name: _mark(value, 2, self._known) for name, value in found.items()}
 
@@ -114,8 +114,13 @@ def _contents(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else None
 
 
-def _used(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """Names and values that a function and the notebook's functions that it calls find outside their own bodies."""
+def used(function: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+    """Names and values that a function and the notebook's functions that it calls find outside their own bodies.
+
+    Args:
+        function: The function.
+        depth: How far functions that call each other are followed.
+    """
     if not isinstance(function, types.FunctionType) or not depth:
         return
     try:
@@ -126,7 +131,7 @@ def _used(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
         if type(value) is not types.FunctionType:
             yield name, value
         elif value.__module__ in ("__main__", function.__module__):
-            yield from _used(value, depth - 1)
+            yield from used(value, depth - 1)
 
 
 class Losses:
@@ -147,12 +152,15 @@ class Losses:
         self._is_told = False
 
     @contextlib.contextmanager
-    def watched(self, criterion: Any, place: Callable[[], tuple[int, int]]) -> Iterator[None]:
+    def watched(
+        self, criterion: Any, place: Callable[[], tuple[int, int]], passed: Callable[[Tensor], None]
+    ) -> Iterator[None]:
         """Look at the losses that a criterion returns, and at the tensors whose `backward()` is called.
 
         Args:
             criterion: Passed to the steps.
             place: Returns epoch and step, both from 1.
+            passed: Called with such a tensor when its `backward()` is over.
         """
         self._place = place
         original: Any = torch.Tensor.backward
@@ -160,7 +168,8 @@ class Losses:
         @functools.wraps(original)
         def backward(root: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._note_root(root)
-            return original(root, *args, **kwargs)
+            original(root, *args, **kwargs)
+            passed(root)
 
         hook = criterion.register_forward_hook(self._note) if isinstance(criterion, torch.nn.Module) else None
         setattr(torch.Tensor, "backward", backward)  # noqa: B010 - mypy sees no function of this type there

@@ -115,6 +115,13 @@ class Strategy:
             KaleDistError: The ranks are not at the same place.
         """
 
+    def passed(self, root: Tensor) -> None:
+        """Called when a `backward()` of the step is over. Local.
+
+        Args:
+            root: Its tensor, such as the loss.
+        """
+
     def check_held(self) -> None:
         """Called where a step of the optimizer is held back. Local.
 

@@ -1,6 +1,7 @@
 """Steps that change weights or gradients themselves: they equal one process, or it is said or refused with the true reason."""
 
 import contextlib
+import functools
 import io
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainings import fit
 
 from kale_dist.errors import KaleDistError
-from kale_dist.strategies import DDP, Gossip, LocalSGD
+from kale_dist.strategies import DDP, FSDP, Gossip, LocalSGD, Pipeline, Tensor
 
 
 class SAM(torch.optim.Optimizer):
@@ -98,6 +99,34 @@ def clamping(model, x, y, optimizer):
     optimizer.step()
     for p in model.parameters():
         p.data.clamp_(-0.2, 0.2)
+
+
+def clipping_by_hand(model, x, y, optimizer):
+    optimizer.zero_grad()
+    loss(model, x, y).backward()
+    own = [p for p in model.parameters() if p.grad is not None]
+    norm = sum(p.grad.norm() ** 2 for p in own) ** 0.5
+    for p in own:
+        p.grad.mul_(0.05 / norm)
+    optimizer.step()
+
+
+def penalised(model, x, y, optimizer):
+    optimizer.zero_grad()
+    (loss(model, x, y) + 0.1 * sum(p.norm() for p in model.parameters())).backward()
+    optimizer.step()
+
+
+def clipping(model, x, y, optimizer):
+    """What every rank may do to its part, also with a factor for some layers."""
+    optimizer.zero_grad()
+    loss(model, x, y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    nn.utils.clip_grad_value_(model.parameters(), 0.02)
+    for p in model[0].parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+    optimizer.step()
 
 
 def on_ranks(ranks, body, strategy, make=torch.optim.SGD, epochs=2, **options):
@@ -198,3 +227,30 @@ def test_weights_changed_by_a_ranks_own_gradients_are_refused_with_a_remedy(rank
 
     assert_equal(on_ranks(ranks, with_step, DDP())[0], plain(by_autograd))
     assert_equal(on_ranks(ranks, by_data, DDP())[0], plain(by_autograd))
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP()], ids=repr)
+@pytest.mark.parametrize("body", [sharpness_aware, clipping_by_hand], ids=lambda f: f.__name__)
+def test_norms_of_all_gradients_are_right_where_gradients_are_whole(ranks, strategy, body):
+    make = SAM if body is sharpness_aware else torch.optim.SGD
+    assert_equal(on_ranks(ranks, body, strategy, make)[0], plain(body, make=make))
+
+
+@pytest.mark.parametrize("strategy", [Tensor(), Pipeline()], ids=repr)
+@pytest.mark.parametrize("body", [sharpness_aware, clipping_by_hand], ids=lambda f: f.__name__)
+def test_norms_of_a_ranks_part_are_refused_in_the_first_steps(ranks, strategy, body):
+    make = SAM if body is sharpness_aware else torch.optim.SGD
+    with pytest.raises(KaleDistError, match="by a number that is not the same on all ranks"):
+        on_ranks(ranks, body, strategy, make, epochs=1)
+
+
+@pytest.mark.parametrize("strategy", [Tensor(), Pipeline()], ids=repr)
+def test_torchs_clipping_and_factors_of_a_layer_are_right_where_gradients_are_divided(ranks, strategy):
+    assert_equal(on_ranks(ranks, clipping, strategy)[0], plain(clipping))
+
+
+def test_a_penalty_on_divided_weights_is_refused_and_weight_decay_is_right(ranks):
+    with pytest.raises(KaleDistError, match="computed different losses"):
+        on_ranks(ranks, penalised, Tensor(), epochs=1)
+    decaying = functools.partial(torch.optim.SGD, weight_decay=0.1)
+    assert_equal(on_ranks(ranks, clipping, Tensor(), decaying)[0], plain(clipping, make=decaying))
