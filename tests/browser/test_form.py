@@ -40,8 +40,8 @@ def test_a_training_is_chosen_checked_written_and_run(open_notebook):
         expect(button).to_be_disabled()
     notebook.run(NAMES)
     form.scroll_into_view_if_needed()
-    form.get_by_role("button", name="Look again").click()
-    expect(form.get_by_role("status").filter(has_text="Looked again")).to_be_visible()
+    form.get_by_role("button", name="Refresh").click()
+    expect(form.get_by_role("status").filter(has_text="Refreshed")).to_be_visible()
 
     # It offers the notebook's names and guesses which belong together.
     assert field("Model").locator("option").all_text_contents() == ["small", "large"]
