@@ -198,6 +198,7 @@ def figure(curve: curves.Curve, *, has_titles: bool = True) -> str:
         f'<span style="{_MUTED}">{_text(one.label)}</span> '
         f'<span style="{_FIGURES};font-weight:600">{facts.number(one.last)}</span></span> '
         for one in curve.series
+        if one.label
     )
     return (
         '<div style="flex:1 1 240px;min-width:0;max-width:330px">'
