@@ -6,8 +6,10 @@ When `start` returns, the job is submitted; its ranks may not have started yet.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
+import pathlib
 import secrets
 import string
 import sys
@@ -29,7 +31,7 @@ from kale_dist.snapshot import datasets
 from kale_dist.snapshot.capture import Snapshot, capture
 from kale_dist.snapshot.given_models import models_in, together
 from kale_dist.snapshot.reducers import References
-from kale_dist.wire.blobs import FolderStore, Store
+from kale_dist.wire.blobs import FolderStore, Store, map_file
 from kale_dist.worker.training.settings import Training
 
 SUFFIX_LENGTH = 5
@@ -122,7 +124,15 @@ def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snaps
             image, recipe = recipe.base, None
     settled = backend.settle(request, name=name, image=image, recipe=recipe, submit=submit)
     spec = JobSpec.complete(settled, snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes)
-    return snapshot, spec, notes
+    return snapshot, spec if call.resume is None else _resuming(spec, call.resume, store), notes
+
+
+def _resuming(spec: JobSpec, checkpoint: pathlib.Path, store: Store) -> JobSpec:
+    """The specification of a job that resumes from a checkpoint, which becomes one of its blobs."""
+    data = map_file(checkpoint)
+    digest = store.put([data])
+    blobs = (*(blob for blob in spec.blobs if blob != spec.resume), digest)
+    return dataclasses.replace(spec, blobs=blobs, resume=digest, snapshot_bytes=spec.snapshot_bytes + len(data))
 
 
 def _capture(what: Training | Function, label: str, store: Store) -> Snapshot:
@@ -173,8 +183,8 @@ def known(ref: JobRef) -> Job[Any] | None:
         return _jobs.get(str(ref))
 
 
-def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
-    """Submit the same call as a new job."""
+def _again(backend: Backend, job: Job[Any], checkpoint: pathlib.Path | None) -> Job[Any]:
+    """Submit the same call as a new job, which resumes from a checkpoint if one is given."""
     key, store, old = secrets.token_bytes(32), FolderStore(records.blobs_dir()), job.spec
     old.check_version(job.ref)
     with records.keeping_blobs():
@@ -182,7 +192,10 @@ def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
             raise BackendError(f"The snapshot of {job.ref} is not on this machine. Make the call again in a notebook")
         name = _free_name(old.label)
         settled = backend.settle(old, name=name, image=old.image, recipe=old.recipe, submit=True)
-        spec = JobSpec.complete(settled, snapshot=old.snapshot, blobs=old.blobs, snapshot_bytes=old.snapshot_bytes)
+        spec = JobSpec.complete(
+            settled, snapshot=old.snapshot, blobs=old.blobs, snapshot_bytes=old.snapshot_bytes, resume=old.resume
+        )
+        spec = spec if checkpoint is None else _resuming(spec, checkpoint, store)
         ref = backend.submit(spec, key)
     _say_started(ref, spec)
     return handle(backend, ref, spec, key, targets=inside(job).targets)

@@ -74,6 +74,8 @@ class Inside:
     """Called in the caller's thread whenever a wait for the job has ended, before it returns."""
     plan: Callable[[], str]
     """What was submitted, as text."""
+    checkpoint: Callable[[], pathlib.Path]
+    """The file of the last checkpoint, fetched if it is elsewhere."""
     model_state: Callable[[], dict[str, Any]]
     """The trained weights of a job that has succeeded; the notebook's model is left alone."""
     reasons: watch.Reasons
@@ -93,7 +95,7 @@ class Job(Generic[R]):
         outcomes: Reads what its ranks return.
         targets: The notebook's objects that it trains; None after `attach` from another process.
         display: Shows a job as live output of a cell.
-        again: Submits the same call as a new job.
+        again: Submits the same call as a new job, which resumes from a checkpoint if it gets one.
         track: Begins or continues to write its metrics to trackers.
     """
 
@@ -106,7 +108,7 @@ class Job(Generic[R]):
         outcomes: OutcomeReader,
         targets: weights.Targets | None = None,
         display: Callable[[Job[R]], None],
-        again: Callable[[Job[R]], Job[R]],
+        again: Callable[[Job[R], pathlib.Path | None], Job[R]],
         track: Callable[[Job[R], Sequence[trackers.Tracker]], None],
     ) -> None:
         self._backend = backend
@@ -126,6 +128,7 @@ class Job(Generic[R]):
             targets=targets,
             after_wait=[],
             plan=lambda: backend.plan(spec).text,
+            checkpoint=self._checkpoint,
             model_state=lambda: outcomes.model_state(backend.status(ref).attempt),
             reasons=watch.Reasons(backend, ref),
         )
@@ -462,22 +465,38 @@ class Job(Generic[R]):
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
-    def cancel(self) -> None:
-        """End the job without waiting for it. A job that has ended is left as it is."""
-        self._backend.cancel(self._ref)
+    def cancel(self, *, save: bool = True) -> None:
+        """End the job without waiting for it. A job that has ended is left as it is.
 
-    def retry(self) -> Job[R]:
+        Args:
+            save: Whether a training that can write one more checkpoint first, which takes at most 20 s. A second cancel ends
+                it at once.
+        """
+        self._backend.cancel(self._ref, save=save)
+
+    def retry(self, *, resume: bool = False) -> Job[R]:
         """Submit the same call again with the same snapshot, not with what the notebook has changed since.
+
+        Args:
+            resume: Whether the training resumes from the last checkpoint, instead of from the beginning.
 
         Returns:
             The new job. This one is left as it is.
 
         Raises:
             BackendError: The job still runs, or it was submitted from another machine.
+            ResultUnavailableError: There is no checkpoint to resume from, or nothing left to train.
         """
-        if not self.status.is_final:
+        status = self.status
+        if not status.is_final:
             raise BackendError(f"{self.ref} has not ended yet. Cancel it first, or call distribute() or launch() again")
-        return self._again(self)
+        if not resume:
+            return self._again(self, None)
+        self._check_trains()
+        if status.state is StateName.SUCCEEDED:
+            remedy = "To train more epochs, call distribute(..., epochs=..., resume_from=job)"
+            raise ResultUnavailableError(f"{self.ref} has nothing left to do. {remedy}", self.ref)
+        return self._again(self, self._checkpoint())
 
     def delete(self) -> None:
         """Cancel if need be; remove log, results and the parts of its snapshot that no other job needs. A store keeps its files."""
@@ -571,6 +590,10 @@ class Job(Generic[R]):
                 "in job.result()",
                 self.ref,
             )
+
+    def _checkpoint(self) -> pathlib.Path:
+        self._check_trains()
+        return self._outcomes.checkpoint(self.status.checkpoint_epoch)
 
     def _fill_notebook(self) -> None:
         """Write the weights into the notebook's objects, if the job trains some that are known here."""

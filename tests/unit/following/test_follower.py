@@ -638,6 +638,57 @@ def test_a_head_that_was_told_to_end_is_explained_by_its_place(backend, submit, 
     assert (status.state, status.reason) == (StateName.FAILED, "pod-0 was ended because its node was drained")
 
 
+@pytest.mark.parametrize(
+    ("part", "is_given_up"),
+    [
+        ({"exit_code": 137, "lost": "evicted"}, False),
+        ({"exit_code": 144}, False),
+        ({"exit_code": 70}, True),
+        ({"exit_code": 1}, True),
+    ],
+)
+def test_a_pod_that_is_made_again_is_left_to_the_head(backend, submit, place, clock, part, is_given_up):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    place.runs[1].replaces = True
+    place.runs[1].others = [ended_part(**part)]
+    # As long as the follower waits for a head that may not know: the clock runs a hundred times faster.
+    time.sleep(1)
+    assert backend.status(ref).is_final == is_given_up
+    if is_given_up:
+        return
+    head.attempt = 1
+    head.event(EventKind.STATE, state=StateName.STARTING, reason="Waits for a pod: pod-1. Starting again", cause="")
+    place.runs[1].others = [
+        Part(number=1, name="pod-1", uid="b", state="waiting", trouble=Trouble(sentence="No node has room"))
+    ]
+    wait_for(lambda: backend.status(ref).reason == "Waits for a pod: pod-1. Starting again. No node has room")
+    clock.sleep(1000)
+    time.sleep(0.3)
+    assert not backend.status(ref).is_final
+    head.run()
+    place.runs[1].others = []
+    head.succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+    assert list(place.runs) == [1]
+
+
+def test_a_pod_that_did_not_come_again_is_explained_and_another_run_starts(backend, submit, place):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    place.runs[1].replaces = True
+    place.runs[1].others = [
+        Part(number=1, name="pod-1", uid="b", state="waiting", trouble=Trouble(sentence="No node has room"))
+    ]
+    place.runs[1].replaced = [ended_part(exit_code=137, lost="evicted")]
+    head.verdict(StateName.FAILED, "Pod pod-1 was not there again", FailureCause.LOST)
+    wait_for(lambda: 2 in place.runs)
+    place.head(2).succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+    assert "Run 1 of the job ended: pod-1 was evicted. No node has room. Run 2 starts" in texts(backend, ref)[0]
+
+
 def test_without_restarts_a_lost_pod_ends_the_job(backend, submit, place):
     ref, head = submit()
     head.run()

@@ -565,6 +565,25 @@ class OddText(str):
     __eq__ = __ne__
 
 
+class OddProxy:
+    """Asks the object that it stands for, which is not there."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError("not connected")
+
+    __repr__ = __eq__ = __hash__ = None
+
+
+class OddState:
+    load_state_dict = print
+
+    def state_dict(self):
+        raise RuntimeError("not now")
+
+    def __repr__(self):
+        raise TypeError("not that way")
+
+
 class OddLayer(nn.Linear):
     def extra_repr(self):
         raise TypeError("not that way")
@@ -572,10 +591,12 @@ class OddLayer(nn.Linear):
 
 def fit_beside(odd, change=lambda odd: None, **options):
     """Train with a step that uses an odd object, and a list whose change is to be named all the same."""
-    noted = []
+    global beside
+    noted, beside = [], odd
 
     def step(model, loader, criterion, optimizer, device, args):
         change(odd)
+        assert beside is odd
         for x, y in loader:
             optimizer.zero_grad()
             criterion(model(x), y).backward()
@@ -586,6 +607,13 @@ def fit_beside(odd, change=lambda odd: None, **options):
     return fit(train_step=step, **options)
 
 
+def distributed():
+    import torch.distributed as dist
+    from torch.distributed.tensor import DeviceMesh, DTensor
+
+    return DTensor.from_local(torch.ones(2), DeviceMesh("cpu", range(dist.get_world_size())))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 @pytest.mark.parametrize(
     "make",
@@ -594,20 +622,80 @@ def fit_beside(odd, change=lambda odd: None, **options):
         lambda: torch.eye(3).to_sparse_csr(),
         lambda: OddList([1]),
         lambda: OddText("a"),
+        OddProxy,
+        OddState,
+        distributed,
     ],
-    ids=["coo", "csr", "len", "eq"],
+    ids=["coo", "csr", "len", "eq", "proxy", "state", "dtensor"],
 )
 @pytest.mark.parametrize(
     "hold", [lambda odd: odd, lambda odd: [odd], lambda odd: {"a": odd}], ids=["bare", "list", "dict"]
 )
 def test_what_a_step_uses_may_be_odd(ranks, make, hold):
-    said = said_by(lambda: fit_beside(hold(make())), ranks)
+    """It is a global name, in the step's closure and in its arguments."""
+    said = said_by(lambda: fit_beside(odd := hold(make()), train_args=odd), ranks)
     assert "left behind in the ranks: noted." in said
+
+
+class Meter:
+    """An object with a state, whose tensors are new in each state dict."""
+
+    def __init__(self):
+        self.seen = torch.zeros(())
+
+    def state_dict(self):
+        return {"seen": self.seen.clone()}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def test_whatever_has_a_state_that_changed_is_named(ranks):
+    critic, meter, idle = nn.Linear(2, 1), Meter(), Meter()
+    second = torch.optim.Adam(critic.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(second, 1)
+    scaler = torch.amp.GradScaler("cpu")
+    untouched = torch.optim.Adam(critic.parameters())
+
+    def step(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            second.zero_grad()
+            scaler.scale(critic(model(x).detach()).mean()).backward()
+            scaler.step(second)
+            scaler.update()
+            meter.seen += len(x) + idle.seen
+        schedule.step()
+        return len(untouched.state)
+
+    said = said_by(lambda: fit(train_step=step), ranks)
+    assert "left behind in the ranks: critic, meter, scaler, schedule, second." in said
+    kept = [critic, meter, scaler, schedule, second]
+    assert "left behind" not in said_by(lambda: fit(train_step=step, state=kept), ranks)
+
+
+def test_a_module_of_parts_that_come_back_is_not_named(ranks):
+    def step(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            optimizer.zero_grad()
+            both[1](both[0](x), y).backward()
+            optimizer.step()
+        return 0.5
+
+    def job():
+        global both  # noqa: PLW0603 - as in notebooks
+        model, criterion = net(), nn.CrossEntropyLoss(weight=torch.ones(2))
+        both = nn.ModuleList([model, criterion])
+        fit(model, train_step=step, criterion=criterion)
+
+    assert "left behind" not in said_by(job, ranks)
 
 
 def test_a_sparse_tensor_that_a_step_changes_is_named(ranks):
     job = lambda: fit_beside([torch.eye(3).to_sparse()], lambda odd: odd[0].mul_(2))  # noqa: E731
-    assert "left behind in the ranks: noted, odd." in said_by(job, ranks)
+    assert "left behind in the ranks: beside, noted, odd." in said_by(job, ranks)
 
 
 def test_no_notice_fails_a_training():
