@@ -43,6 +43,8 @@ class Replica(Strategy):
         self._task: int | None = None
         self._holding = False
         self._marks: dict[int, tuple[int, int]] = {}
+        self._late: set[int] = set()
+        """Parameters that had no hooks when `backward()` gave them their gradients."""
         self._reductions_of_batch = 0
         self._is_weighed = False
         self._is_held_back = False
@@ -90,6 +92,7 @@ class Replica(Strategy):
         for parameter in new:
             column.send_tensor(parameter)
             self._add(parameter)
+            self._late.add(id(parameter))
         for parameter in with_gradient:
             if self._weight != 1.0:
                 self._is_weighed = True
@@ -222,13 +225,14 @@ class Replica(Strategy):
                 for parameter in by_hand:
                     if (gradient := parameter.grad) is not None:
                         parameter.grad = self._weigh(gradient)
-            if by_hand and not self._is_held_back:
+            if any(id(p) not in self._late for p in by_hand) and not self._is_held_back:
                 self.parts.group.say(
-                    "Gradients were set by the step itself, not by backward(): they are averaged over the ranks before"
-                    " the optimizer's step."
+                    "Gradients were assigned by the step, such as those of torch.autograd.grad or of a copy of the model: they"
+                    " are averaged over the ranks before the optimizer's step."
                 )
             if by_hand or self._is_held_back:
                 self._reduce()
+            self._late.clear()
         self._agreement.check()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None] if correction != 1.0 else []
         with torch.no_grad():
