@@ -191,7 +191,9 @@ class OptimizerControl:
             return self.step(closure)
 
         def zero_grad(_: Any, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-            if not self._strategy.has_pending:
+            if self._strategy.has_pending:
+                self._strategy.keep_gradients()
+            else:
                 self._zero_grad(set_to_none=set_to_none)
 
         # Schedulers look for this mark, and wrap or warn where it is missing.
@@ -423,7 +425,9 @@ class OptimizerControl:
     def _wrap_module_zero_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
-            if not (self._strategy.has_pending and self._shares_parameters(module)):
+            if self._strategy.has_pending and self._shares_parameters(module):
+                self._strategy.keep_gradients()
+            else:
                 original(module, set_to_none)
 
         return zero_grad
