@@ -34,6 +34,9 @@ class Replica(Strategy):
     reduces = True
     """Whether gradients are exchanged at the end of each backward pass that is due."""
 
+    divides_weights = False
+    """Whether ranks with the same batch have parts of the same weights."""
+
     def __init__(self, settings: Settings, layout: Layout) -> None:
         super().__init__(settings, layout)
         self.parameters: dict[int, torch.nn.Parameter] = {}
@@ -57,7 +60,7 @@ class Replica(Strategy):
         """Put hooks on all parameters."""
         super().prepare(parts, stack)
         stack.callback(self._take_hooks_off)
-        self._agreement = Agreement(parts.row)
+        self._agreement = Agreement(parts.row, of_each=self.divides_weights)
         for parameter in parts.named.values():
             self._add(parameter)
 
