@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kale_dist import callbacks, strategies
+from kale_dist import callbacks, strategies, wording
 from kale_dist.calls.checks import check_takes, describe, title
 from kale_dist.errors import ConfigError
-from kale_dist.job.spec.checks import FLAG, check_fields, number, one_of, whole
+from kale_dist.job.spec.checks import FLAG, Check, check_fields, number, one_of, whole
 from kale_dist.job.spec.job_spec import Request
 from kale_dist.snapshot.pickler import hooks_of
 from kale_dist.wording import show
@@ -40,12 +40,26 @@ _UNPREPARED = (
     " and run the function that calls it with launch()"
 )
 
+
+def _is_interval(text: str) -> bool:
+    try:
+        wording.interval(text)
+    except ValueError:
+        return False
+    return True
+
+
 _AN_OPTIMIZER = "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
 _SEVERAL = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
 _A_LOADER = "Make one: DataLoader(dataset, batch_size=32)"
 _PLAIN = {
     **dict.fromkeys(("epochs", "accumulate"), whole(1)),
-    **dict.fromkeys(("checkpoint_every", "profile"), whole(1).or_(None)),
+    "profile": whole(1).or_(None),
+    "checkpoint_every": Check(
+        lambda value: _is_interval(value) if isinstance(value, str) else whole(1).test(value),
+        "{} is neither a number of epochs of 1 or more nor how often to write one",
+        "Use 'auto', a number of epochs such as 1, '500 steps', '10 min', or None for none",
+    ).or_(None),
     **dict.fromkeys(("split_batches", "shard"), FLAG),
     "precision": one_of(("bf16", "fp16"), "there is no precision {}", "Use 'bf16', 'fp16' or None").or_(None),
     "clip_norm": number("a positive number", "Give a number such as 1.0, or None").or_(None),
@@ -106,18 +120,44 @@ def check_on(training: Training, request: Request, *, is_local: bool) -> tuple[s
                     f"{name} has a hook on its gradient, and with {training.strategy.word!r} no rank has all of that"
                 )
                 raise ConfigError("strategy", problem, "Use strategy='ddp'")
+    topology = request.topology
     training.strategy.check(
-        strategies.Conditions(
-            number_of_processes=request.topology.number_of_processes,
-            processes_per_pod=request.topology.processes_per_pod,
-            is_local=is_local,
-            cuda=request.cuda,
-            model=training.model,
-            optimizer=training.optimizer,
-            precision=training.precision,
+        _conditions(
+            training, topology.number_of_processes, topology.processes_per_pod, is_local=is_local, cuda=request.cuda
         )
     )
     return tuple(_undivided(training)) if layout.shards > 1 else ()
+
+
+def sizes(training: Training, asked: Sequence[int], per_pod: int | None, *, cuda: bool) -> tuple[int, ...]:
+    """Those of some world sizes that a training's strategy can have.
+
+    Args:
+        training: What is trained, and how.
+        asked: The sizes, ascending.
+        per_pod: Processes of one pod; None on this machine.
+        cuda: Whether the call asks for GPUs.
+
+    Raises:
+        ConfigError: It can have none of them; says why of the largest.
+    """
+    found: list[int] = []
+    for size in asked:
+        try:
+            training.strategy.check(_conditions(training, size, per_pod or size, is_local=per_pod is None, cuda=cuda))
+        except ConfigError:
+            if size == asked[-1] and not found:
+                raise
+        else:
+            found.append(size)
+    return tuple(found)
+
+
+def _conditions(training: Training, size: int, per_pod: int, *, is_local: bool, cuda: bool) -> strategies.Conditions:
+    return strategies.Conditions(
+        number_of_processes=size, processes_per_pod=per_pod, is_local=is_local, cuda=cuda, model=training.model,
+        optimizer=training.optimizer, precision=training.precision,
+    )  # fmt: skip
 
 
 def _undivided(training: Training) -> Iterator[str]:
@@ -257,7 +297,9 @@ def _check_loader(argument: str, loader: Any) -> None:
         raise ConfigError(argument, f"it is a {type(loader).__name__}, not a torch.utils.data.DataLoader", remedy)
     if isinstance(loader, Dataset):
         raise ConfigError(argument, f"{show(loader)} is a dataset", "Wrap it: DataLoader(dataset, batch_size=32)")
-    raise ConfigError(argument, f"{show(loader)} is not a torch.utils.data.DataLoader", _A_LOADER)
+    kind = type(loader)
+    shown = f"it is a {kind.__module__}.{kind.__name__}, which" if kind.__name__ == "DataLoader" else show(loader)
+    raise ConfigError(argument, f"{shown} is not a torch.utils.data.DataLoader", _A_LOADER)
 
 
 def _check_made_loader(argument: str, loader: Any) -> None:
@@ -307,16 +349,24 @@ def _check_criterion(criterion: Any, model: Any, *, needed_by: str) -> None:
             f"it is None, and the ready-made {needed_by} calls it",
             f"Pass a loss function such as nn.CrossEntropyLoss(), or write your own {signature}",
         )
+    if not _arguments(criterion).isdisjoint(_ROLES["data_loader"]):
+        problem = f"{describe(criterion)} takes a loader, as a step does"
+        raise ConfigError("criterion", problem, f"Pass it as train_step={title(criterion)}, and a loss function here")
     if criterion is not None and not callable(criterion):
         raise ConfigError("criterion", f"{show(criterion)} cannot be called", "Pass one such as nn.CrossEntropyLoss()")
 
 
 def makes_loss(model: Any) -> bool:
     """Whether a model takes `labels` and gives a loss with its output, as those of Hugging Face do."""
+    return "labels" in _arguments(getattr(model, "forward", None))
+
+
+def _arguments(function: Any) -> set[str]:
+    """The names of a function's arguments, as far as they are known."""
     try:
-        return "labels" in inspect.signature(model.forward).parameters
-    except (TypeError, ValueError, AttributeError):
-        return False
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return set()
 
 
 def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_made: bool) -> None:
@@ -330,15 +380,20 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_mad
     if isinstance(optimizer, list | tuple):
         raise ConfigError("optimizer", f"it is a {type(optimizer).__name__}, not one optimizer", _SEVERAL)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError("optimizer", f"{show(optimizer)} is not a torch.optim.Optimizer", _AN_OPTIMIZER)
+        problem, parts = f"{show(optimizer)} is not a torch.optim.Optimizer", getattr(optimizer, "__dict__", {})
+        within = next((name for name, one in parts.items() if isinstance(one, torch.optim.Optimizer)), "")
+        remedy = f"Pass the optimizer in it, its .{within}, and use the object itself by its name in train_step"
+        raise ConfigError("optimizer", problem, remedy if within else _AN_OPTIMIZER)
     if _is_prepared(optimizer):
         raise ConfigError("optimizer", f"it is an {type(optimizer).__name__}, prepared by Accelerate", _UNPREPARED)
     if is_ready_made and isinstance(optimizer, torch.optim.LBFGS):
         problem = "LBFGS computes the loss several times in a step, and the ready-made train_step does it once"
         raise ConfigError("optimizer", problem, "Write a train_step that calls optimizer.step(closure)")
-    mine = {id(parameter) for one in _each("model", model) for parameter in one.parameters()}
-    if isinstance(criterion, torch.nn.Module):
-        mine |= {id(parameter) for parameter in criterion.parameters()}
+    modules = [*_each("model", model), *([criterion] if isinstance(criterion, torch.nn.Module) else ())]
+    mine = {id(parameter): parameter for one in modules for parameter in one.parameters()}
+    if is_ready_made and not any(parameter.requires_grad for parameter in mine.values()):
+        problem = f"all of its {len(mine)} parameters are frozen, so there is nothing to train"
+        raise ConfigError("model", problem, "Unfreeze what is to be trained: model.head.requires_grad_(True)")
     trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     foreign = sum(1 for identity in trained if identity not in mine)
     if foreign:

@@ -33,6 +33,7 @@ class OwnSteps(Replica):
     """
 
     reduces = False
+    saves_within_epochs = False
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Put hooks on all parameters, and begin to count steps and bytes."""
@@ -141,6 +142,13 @@ class LocalSteps(OwnSteps):
 
     DiLoCo (Douillard et al., 2023, algorithm 1) takes `w_before - mean(w)` as a gradient, for SGD with Nesterov momentum.
     """
+
+    saves_within_epochs = True
+
+    @property
+    def is_settled(self) -> bool:  # type: ignore[override]
+        """Only when weights have just been averaged are they equal in all ranks."""
+        return self.group.is_alone or not self._since
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Keep a copy of the weights where the outer step needs them."""

@@ -46,6 +46,11 @@ class Worker(Replica):
     reduces = False
     levels = frozenset({"steps_ahead"})
 
+    @property
+    def saves_within_epochs(self) -> bool:  # type: ignore[override]
+        """Asynchronous workers are never at the same step."""
+        return bool(self.settings.mode == "sync")
+
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Connect to the servers, and replace the optimizer's step."""
         super().prepare(parts, stack)

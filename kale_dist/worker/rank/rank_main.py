@@ -25,7 +25,7 @@ from kale_dist.errors import ContractError
 from kale_dist.snapshot import sources
 from kale_dist.snapshot.given_models import GivenModels
 from kale_dist.snapshot.reducers import References
-from kale_dist.wire import STACKS_SIGNAL, Assignment, JobFiles, context
+from kale_dist.wire import SAVE, STACKS_SIGNAL, Assignment, JobFiles, context
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.pod import mpi
 from kale_dist.worker.rank import process_state, stand_ins
@@ -78,7 +78,7 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
     error: BaseException | None = None
     try:
         try:
-            _settle(assignment, events, files)
+            _settle(assignment, events, files, control)
             # An image of another framework may have no torch: then there is no group, and all the rest is the same.
             hidden = group.KeptGroup(assignment) if loading.has_torch() else None
             loaded = loading.load(FolderStore(pathlib.Path(order.store)), order.snapshot, modules=files.modules)
@@ -122,7 +122,7 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
     return 0 if error is None else 1
 
 
-def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
+def _settle(assignment: Assignment, events: int, files: JobFiles, control: _Control) -> None:
     """All that has to be as it should before anything is unpickled."""
     order, rank, local_rank = assignment.order, assignment.rank, assignment.local_rank
     if order.version != wire.VERSION:
@@ -158,8 +158,9 @@ def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
         max_restarts=order.policy.max_restarts,
         in_job=True,
         folder=files.folder,
+        resume=FolderStore(pathlib.Path(order.store)).path(order.resume) if order.resume and rank == 0 else None,
     )
-    context.activate(place, events)
+    context.activate(place, events, control.is_asked_to_save)
     stand_ins.install(cuda=order.cuda)
 
 
@@ -195,10 +196,20 @@ class _Control:
         with contextlib.suppress(OSError):
             self._socket.sendall(wire.encode_json(message))
 
+    def is_asked_to_save(self) -> bool:
+        """Whether the agent has asked for a checkpoint since the last call."""
+        with contextlib.suppress(OSError):
+            # Another byte is left where it is: only `SAVE` may come before the rank is done.
+            if self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == SAVE:
+                self._socket.recv(1)
+                return True
+        return False
+
     def wait_for_go(self) -> None:
         """Wait until the agent has no more need of this process, or is gone."""
         with contextlib.suppress(OSError):
-            self._socket.recv(1)
+            while self._socket.recv(1) == SAVE:
+                pass
 
 
 def _reset_signals() -> None:

@@ -23,6 +23,7 @@ from kale_dist.worker.training.checkpoint import Checkpoint, Resumption, describ
 from kale_dist.worker.training.data.batches import Feed
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
+from kale_dist.worker.training.given import Given
 from kale_dist.worker.training.group import Group, copy_where_differing, differing, fingerprint
 from kale_dist.worker.training.notices import Captured, Losses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
@@ -40,6 +41,7 @@ from kale_dist.worker.training.result import (
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import FullState, Parts, Strategy
 from kale_dist.worker.training.trained import Progress, Trained, own_parameters
+from kale_dist.worker.training.within import Within
 
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,7 +56,7 @@ def train(training: Training, *, cuda: bool = False) -> TrainingResult:
 
     The objects are altered in place while this runs and are as before when it ends, but for what was learnt. For the
     gradient of n ranks to be that of one process with the global batch, `criterion` has to average over samples; one
-    that sums gives that gradient divided by the number of ranks.
+    that sums gives that gradient divided by the number of ranks, where all have as many samples.
 
     Args:
         training: What is trained, and how. With a seed, the ranks with shard s of the data get seed + s. Without a job
@@ -109,6 +111,7 @@ class Setup:
 
     training: Training
     trained: Trained
+    given: Given
     structure: Structure
     """The model's, as it was at the call."""
     layouts: Sequence[Layout]
@@ -135,10 +138,11 @@ class Setup:
         if training.seed is not None:
             _seed(training.seed + (group.rank if layout.shard is None else layout.shard))
         trained = Trained.of(training)
+        given = Given.of(training, trained, group.world_size)
         structure = Structure.of(trained.model)
         stack.enter_context(CLOCK.watching_collectives())
         trained.move_to(group.device)
-        resumption = Resumption(group, trained)
+        resumption = Resumption(group, trained, given)
         named = trained.tensors()
         prints = group.gather(fingerprint(named.values())) if not group.is_alone else []
         copy_where_differing(group, list(named.items()), prints, "at the start")
@@ -160,6 +164,7 @@ class Setup:
         return cls(
             training=training,
             trained=trained,
+            given=given,
             structure=structure,
             layouts=layouts,
             layout=layout,
@@ -195,6 +200,9 @@ class Session:
     """In rank 0 until the end of the first epoch."""
     strategy_totals: dict[str, float] = dataclasses.field(default_factory=dict)
     """The strategy's numbers, added up over ranks and epochs."""
+    within: Within = dataclasses.field(init=False)
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    """The finished epochs."""
 
     @classmethod
     def build(cls, setup: Setup, stack: contextlib.ExitStack) -> Session:
@@ -223,7 +231,7 @@ class Session:
             # Peers draw alike, or their dropout would differ.
             states = checkpoint.random_states(group.device, trained.loaders)
             checkpoint.set_random_states(group.device, trained.loaders, setup.parts.row.send(states))
-        return cls(
+        session = cls(
             setup=setup,
             training=training,
             trained=trained,
@@ -234,19 +242,46 @@ class Session:
             control=control,
             callbacks=callbacks,
             profiler=profiler,
-            captured=_captured(training, trained) if group.rank == 0 else None,
+            captured=_captured(training, trained, training.train_step, training.eval_step) if group.rank == 0 else None,
         )
+        resumption = setup.resumption
+        control.real_steps = resumption.steps
+        seed = torch.initial_seed() if resumption.seed is None else resumption.seed
+        for feed in (loaders.train, loaders.evaluation):
+            feed.seed, feed.was_read = seed, resumption.progress.epochs > 0
+        session.within = Within(
+            training.checkpoint_every,
+            trained=trained,
+            group=group,
+            strategy=strategy,
+            control=control,
+            feed=loaders.train,
+            captured=_captured(training, trained, training.train_step),
+            resumption=resumption,
+            write=session.write_checkpoint,
+        )
+        return session
 
     def run(self) -> Progress:
         """Train the epochs that are left, and write the checkpoints that are due."""
-        progress, epochs, every = self.setup.resumption.progress, self.training.epochs, self.training.checkpoint_every
-        for epoch in range(progress.epochs + 1, epochs + 1):
-            if progress.stopped:
+        self.progress, epochs, every = (
+            self.setup.resumption.progress,
+            self.training.epochs,
+            self.training.checkpoint_every,
+        )
+        for epoch in range(self.progress.epochs + 1, epochs + 1):
+            if self.progress.stopped:
                 break
-            progress = self.epoch(epoch)
-            if every and (epoch % every == 0 or epoch == epochs or progress.stopped):
-                self.write_checkpoint(progress)
-        return progress
+            self.progress = self.epoch(epoch)
+            is_last = epoch == epochs or self.progress.stopped
+            if isinstance(every, int) and every:
+                is_due = is_last or epoch % every == 0
+            else:
+                is_due = self.within.ends_epoch(is_last=is_last)
+            if is_due:
+                self.write_checkpoint()
+        self.within.writing.wait()
+        return self.progress
 
     # -- an epoch --------------------------------------------------------------------------------------------------
 
@@ -309,6 +344,7 @@ class Session:
                 " divided over the ranks, and ranks that do iterate it wait for this one. A loader made in the step over"
                 " data_loader.dataset gives all ranks the same first samples; change the loader before the call instead.",
                 ranks=2,
+                warns=True,
             )
         if self.profiler is not None:
             self.profiler.end(epoch)
@@ -327,10 +363,17 @@ class Session:
         if returned is None:
             self.group.say(
                 "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
-                " {'loss': total / len(data_loader)}; they are averaged over the ranks."
+                " {'loss': total / len(data_loader)}; they are averaged over the ranks.",
+                warns=True,
             )
         if self.setup.first_print == prints and not self.control.real_steps:
-            self.group.say("Training has changed no weight: train_step made no step of the optimizer.")
+            others = (
+                f", and {self.control.other_steps} of others, for other weights" if self.control.other_steps else ""
+            )
+            self.group.say(
+                f"Training has changed no weight of the model: train_step made no step of the optimizer that it got{others}.",
+                warns=True,
+            )
         self._emit(outcome, epoch, feed.name)
         return outcome
 
@@ -349,8 +392,9 @@ class Session:
         """Call a step with what it is given, the device and its `args`; return what it returns."""
         feed.begin(epoch)
         self.loaders.running = feed
+        within = self.within.epoch(Session._call.__code__) if feed.is_training else contextlib.nullcontext()
         try:
-            with self._autocast():
+            with self._autocast(), within:
                 returned = step(*given, self.group.device, args)
         except Exception as error:
             if not isinstance(error, KaleDistError):
@@ -404,7 +448,8 @@ class Session:
         self.group.say(
             f"Learning rates were not equal on all ranks after epoch {epoch}: rank 0's were copied to all. A step that sets"
             " them by the loss of its own samples does this: pass scheduler= to the call, or average the loss over the"
-            " ranks first."
+            " ranks first.",
+            warns=True,
         )
 
     def _report_strategy(self, everyone: Sequence[Mapping[str, float]], epoch: int) -> None:
@@ -452,42 +497,51 @@ class Session:
 
     # -- what remains ----------------------------------------------------------------------------------------------
 
-    def write_checkpoint(self, progress: Progress) -> None:
-        """Write the states of rank 0 into the job's folder, if there is one. All ranks have to call this."""
-        files = context.context().files
+    def write_checkpoint(self, position: dict[str, Any] | None = None, mine: dict[str, Any] | None = None) -> None:
+        """Write the states of rank 0 into the job's folder, if there is one. All ranks have to call this.
+
+        Args:
+            position: Where the epoch is that has begun; None between epochs.
+            mine: This rank's part of that.
+        """
+        files, within = context.context().files, self.within
         if files is None:
             return
-        rest = None
-        # Only a job that may be started again needs checkpoints from which a training can resume.
-        is_resumable = context.context().max_restarts > 0
-        if is_resumable:
-            own = self.strategy.own_state()
-            rest = describe(self.group, self.trained, progress, self.control.scaler, own)
-        calls = self.callbacks.state(resumable=is_resumable)
-        state = self.strategy.full_state()
+        progress, steps = dataclasses.replace(self.progress, position=position), self.control.real_steps
+        own, seed = self.strategy.own_state(), self.loaders.train.seed
+        given, scaler = self.setup.given, self.control.scaler
+        rest = describe(self.group, self.trained, given, progress, scaler, own, seed, steps, mine)
+        calls = self.callbacks.state()
+        state, is_asked = self.strategy.full_state(), within.is_asked
         if state is None:
             return
-        epoch = progress.epochs
         contents = Checkpoint(
             model=state.model,
             optimizer=state.optimizer,
             scheduler=None if self.trained.scheduler is None else self.trained.scheduler.state_dict(),
-            epoch=epoch,
+            epoch=progress.epochs,
             resume=rest,
             callbacks=calls,
         )
-        left_out = checkpoint.write(files.checkpoint, contents)
+
+        def write(whole: dict[str, Any]) -> None:
+            checkpoint.save(files.checkpoint, whole)
+            context.emit(
+                EventKind.CHECKPOINT,
+                epoch=progress.epochs,
+                step=steps,
+                batches=0 if position is None else position["batches"],
+                asked=is_asked,
+                path=files.checkpoint.name,
+                bytes=files.checkpoint.stat().st_size,
+            )
+
+        left_out = within.writing.write(contents, write, at_once=is_asked)
         if left_out:
             self.group.say(
-                f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values."
+                f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values.",
+                warns=True,
             )
-        context.emit(
-            EventKind.CHECKPOINT,
-            epoch=epoch,
-            step=self.control.real_steps,
-            path=files.checkpoint.name,
-            bytes=files.checkpoint.stat().st_size,
-        )
         context.mark_progress()
 
     def result(self, progress: Progress, state: FullState | None, extra: Mapping[str, Any]) -> TrainingResult:
@@ -556,8 +610,8 @@ def _control(setup: Setup, loaders: Loaders, callbacks: Callbacks) -> OptimizerC
     )
 
 
-def _captured(training: Training, trained: Trained) -> Captured:
-    """Note the values of the names that the user's steps use, to say after the first epoch which of them changed."""
+def _captured(training: Training, trained: Trained, *steps: Any) -> Captured:
+    """Note the values of the names that the user's steps use, to find out later which of them changed."""
     known = (
         trained.model,
         *trained.model.modules(),
@@ -572,7 +626,7 @@ def _captured(training: Training, trained: Trained) -> Captured:
         *trained.state,
     )
     given = {"train_args": training.train_args, "eval_args": training.eval_args}
-    return Captured((training.train_step, training.eval_step), known, given)
+    return Captured(steps, known, given)
 
 
 def _made(settings: Settings, layout: Layout) -> Strategy:

@@ -211,7 +211,9 @@ class Losses:
             return
         epoch, step = self._place()
         cause = ", and the weights hold nan already" if is_spread else ""
-        self._group.tell(f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.")
+        self._group.tell(
+            f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.", warns=True
+        )
 
 
 @_harmless

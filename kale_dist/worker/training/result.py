@@ -88,7 +88,8 @@ def on_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
-        return type(value)((key, on_cpu(item)) for key, item in value.items())
+        # Not from pairs, which a Counter (milestones of MultiStepLR) would count.
+        return type(value)({key: on_cpu(item) for key, item in value.items()})
     if isinstance(value, list):
         return [on_cpu(item) for item in value]
     if isinstance(value, tuple) and type(value) is tuple:

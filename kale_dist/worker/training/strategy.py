@@ -68,6 +68,10 @@ class Strategy:
 
     levels: frozenset[str] = frozenset()
     """Names of `metrics` that are not added up over epochs, such as a distance."""
+    saves_within_epochs = True
+    """Whether there are moments within an epoch at which all ranks are at the same step and `is_settled`."""
+    is_settled = True
+    """Whether, between two batches, `full_state` and `own_state` hold all that the ranks need to go on."""
     average_buffers = True
     """Whether floating-point buffers are averaged over shards after each epoch."""
 
@@ -162,7 +166,7 @@ class Strategy:
         """Called after the user's eval_step, in which ranks may have taken different numbers of batches."""
 
     def full_state(self) -> FullState | None:
-        """Return the states of one process in rank 0, None in the others. Called between epochs, and before all is undone."""
+        """Return the states of one process in rank 0, None in the others. Called between two batches or epochs, and before all is undone."""
         if self.parts.group.rank:
             return None
         return FullState(model=self.parts.model.state_dict(), optimizer=self.parts.optimizer.state_dict())
