@@ -242,6 +242,9 @@ def _sizes(options: Options, place: Place, training: Training | None) -> tuple[i
     if isinstance(place, Kubernetes) and place.kind in ("mpi", "tf"):
         problem = f"{asked} is a range, and the world of kind={place.kind!r} is fixed when it starts"
         raise ConfigError("number_of_processes", problem, "Give one number, or leave `kind` out")
+    if isinstance(place, Kubernetes) and training.checkpoint_every is None:
+        problem = f"None, and with a range of processes {asked} the job resumes whenever pods come or go"
+        raise ConfigError("checkpoint_every", problem, "Leave it out, or give one number of processes")
     per_pod = None if isinstance(place, Local) else place.processes_per_pod or 1
     return training_checks.sizes(training, range(asked[0], asked[1] + 1), per_pod, cuda=bool(options.cuda))
 

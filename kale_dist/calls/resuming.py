@@ -92,7 +92,9 @@ class Earlier:
         if found.epoch >= training.epochs:
             problem = f"{self.origin} has done {found.epoch} epochs, and epochs={training.epochs} counts them, too"
             raise ConfigError(_ARGUMENT, problem, f"Give epochs= more than {found.epoch}")
-        begun = f"The training continues after epoch {found.epoch} of {self.origin}, to epoch {training.epochs}."
+        batches = ((found.resume or {}).get("position") or {}).get("batches")
+        where = f"in epoch {found.epoch + 1}, after {batches:,} batches" if batches else f"after epoch {found.epoch}"
+        begun = f"The training of {self.origin} continues {where}, to epoch {training.epochs}."
         return (begun, *checkpoint.differences_of(found, given).sentences)
 
 

@@ -3,17 +3,19 @@
 import dataclasses
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from trainings import labelled, train_step
 
 import kale_dist as kd
 from kale_dist.errors import ConfigError, KaleDistWarning, ResultUnavailableError
 from kale_dist.job import records
+from kale_dist.worker.training import checkpoint
 
 EPOCHS = 4
 
@@ -86,7 +88,7 @@ def sgd(model, lr=0.1):
 
 
 def rows_of(job):
-    measured = ("time", "collective_s", "samples_per_s")
+    measured = ("time", "collective_s", "samples_per_s", "bytes_sent")
     return [{name: value for name, value in row.items() if name not in measured} for row in job.metrics]
 
 
@@ -247,6 +249,126 @@ def test_retry_resumes_the_same_call(tmp_path):
     assert [row["epoch"] for row in third.metrics if row["source"] == "train"] == [2, 3]
     for one in (again, third):
         one.delete()
+
+
+# -- within an epoch -----------------------------------------------------------------------------------------------------
+
+BATCH = 5
+
+
+class Numbered(Dataset):
+    """Samples that say which they are."""
+
+    def __init__(self, size):
+        self.x = torch.randn(size, 3, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], int(self.x[index].sum() > 0), index
+
+
+def breaking_step(model, data_loader, criterion, optimizer, device, args):
+    """Print which samples come; with `args`, fail in the second epoch after `BATCH` batches, once these are in a checkpoint."""
+    total, seen = 0.0, []
+    for number, (inputs, targets, indices) in enumerate(data_loader):
+        path = kd.context().files.checkpoint
+        while args and number == BATCH:
+            found = checkpoint.read(path) if path.exists() else None
+            if found is None or not found.epoch:
+                break
+            if (found.resume["position"] or {"batches": 0})["batches"] == BATCH:
+                raise ValueError("broken")
+            time.sleep(0.05)
+        seen += indices.tolist()
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    print("seen", *seen)
+    return {"loss": total / len(data_loader)}
+
+
+def train_numbered(*, size=96, batch_size=12, net=smooth, breaks=False, workers=0, **options):
+    torch.manual_seed(0)
+    model = net()
+    loader = DataLoader(Numbered(size), batch_size, shuffle=True, num_workers=workers)
+    job = kd.distribute(
+        model, loader, nn.CrossEntropyLoss(), adam(model), breaking_step, epochs=3, train_args=breaks,
+        **{"number_of_processes": 2, "threads": 1, "split_batches": True, "checkpoint_every": "1 steps", **options},
+    )  # fmt: skip
+    job.exception()
+    return job
+
+
+def seen_by(job, epoch):
+    """The samples of an epoch, of all ranks together."""
+    lines = [(line.rank, line.text.split()[1:]) for line in job.logs() if line.text.startswith("seen")]
+    ranks = {rank for rank, _ in lines}
+    return sorted(int(index) for rank in ranks for index in [texts for one, texts in lines if one == rank][epoch])
+
+
+@pytest.fixture(scope="module")
+def broken():
+    """A job that has ended after `BATCH` batches of its second epoch, and the undisturbed one, by the net that they train."""
+    made = {}
+
+    def make(net=smooth, **options):
+        if (key := (net.__name__, *options.items())) not in made:
+            made[key] = tuple(train_numbered(net=net, breaks=breaks, seed=3, **options) for breaks in (True, False))
+        return made[key]
+
+    yield make
+    for job in (job for pair in made.values() for job in pair):
+        job.delete()
+
+
+def continued(job, **options):
+    later = train_numbered(resume_from=job, **options)
+    result = later.result()
+    assert result.epochs == 3
+    return later
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_same_call_continues_within_the_epoch_bit_for_bit(broken, workers, capsys):
+    job, whole = broken(noisy, workers=workers)
+    later = continued(job, net=noisy, workers=workers)
+    assert f"continues in epoch 2, after {BATCH} batches" in capsys.readouterr().err
+    assert furthest(later.state_dict(), whole.state_dict()) == 0
+    assert rows_of(later) == [row for row in rows_of(whole) if row["epoch"] > 1]
+    later.delete()
+
+
+@pytest.mark.filterwarnings("ignore:.*More processes than cores")
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        ({"number_of_processes": 1}, 1e-6),
+        ({"number_of_processes": 3}, 1e-6),
+        ({"strategy": "fsdp"}, 1e-6),
+        ({"number_of_processes": 3, "split_batches": False, "batch_size": 5}, 1),
+    ],
+)
+def test_other_ranks_see_each_sample_of_the_epoch_once(broken, options, bound):
+    job, whole = broken()
+    later = continued(job, **options)
+    rest = set(seen_by(later, 0))
+    assert len(seen_by(later, 0)) == len(rest) == 96 - 12 * BATCH
+    assert "the batches after the restart" in log_of(later)
+    assert furthest(later.state_dict(), whole.state_dict()) <= bound
+    assert seen_by(later, 1) == list(range(96))
+    later.delete()
+
+
+def test_other_data_begins_the_epoch_again_and_says_so(broken):
+    job, _ = broken()
+    later = continued(job, size=60)
+    assert "the epoch begins again from its start" in log_of(later)
+    assert seen_by(later, 0) == list(range(60))
+    later.delete()
 
 
 # -- refused at the call -------------------------------------------------------------------------------------------------

@@ -124,6 +124,13 @@ def test_a_job_is_submitted_again_from_the_command_line(spoken, capsys):
     assert "ends with this command" in capsys.readouterr().err
 
 
+def test_only_a_training_that_has_not_succeeded_is_resumed(trained, spoken, capsys):
+    assert main(["retry", "--resume", spoken.name]) != 0
+    assert "launch()" in capsys.readouterr().err
+    assert main(["retry", "--resume", trained.name]) != 0
+    assert "resume_from" in capsys.readouterr().err
+
+
 def test_events_of_a_cluster_are_shown(spoken, capsys, monkeypatch):
     told = backend.PlaceEvent(
         time=0.0, about="pod/x-worker-0", is_warning=True, reason="FailedScheduling", message="0/1 nodes", count=2

@@ -14,7 +14,7 @@ import pickle
 import random
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -226,7 +226,7 @@ class Resumption:
         self._trained = trained
         self._given = given
         self._differences: Differences | None = None
-        self._notes: Sequence[str] = ()
+        self._notes: list[str] = []
         self._resume: dict[str, Any] | None = None
         self._found: Checkpoint | None = None
         place = context.context()

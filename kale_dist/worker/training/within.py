@@ -41,8 +41,6 @@ SOONEST_S, LATEST_S = 2.0, 600.0
 _TRIES = 256
 """So many batches in a row ranks wait for a moment at which a checkpoint can be written; then they meet as usual."""
 
-_AT_ENDS = "checkpoints are written at the ends of epochs only"
-
 
 class Schedule:
     """When a checkpoint is due, as rank 0 decides.
@@ -132,6 +130,8 @@ class Within:
         self._variables: Variables | None = None
         self._gradients: _Gradients | None = _Gradients(trained.model)
         self._began: dict[str, Any] = {}
+        self._later: dict[str, Any] = {}
+        """This rank's generators as restored, until the order of the epoch is drawn by those of its start."""
         self._marks: Any = None
         self._fields: Any = None
         self._buffers: dict[str, int] = {}
@@ -139,13 +139,11 @@ class Within:
         self._resumption = resumption
         self._resumed = resumption.progress.position
         mine = self._mine
-        named = dict(trained.model.named_buffers())
-        with torch.no_grad():
-            for name, saved in () if mine is None else mine["buffers"].items():
-                named[name].copy_(saved)
-        if self._resumed is not None:
+        self._load_buffers(mine)
+        # Ranks that are not as many as before find their place by an order that is known.
+        if self._resumed is not None and (mine is not None or self._resumed["order"]):
             feed.start = {
-                "batches": self._resumed["batches"], "items": self._resumed["items"],
+                "items": self._resumed["items"], "order": self._resumed["order"],
                 "samples": 0 if mine is None else mine["samples"], "before": None if mine is None else mine["before"],
             }  # fmt: skip
         if self._schedule is not None:
@@ -182,8 +180,11 @@ class Within:
             root: The code of the function that calls it.
         """
         self._root, self._thread, self._why = root, threading.get_ident(), ""
-        if (mine := self._mine) is not None:
-            checkpoint.set_random_states(self._group.device, self._trained.loaders, mine["began"])
+        if self._resumed is not None:
+            self._later = checkpoint.random_states(self._group.device, self._trained.loaders)
+            # Without a part of its own, each rank as rank 0, which draws the order.
+            began = (self._mine or self._resumed["ranks"][0])["began"]
+            checkpoint.set_random_states(self._group.device, self._trained.loaders, began)
         self._began = checkpoint.random_states(self._group.device, self._trained.loaders)
         self._marks = _guarded(self._mark)
         self._buffers = {name: buffer._version for name, buffer in self._trained.model.named_buffers()}  # noqa: SLF001
@@ -252,16 +253,17 @@ class Within:
 
     def _go_on(self, position: dict[str, Any], mine: dict[str, Any] | None, batches: Batches) -> None:
         """Undo what the step has done again on its way, and give it its own variables."""
-        if position["order"] is not None and batches.order != position["order"]:
-            self._group.say(
-                "The sampler gives another order than before the restart: some samples of this epoch come twice, others"
-                " not at all."
-            )
         self._resumption.load_again()
+        self._load_buffers(mine)
         if position["scheduler_stepped"]:
             self._control.scheduler_calls.add(id(self._trained.scheduler))
-        if mine is None:
+        is_there = all(self._group.gather(batches.items > 0 or not self._feed.reads))
+        if not is_there:
+            self._group.say(_FROM_ITS_START)
+        elif mine is None:
             self._group.say(_ANEW)
+        if mine is None or not is_there:
+            checkpoint.set_random_states(self._group.device, self._trained.loaders, self._later)
             return
         checkpoint.set_random_states(self._group.device, self._trained.loaders, self._resumption.random)
         state = mine["variables"]
@@ -278,7 +280,11 @@ class Within:
 
     def _between(self, batches: Batches, *, is_last: bool) -> None:
         """The step requests another batch; `is_last` if there is none."""
-        if self._schedule is None or threading.get_ident() != self._thread or not self._strategy.saves_within_epochs:
+        if self._schedule is None or not self._strategy.saves_within_epochs:
+            return
+        if threading.get_ident() != self._thread:
+            # The other thread may exchange something at this moment: ranks meet only in this one.
+            self._why = "reads its loader in another thread"
             return
         steps = self._control.real_steps
         has_stepped, self._steps = steps != self._steps, steps
@@ -292,9 +298,10 @@ class Within:
             _guarded(gradients.watch)
         if self._count < self._next or is_last:
             return
-        is_own = self._feed.first is batches
+        if self._feed.first is not batches:
+            self._why = self._why or "makes another pass over its loader"
         is_busy = not has_stepped or self._strategy.has_pending or not self._strategy.is_settled
-        if self._meet(is_busy=is_busy or gradients is not None or not is_own or bool(self._why)):
+        if self._meet(is_busy=is_busy or gradients is not None or bool(self._why)):
             self._save(batches)
 
     @property
@@ -323,8 +330,8 @@ class Within:
         return is_wanted and not busy
 
     def _say_why(self) -> None:
-        why = next(filter(None, self._group.gather(self._why)), "")
-        self._group.say(f"train_step {why}: {_AT_ENDS}.")
+        why = next(filter(None, self._group.gather(self._why)), "is elsewhere in another rank")
+        self._group.say(f"train_step {why}: until the end of an epoch no checkpoint can be written.")
 
     def _save(self, batches: Batches) -> None:
         began, mine = time.monotonic(), None
@@ -371,14 +378,20 @@ class Within:
         return {
             "began": self._began,
             "variables": variables.state(),
-            "buffers": self._own_buffers() if self._group.world_size > 1 else {},
+            "buffers": self._own_buffers(),
             "fed": self._feed.samples,
             "samples": batches.samples,
             "before": batches.before,
         }
 
+    def _load_buffers(self, mine: dict[str, Any] | None) -> None:
+        named = dict(self._trained.model.named_buffers())
+        with torch.no_grad():
+            for name, saved in () if mine is None else mine["buffers"].items():
+                named[name].copy_(saved)
+
     def _own_buffers(self) -> dict[str, Any]:
-        """The buffers that differ between ranks until an epoch has ended, such as BatchNorm's."""
+        """The buffers that differ between ranks until an epoch has ended, such as BatchNorm's, or that the step may reset."""
         found = {}
         for name, buffer in self._trained.model.named_buffers():
             is_plain = buffer.layout is torch.strided and not isinstance(buffer, DTensor)
@@ -389,6 +402,10 @@ class Within:
         return found
 
 
+_FROM_ITS_START = (
+    "The place in the epoch is not known with other data, another sampler or other ranks of a stream: the epoch begins again"
+    " from its start, with the weights of the checkpoint."
+)
 _ANEW = (
     "train_step's own variables could not be set as they were at the checkpoint: they begin again, and its metrics of this epoch are"
     " those of the batches after the restart."
