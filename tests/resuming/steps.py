@@ -176,7 +176,7 @@ def tqdm_with_update(model, loader, criterion, optimizer, device, args):
     return {"loss": total}
 
 
-@case()
+@case(calls=24, says=True)
 def two_passes(model, loader, criterion, optimizer, device, args):
     model.train()
     total = 0.0
@@ -212,7 +212,7 @@ def catches_exceptions(model, loader, criterion, optimizer, device, args):
         try:
             total += learn(model, criterion, optimizer, x, y).item()
             if i % 3 == 0:
-                raise ValueError("a bad batch")
+                int("a bad batch")
         except ValueError:
             skipped += 1
             continue
@@ -269,7 +269,7 @@ def threads_in_the_step(model, loader, criterion, optimizer, device, args):
     found = []
     for x, y in loader:
         loss = learn(model, criterion, optimizer, x, y)
-        thread = threading.Thread(target=lambda value=loss.item(): found.append(value))
+        thread = threading.Thread(target=found.append, args=(loss.item(),))
         thread.start()
         thread.join()
     return {"loss": sum(found), "number": len(found)}
@@ -430,6 +430,7 @@ def a_global_counter(model, loader, criterion, optimizer, device, args):
 
 @case(FALLS_BACK)
 def gradients_that_are_never_cleared(model, loader, criterion, optimizer, device, args):
+    optimizer.zero_grad()
     total = 0.0
     for x, y in loader:
         loss = criterion(model(x), y)

@@ -376,10 +376,8 @@ class _Keeper:
         self._count += 1
         kind = type(value)
         if kind in _PLAIN:
-            self.seen[path] = value, None
-            first, _ = self._before(path)
-            # NaN equals nothing, and is kept.
-            return _KEPT_AS_IS if type(first) is kind and first == value else ("=", value)
+            # Also what has not changed: what the step does before its loop may depend on the weights.
+            return ("=", value)
         if id(value) in self._known or isinstance(value, types.ModuleType | type | torch.dtype | torch.device):
             return self._constant(value, path)
         if kind.__module__.partition(".")[0] in _DISPLAYS:
@@ -425,7 +423,7 @@ class _Keeper:
         if _has_open_fields(value) and self._is_same_kind(value, path):
             parts = [(name, self.keep(one, f"{path}.{name}", depth + 1)) for name, one in vars(value).items()]
             return ("object", token, parts)
-        return self._opaque(value, path)
+        return self._opaque(value, path, token)
 
     def _before(self, path: str) -> tuple[Any, Any]:
         return (self._first or {}).get(path, (_MISSING, None))
@@ -445,10 +443,8 @@ class _Keeper:
         return Unkept(f"{does} {path.partition('.')[2]} ({type(value).__name__}) from batch to batch")
 
     def _tensor(self, value: Tensor, path: str, token: int) -> Any:
-        version = None if value.is_inference() else value._version  # noqa: SLF001 - no public name
-        self.seen[path] = value, version
-        first, was = self._before(path)
-        if self._first is None or (first is value and version is not None and was == version):
+        self.seen[path] = value, None
+        if self._first is None:
             return _KEPT_AS_IS
         is_parameter = isinstance(value, torch.nn.Parameter)
         is_odd = value.layout is not torch.strided or isinstance(value, DTensor) or value.is_quantized
@@ -460,7 +456,7 @@ class _Keeper:
         self._bytes += value.nbytes
         if self._bytes > MOST_BYTES:
             raise self._unkept(f"carries more than {MOST_BYTES >> 20} MiB of tensors, with", value, path)
-        if is_parameter and (first is not value):
+        if is_parameter and self._before(path)[0] is not value:
             raise self._unkept("carries", value, path)
         kept = value.detach().cpu().as_subclass(Tensor)
         kept = kept.clone() if kept.data_ptr() == value.data_ptr() else kept
@@ -499,7 +495,7 @@ class _Keeper:
         items = [self.keep(one, f"{path}[{i}]", depth + 1) for i, one in enumerate(value)]
         return (name, token, items, value.maxlen if name == "deque" else None)
 
-    def _opaque(self, value: Any, path: str) -> Any:
+    def _opaque(self, value: Any, path: str, token: int) -> Any:
         """An object without open fields: it must not have changed, as far as its pickled form tells."""
         is_file = isinstance(value, io.IOBase)
         if hasattr(type(value), "__next__") and not is_file:
@@ -507,11 +503,12 @@ class _Keeper:
         mark = None if is_file else _pickled(value)
         self.seen[path] = value, mark
         first, was = self._before(path)
-        if self._first is not None and (mark is None or mark != was):
-            if mark is not None or first is not value:
-                raise self._unkept("carries", value, path)
+        if self._first is not None and (mark != was or (mark is None and first is not value)):
+            raise self._unkept("carries", value, path)
+        if mark is None:
             self.made.add(f"{path.partition('.')[2]} ({type(value).__name__})")
-        return _KEPT_AS_IS
+            return _KEPT_AS_IS
+        return ("same", token, mark)
 
 
 def _is_filled(cell: Any) -> bool:
@@ -610,7 +607,7 @@ class _Loader:
             if kind == "dict" and node[4]:
                 raise TypeError("a dict's factory cannot be made")
             return collections.deque(maxlen=node[3]) if kind == "deque" else _CONTAINERS[name]()
-        if kind in ("object", "state", "generator", "cells", "self", "fields") and now is _MISSING:
+        if kind in ("same", "object", "state", "generator", "cells", "self", "fields") and now is _MISSING:
             raise KeyError("an object is not there")
         return now
 
@@ -662,6 +659,9 @@ class _Loader:
                     act()
                 if state:
                     self.acts.append(functools.partial(now.load_state_dict, state))
+            case "same":
+                if _pickled(now) != rest[0]:
+                    raise TypeError("an object has another value")
             case "generator":
                 self.acts.append(functools.partial(now.set_state, rest[0]))
             case _:

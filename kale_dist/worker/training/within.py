@@ -41,8 +41,6 @@ SOONEST_S, LATEST_S = 2.0, 600.0
 _TRIES = 256
 """So many batches in a row ranks wait for a moment at which a checkpoint can be written; then they meet as usual."""
 
-_AT_ENDS = "checkpoints are written at the ends of epochs only"
-
 
 class Schedule:
     """When a checkpoint is due, as rank 0 decides.
@@ -141,10 +139,7 @@ class Within:
         self._resumption = resumption
         self._resumed = resumption.progress.position
         mine = self._mine
-        named = dict(trained.model.named_buffers())
-        with torch.no_grad():
-            for name, saved in () if mine is None else mine["buffers"].items():
-                named[name].copy_(saved)
+        self._load_buffers(mine)
         # Ranks that are not as many as before find their place by an order that is known.
         if self._resumed is not None and (mine is not None or self._resumed["order"]):
             feed.start = {
@@ -259,6 +254,7 @@ class Within:
     def _go_on(self, position: dict[str, Any], mine: dict[str, Any] | None, batches: Batches) -> None:
         """Undo what the step has done again on its way, and give it its own variables."""
         self._resumption.load_again()
+        self._load_buffers(mine)
         if position["scheduler_stepped"]:
             self._control.scheduler_calls.add(id(self._trained.scheduler))
         is_there = all(self._group.gather(batches.items > 0 or not self._feed.reads))
@@ -284,7 +280,11 @@ class Within:
 
     def _between(self, batches: Batches, *, is_last: bool) -> None:
         """The step requests another batch; `is_last` if there is none."""
-        if self._schedule is None or threading.get_ident() != self._thread or not self._strategy.saves_within_epochs:
+        if self._schedule is None or not self._strategy.saves_within_epochs:
+            return
+        if threading.get_ident() != self._thread:
+            # The other thread may exchange something at this moment: ranks meet only in this one.
+            self._why = "reads its loader in another thread"
             return
         steps = self._control.real_steps
         has_stepped, self._steps = steps != self._steps, steps
@@ -298,9 +298,10 @@ class Within:
             _guarded(gradients.watch)
         if self._count < self._next or is_last:
             return
-        is_own = self._feed.first is batches
+        if self._feed.first is not batches:
+            self._why = self._why or "makes another pass over its loader"
         is_busy = not has_stepped or self._strategy.has_pending or not self._strategy.is_settled
-        if self._meet(is_busy=is_busy or gradients is not None or not is_own or bool(self._why)):
+        if self._meet(is_busy=is_busy or gradients is not None or bool(self._why)):
             self._save(batches)
 
     @property
@@ -329,8 +330,8 @@ class Within:
         return is_wanted and not busy
 
     def _say_why(self) -> None:
-        why = next(filter(None, self._group.gather(self._why)), "")
-        self._group.say(f"train_step {why}: {_AT_ENDS}.")
+        why = next(filter(None, self._group.gather(self._why)), "is elsewhere in another rank")
+        self._group.say(f"train_step {why}: until the end of an epoch no checkpoint can be written.")
 
     def _save(self, batches: Batches) -> None:
         began, mine = time.monotonic(), None
@@ -377,14 +378,20 @@ class Within:
         return {
             "began": self._began,
             "variables": variables.state(),
-            "buffers": self._own_buffers() if self._group.world_size > 1 else {},
+            "buffers": self._own_buffers(),
             "fed": self._feed.samples,
             "samples": batches.samples,
             "before": batches.before,
         }
 
+    def _load_buffers(self, mine: dict[str, Any] | None) -> None:
+        named = dict(self._trained.model.named_buffers())
+        with torch.no_grad():
+            for name, saved in () if mine is None else mine["buffers"].items():
+                named[name].copy_(saved)
+
     def _own_buffers(self) -> dict[str, Any]:
-        """The buffers that differ between ranks until an epoch has ended, such as BatchNorm's."""
+        """The buffers that differ between ranks until an epoch has ended, such as BatchNorm's, or that the step may reset."""
         found = {}
         for name, buffer in self._trained.model.named_buffers():
             is_plain = buffer.layout is torch.strided and not isinstance(buffer, DTensor)

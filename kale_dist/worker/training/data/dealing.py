@@ -362,10 +362,8 @@ class Deal(Passes):
             self._drawn = self._draw()
 
     def _draw(self) -> Any:
-        order: Any
-        if type(self.source) is SequentialSampler:
-            order = range(len(self.source))
-        else:
+        order: Any = range(len(self.source))
+        if type(self.source) is not SequentialSampler:
             order = self.group.send(list(self.source) if self.group.rank == 0 else None)
         sample = repr(list(order[:: max(1, len(order) // 1000)]))
         self.order = f"{len(order)} {zlib.crc32(sample.encode())}"
