@@ -53,9 +53,6 @@ class SweepError(KaleDistError):
 class SweepTrial(TrialRow):
     """One trial: its parameters, and the job that ran with them."""
 
-    ref: str | None
-    """The job's reference; None where the call returned no job."""
-
     @property
     def job(self) -> Job[Any]:
         """The trial's job.

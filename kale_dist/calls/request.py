@@ -32,8 +32,10 @@ PLACE_SETTINGS = tuple(dict.fromkeys(field.name for kind in (Docker, Kubernetes)
 """Arguments of `kd.Docker` and `kd.Kubernetes`."""
 
 _ELSEWHERE_PROCESSES = 2
-_LEAST_GIB = 300 / 1024
 """Processes in containers if the call does not say how many: how many there is room for is not known here."""
+
+_LEAST_GIB = 300 / 1024
+"""Memory that a process needs to import torch and to train anything with it."""
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _RANK_BYTES = 28 << 20

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import pathlib
 import secrets
 import string
@@ -83,7 +84,11 @@ def start(call: Call) -> Job[Any]:
     job = handle(backend, ref, spec, key, targets=targets, originals=snapshot.originals)
     if (run := interrupts.running_cell()) is not None:
         _runs_of_cells[job] = users_line(), run
-    tracking.begin(job, call.track, tracking.params_of(what) if isinstance(what, Training) else {})
+    params = tracking.params_of(what) if isinstance(what, Training) else {}
+    # Another process may have deleted the job by now.
+    with contextlib.suppress(OSError):
+        inside(job).files.arguments.write_text(json.dumps(params, default=str))
+    tracking.begin(job, call.track, params)
     return job
 
 

@@ -17,6 +17,7 @@ from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
 from kale_dist.job import records
 from kale_dist.job.backend import Backend, JobRef, Plan
 from kale_dist.job.handle import Job, inside
+from kale_dist.job.several import Jobs
 from kale_dist.job.spec import names
 from kale_dist.job.spec.checks import FLAG
 from kale_dist.job.spec.place_settings import Kubernetes, Place, word_of
@@ -330,10 +331,8 @@ def _found(ref: str, *, trust: bool | None) -> Job[Any]:
 
 
 @short_refusals
-def jobs(
-    on: str | Place = "local", *, namespace: str | None = None, labels: Mapping[str, str] | None = None
-) -> list[Job[Any]]:
-    """All jobs there are, oldest first.
+def jobs(on: str | Place = "local", *, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> Jobs:
+    """All jobs there are, oldest first: a list that shows itself as a table.
 
     Args:
         on: Where: `"local"` (this user's, on this machine), `"docker"`, `"kubernetes"`, or what a call takes as `on`.
@@ -350,7 +349,7 @@ def jobs(
         listed = backend.list()
     else:
         listed = [JobRef.parse(status.ref) for status in backend.survey(namespace=namespace, labels=labels)]
-    found = []
+    found = Jobs()
     for ref in listed:
         # Another process may delete a job between the list and the look.
         with contextlib.suppress(JobNotFoundError):

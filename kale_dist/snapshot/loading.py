@@ -39,7 +39,7 @@ from kale_dist import wire
 from kale_dist.errors import ContractError, SnapshotDamagedError, SnapshotError, StoreError
 from kale_dist.snapshot import reducers, sources
 from kale_dist.snapshot.reducers import References
-from kale_dist.wire import EventKind, blobs, context
+from kale_dist.wire import blobs, context
 
 MAIN_VARIABLE = "KALE_DIST_SNAPSHOT"
 """From this variable a rank's child processes (spawned DataLoader workers) learn from which snapshot to fill `__main__`."""
@@ -287,12 +287,10 @@ def _import_too(names: Iterable[str]) -> None:
             except Exception as error:  # noqa: BLE001 - of a module that the call may not need
                 failed.append(f"{name}: {error}")
     if failed and not context.context().rank:
-        text = (
+        context.say(
             f"The notebook has imported modules that cannot be imported in the ranks ({'; '.join(failed[:2])}): what"
             " they register or add is missing there."
         )
-        print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
-        context.emit(EventKind.NOTE, text=text)
 
 
 class _BlobRanges:

@@ -187,6 +187,12 @@ def emit(kind: EventKind, **fields: Any) -> None:
         _channel.send({"event": str(kind), "time": time.time(), **fields})
 
 
+def say(text: str, *, warns: bool = False) -> None:
+    """Print a sentence for the user into the job's log, and send it as a note; a warning is repeated to who waits for the job."""
+    print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
+    emit(EventKind.NOTE, text=text, warns=warns)
+
+
 def mark_progress() -> None:
     """Tell the agent that something moved, so that it does not take the rank for stalled. Cheap enough for each batch."""
     if _channel is not None:

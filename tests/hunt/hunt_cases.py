@@ -32,7 +32,7 @@ EQUAL, MAGNIFIED = 1e-9, 1e-6
 
 _REMEDY = re.compile(
     r"\b(use|keep|leave|make|pass|call|write|plan|clip|clear|cut|register|decide|give|name|do not|have to|has to|must)\b",
-    re.I,
+    re.IGNORECASE,
 )
 
 _UNTRUE = ("were not equal on all ranks", "Training has changed no weight")
@@ -98,7 +98,7 @@ class Case:
                 place=draw.choice(tables.PLACES),
                 samples=draw.choice(tables.SAMPLES),
             )
-            if case.step in tables.COUNTING and "accumulate" in case.option:
+            if case.step in tables.BY_BATCH and "accumulate" in case.option:
                 continue
             with contextlib.suppress(Exception):
                 case.expected()
@@ -211,6 +211,7 @@ class _Alone:
     def __init__(self, case, passes, rank, n, together):
         self.case, self.passes, self.rank, self.n, self.together = case, passes, rank, n, together
         self.model, self.optimizer = case.made()
+        self.stepping = getattr(self.optimizer, "base_optimizer", self.optimizer)
         self.dataset = passes.loader.dataset
         self.factor, self.steps, self.number = 1.0, 0, -1
 
@@ -227,7 +228,7 @@ class _Alone:
             self._watch()
         if "clip_norm" in options:
             norm = options["clip_norm"]
-            self.optimizer.register_step_pre_hook(
+            self.stepping.register_step_pre_hook(
                 lambda *_: torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
             )
         args = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)}
@@ -274,7 +275,7 @@ class _Alone:
             self.steps += 1
             self._mix(self.case.way.mixes(self.steps, self.rank, self.n))
 
-        self.optimizer.register_step_post_hook(stepped)
+        self.stepping.register_step_post_hook(stepped)
 
     def _mix(self, whose):
         """Take the mean of the weights of these ranks. All ranks call this together."""

@@ -17,8 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset
-from torch.utils.data import DistributedSampler, SequentialSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 
 import kale_dist as kd
 
@@ -289,7 +298,7 @@ SHARES: dict[str, Callable[[list[Any], int], list[Any]]] = {
 }
 """How the next n batches are n ranks' batches, where it is not in order and as evenly as possible."""
 
-ALL_ONCE = ("plain", "shuffled", "shuffled-by-seed", "own-sampler", "batch-sampler", "distributed", "dicts", "workers")
+ALL_ONCE = ("plain", "shuffled", "shuffled-by-seed", "own-sampler", "distributed", "dicts", "workers")
 """Loaders that give each sample once in a pass, and whose ranks read only their own."""
 
 
@@ -562,7 +571,6 @@ def leaves_early(model, loader, criterion, optimizer, device, args):
         loss = plain(model, x, y, criterion, optimizer, args)
         if number == 1:
             break
-    return None
 
 
 def goes_twice(model, loader, criterion, optimizer, device, args):
@@ -603,8 +611,8 @@ STEPS: dict[str, Callable[..., Any]] = {
     "unfreezes": unfreezes,
 }
 
-COUNTING = ("accumulates-by-hand", "leaves-early", "unfreezes")
-"""Steps that do something at a certain batch: with `accumulate` the one process, which sees windows, does it elsewhere."""
+BY_BATCH = ("accumulates-by-hand", "clamps-weights", "leaves-early", "unfreezes")
+"""Steps that do something beside the optimizer's step: with `accumulate` the one process, which sees windows, does it elsewhere."""
 
 
 # -- strategies: settings, numbers of ranks, and with what the result is compared ----------------------------------------
@@ -725,6 +733,11 @@ class Hostile:
     def _raise(self, *_: Any) -> Any:
         raise RuntimeError("do not ask")
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._raise()
+
     __eq__ = __ne__ = __len__ = __bool__ = __repr__ = __iter__ = _raise
     __hash__ = object.__hash__
 
@@ -738,10 +751,10 @@ class Thing:
     """Changes the object in each epoch: the log must name it."""
 
 
-def _second_optimizer():
-    weight = nn.Parameter(torch.ones(3))
-    weight.grad = torch.ones(3)
-    return torch.optim.Adam([weight])
+def _steps(optimizer):
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
 
 
 def _trains(module):
@@ -761,7 +774,7 @@ THINGS: dict[str, Thing] = {
     "tensor": Thing(make=lambda: torch.zeros(3), touch=lambda tensor: tensor.add_(1)),
     "sparse-changed": Thing(make=lambda: torch.eye(3).to_sparse().coalesce(), touch=lambda t: t.values().add_(1)),
     "module": Thing(make=lambda: nn.Linear(2, 2), touch=_trains),
-    "second-optimizer": Thing(make=_second_optimizer, touch=lambda optimizer: optimizer.step()),
+    "second-optimizer": Thing(make=lambda: torch.optim.Adam([nn.Parameter(torch.ones(3))]), touch=_steps),
 }
 
 PLACES = ("global", "closure", "dict", "train_args")

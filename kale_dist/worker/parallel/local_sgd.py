@@ -107,7 +107,8 @@ class OwnSteps(Replica):
         for options in optimizer.param_groups:
             for parameter in options["params"]:
                 for name, value in sorted(state_of.get(parameter, {}).items()):
-                    if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape:
+                    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+                    if is_dense and value.is_floating_point() and value.shape == parameter.shape:
                         states.append((index, name, value))
                 index += 1
         everyone = self.group.gather([(index, name) for index, name, _ in states])

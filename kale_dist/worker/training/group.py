@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kale_dist.errors import KaleDistError
-from kale_dist.wire import EventKind, context
+from kale_dist.wire import context
 
 STEP_ENDS = "the end of the step"
 """The place where ranks meet after the user's step."""
@@ -93,8 +93,7 @@ class Group:
 
     def tell(self, text: str, *, warns: bool = False) -> None:
         """Print a sentence that holds for this rank alone, and send it as a note; a warning is repeated to who waits for the job."""
-        print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
-        context.emit(EventKind.NOTE, text=text, warns=warns)
+        context.say(text, warns=warns)
 
     def gather(self, value: object) -> list[Any]:
         """Return every rank's value, in the order of the ranks, without those of lost ranks.

@@ -40,7 +40,7 @@ from kale_dist.worker.training.result import (
 )
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import FullState, Parts, Strategy
-from kale_dist.worker.training.trained import Progress, Trained
+from kale_dist.worker.training.trained import Progress, Trained, own_parameters
 from kale_dist.worker.training.within import Within
 
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -645,12 +645,12 @@ def _follow_lazy_modules(roots: Iterable[Any], strategy: Strategy) -> None:
     Ranks draw from different seeds, so their own initial values would differ.
     """
     for module in (module for root in roots if isinstance(root, torch.nn.Module) for module in root.modules()):
-        if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+        if any(map(torch.nn.parameter.is_lazy, own_parameters(module))):
             handle: list[Any] = []
 
             def adopt(module: torch.nn.Module, _: Any, handle: list[Any] = handle) -> None:
-                if not any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
-                    strategy.adopt(module.parameters(recurse=False))
+                if not any(map(torch.nn.parameter.is_lazy, own_parameters(module))):
+                    strategy.adopt(own_parameters(module))
                     handle.pop().remove()
 
             # Torch's own hook, which makes the parameters, was registered by the constructor and so runs before.

@@ -70,7 +70,7 @@ class Captured:
 
     @_harmless
     def _marks(self) -> dict[str, Any]:
-        found = {name: value for function in self._functions for name, value in _used(function, _DEPTH)}
+        found = {name: value for function in self._functions for name, value in used(function)}
         found |= self._given
         return {name: _mark(value, 2, self._known) for name, value in found.items()}
 
@@ -114,8 +114,13 @@ def _contents(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else None
 
 
-def _used(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """Names and values that a function and the notebook's functions that it calls find outside their own bodies."""
+def used(function: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+    """Names and values that a function and the notebook's functions that it calls find outside their own bodies.
+
+    Args:
+        function: The function.
+        depth: How far functions that call each other are followed.
+    """
     if not isinstance(function, types.FunctionType) or not depth:
         return
     try:
@@ -126,7 +131,7 @@ def _used(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
         if type(value) is not types.FunctionType:
             yield name, value
         elif value.__module__ in ("__main__", function.__module__):
-            yield from _used(value, depth - 1)
+            yield from used(value, depth - 1)
 
 
 class Losses:

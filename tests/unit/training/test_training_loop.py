@@ -23,7 +23,7 @@ from kale_dist.errors import ConfigError, KaleDistError, StoreError
 from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events, values_of
 from kale_dist.job.view import facts
 from kale_dist.snapshot import sources
-from kale_dist.strategies import DDP, Mesh, Pipeline, Tensor
+from kale_dist.strategies import DDP, FSDP, Gossip, LocalSGD, Mesh, Pipeline, Tensor
 from kale_dist.wire import RankStateName, StateName, context
 from kale_dist.worker.pod.prometheus import Gauges
 from kale_dist.worker.training import checkpoint
@@ -466,6 +466,25 @@ def test_a_model_that_gives_its_own_loss_needs_neither_criterion_nor_step(ranks)
             fit(ItsOwnLoss(), criterion=None)
 
     ranks(1, pairs, keep=False)
+
+
+class OwnParameters(nn.Linear):
+    """Overrides `parameters` without torch's arguments, to train a part."""
+
+    def parameters(self):
+        return iter([self.weight])
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP(), Tensor(), Pipeline(), LocalSGD(), Gossip()], ids=repr)
+def test_a_model_may_have_a_method_parameters_of_its_own(ranks, strategy):
+    def job():
+        model = nn.Sequential(OwnParameters(3, 4), nn.Tanh(), OwnParameters(4, 2))
+        before = model[0].bias.detach().clone()
+        optimizer = torch.optim.SGD([model[0].weight, model[2].weight], lr=0.1)
+        return before, fit(model, optimizer=optimizer, strategy=strategy).model_state
+
+    before, state = ranks(2, job)[0]
+    assert state["0.bias"].equal(before)
 
 
 history, average, best = [], nn.Linear(3, 2), 0.0
