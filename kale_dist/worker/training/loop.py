@@ -488,7 +488,7 @@ class Session:
         own, seed = self.strategy.own_state(), self.loaders.train.seed
         rest = describe(self.group, self.trained, progress, self.control.scaler, own, seed, steps, mine)
         calls = self.callbacks.state()
-        state, is_asked = self.strategy.full_state(), within.is_asked
+        state, is_asked, within.is_asked = self.strategy.full_state(), within.is_asked, False
         if state is None:
             return
         contents = Checkpoint(
