@@ -62,7 +62,10 @@ def main() -> None:
             for every, seconds in found.items():
                 one = run(size, every)
                 seconds.append(one[0])
-                print(f"{size}, {every}: {one[0]:.2f} s, longest step {one[1] * 1e3:.0f} ms, {one[2]} checkpoints", flush=True)
+                print(
+                    f"{size}, {every}: {one[0]:.2f} s, longest step {one[1] * 1e3:.0f} ms, {one[2]} checkpoints",
+                    flush=True,
+                )
         with_them, without = (statistics.median(seconds) for seconds in found.values())
         print(f"{size}: {with_them:.2f} s with auto, {without:.2f} s without: {100 * (with_them / without - 1):+.1f} %")
 

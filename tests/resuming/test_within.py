@@ -62,7 +62,7 @@ def train(step, fatal, *, calls=12, workers=0, make=net, every="3 steps", ranks=
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = loader or DataLoader(Noisy(96), batch_size=4, shuffle=True, num_workers=workers)
+    loader = loader if loader is not None else DataLoader(Noisy(96), batch_size=4, shuffle=True, num_workers=workers)
     job = kd.distribute(
         model, loader, Fatal(fatal, calls + 9), optimizer, step, epochs=3, seed=3, number_of_processes=ranks, threads=1,
         max_restarts=1, checkpoint_every=every, **options,

@@ -57,7 +57,6 @@ _KEEP_SAVING_EACH_S = 60.0
 """How often a checkpoint goes into the store where ranks write them within epochs, besides the last one."""
 
 
-
 class Head:
     """Serves one job.
 
