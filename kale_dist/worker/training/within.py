@@ -66,6 +66,8 @@ class Schedule:
         since = time.monotonic() - self._at
         if self._unit == "s":
             return since >= self._amount
+        # A thread that writes takes time from the training where all cores are used.
+        cost_s += writing.seconds
         return since >= max(SOONEST_S, min(LATEST_S, cost_s / SHARE)) and not writing.is_busy
 
     def batches_ahead(self, steps: int, done: int, since_s: float) -> int:
@@ -350,7 +352,6 @@ class Within:
             "strategy": self._settings, "scheduler_stepped": id(self._trained.scheduler) in self._control.scheduler_calls,
         }  # fmt: skip
         self._write(common, mine)
-        self.is_asked = False
         self.cost_s = time.monotonic() - began
         if self._schedule is not None:
             self._schedule.written(self._control.real_steps)
