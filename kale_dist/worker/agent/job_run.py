@@ -104,9 +104,14 @@ class JobRun:
             self._end(verdict, grace_s)
             return
         self._is_cancelled = True
-        if self._running is not None and self._running.can_save:
+        if self.can_save:
             grace_s = min(grace_s, CANCEL_GRACE_S)
         self.save_first(functools.partial(self._end, verdict, grace_s))
+
+    @property
+    def can_save(self) -> bool:
+        """Whether the ranks write a checkpoint when they are asked to, within an epoch, too."""
+        return self._running is not None and self._running.can_save
 
     def save_first(self, then: Callable[[], None], limit_s: float = SAVE_LIMIT_S) -> None:
         """Have the ranks write a checkpoint, and call a function once it is written; at once if they cannot.

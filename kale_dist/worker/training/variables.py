@@ -376,6 +376,7 @@ class _Keeper:
         self._count += 1
         kind = type(value)
         if kind in _PLAIN:
+            self.seen[path] = value, None
             # Also what has not changed: what the step does before its loop may depend on the weights.
             return ("=", value)
         if id(value) in self._known or isinstance(value, types.ModuleType | type | torch.dtype | torch.device):
