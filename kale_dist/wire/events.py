@@ -5,7 +5,7 @@ agent speaks of the whole job) and `attempt`; beyond these:
 
     state       state (`StateName`), reason (a sentence or ""), cause (`FailureCause` or ""),
                 failed_rank (the rank that failed first; None or left out where there is none or it is unknown).
-                A final one is a `Verdict`
+                free (how many attempts were begun only to have more ranks). A final one is a `Verdict`
     attempt     members: those of the `Attempt` whose ranks are started now, as objects
     rank        state (`RankStateName`), pid, exit_code (int or None), signal (name such as "SIGKILL", or None)
     metrics     values {name: number}; epoch and step where they are known; source: "train" or "eval" (what the steps
