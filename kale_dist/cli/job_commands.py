@@ -1,4 +1,4 @@
-"""Commands for one job: `kale-dist status`, `logs`, `events`, `fetch`, `cancel`, `retry`, `render`."""
+"""Commands for one job: `kale-dist status`, `logs`, `events`, `fetch`, `debug`, `cancel`, `retry`, `render`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     fetch = command("fetch", "write the trained weights to a file, or what a function returned", _fetch)
     fetch.add_argument("-o", "--output", default="model.pt", metavar="FILE", help="where to (%(default)s)")
     fetch.add_argument("--partial", action="store_true", help="the last checkpoint, also of a job that runs or failed")
+    debug = command("debug", "debug ranks that wait in breakpoint(), with pdb", _debug)
+    debug.add_argument("--rank", type=_count, metavar="N", help="only this rank (all that wait, one after the other)")
     command("cancel", "end a job", _cancel)
     retry = command("retry", "submit the same call again, as a new job, and show its output", _retry)
     retry.add_argument("--detach", action="store_true", help="print the new job's reference and return")
@@ -145,6 +147,11 @@ def _fetch(options: argparse.Namespace) -> int:
         raise BackendError(f"{job.ref} has not ended yet. {remedy}", retryable=True)
     path = job.save(options.output, partial=options.partial)
     print(json.dumps({"ref": job.ref, "file": str(path), "bytes": path.stat().st_size}) if options.json else path)
+    return 0
+
+
+def _debug(options: argparse.Namespace) -> int:
+    _job(options.ref).debug(options.rank)
     return 0
 
 

@@ -37,6 +37,18 @@ def is_interactive() -> bool:
     return kernel is not None and bool(getattr(kernel, "_allow_stdin", True))
 
 
+def can_answer() -> bool:
+    """Whether this thread can ask a person: it has a cell with a front end, or a terminal."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if getattr(shell(), "kernel", None) is not None:
+        return is_interactive()
+    # Some programs have no standard input, or have closed it.
+    with contextlib.suppress(AttributeError, ValueError):
+        return sys.stdin.isatty()
+    return False
+
+
 @contextlib.contextmanager
 def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
     """Handle a KeyboardInterrupt during a wait: cancel the job or let it run, print which, and raise it again.

@@ -36,6 +36,8 @@ class Op(enum.StrEnum):
     """To the agent: end a job. Fields `job`, `grace_s`."""
     STOP = "stop"
     """To the agent: end when no job is left."""
+    TELL = "tell"
+    """To the agent: pass a message on to a rank, as `JobRun.tell` takes it. Fields `job`, `rank`, `message`."""
     TAKEN = "taken"
     """From the agent: it has the order. Field `job`."""
     WAKE = "wake"
@@ -138,6 +140,16 @@ class Policy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Debugging:
+    """What ranks do for the person who debugs them: from the configuration, and from where the call was made."""
+
+    breakpoint_wait_s: float = 600.0
+    """Seconds that a rank waits in `breakpoint()` for a person; 0 where there is none, as in CI: it goes on at once."""
+    show_locals: str = "summary"
+    """How much an error tells of local variables: `none`, `summary` (numbers, shapes, types), `full` (texts and reprs, too)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
     """What the agents of a job are to do: the same for all of them, on every backend. Made by `orders.order_of`."""
 
@@ -176,6 +188,7 @@ class Order:
     """Seed of rank 0; rank r gets seed + r. None: a random one, drawn by the head."""
     policy: Policy = dataclasses.field(default_factory=Policy)
     """Of the call, with the restarts that are left to this run."""
+    debugging: Debugging = dataclasses.field(default_factory=Debugging)
     ends_with: EndsWith = EndsWith.ANY_FAILURE
     servers: int = 0
     """How many of the last agents are parameter servers of TensorFlow."""

@@ -171,6 +171,9 @@ class Agent:
                 self._take(peer, message.get("order") or {})
             case Op.CANCEL:
                 self._cancel(str(message.get("job")), float(message.get("grace_s", CANCEL_GRACE_S)))
+            case Op.TELL:
+                if (job := self._jobs.get(str(message.get("job")))) is not None:
+                    job.tell(int(message["rank"]), dict(message["message"]))
             case Op.STOP:
                 self._is_stopping = True
                 self._news.set()

@@ -107,6 +107,7 @@ class RunningAttempt:
             has_far_ranks=site.relays is not None,
             stall_warn_s=order.policy.stall_warn_s,
             stall_timeout_s=order.policy.stall_timeout_s,
+            breakpoint_wait_s=order.debugging.breakpoint_wait_s,
             fail=self.fail,
         )
         try:

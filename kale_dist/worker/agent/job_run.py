@@ -13,6 +13,7 @@ import dataclasses
 import pathlib
 import secrets
 import socket
+from typing import Any
 
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
@@ -76,6 +77,11 @@ class JobRun:
             grace_s: Seconds from SIGTERM to SIGKILL.
         """
         self._end(Verdict(StateName.CANCELLED, cause, reason), grace_s)
+
+    def tell(self, rank: int, message: dict[str, Any]) -> None:
+        """Pass a notebook's message on to the debugger of a rank; see `Rank.tell`. Without such a rank nothing happens."""
+        if self._running is not None and 0 <= rank < len(self._running.ranks):
+            self._running.ranks[rank].tell(message)
 
     def fail(self, cause: FailureCause, reason: str) -> None:
         """End the job as failed; nothing if its end is decided already."""

@@ -177,7 +177,11 @@ class NearRank:
 
     def let_go(self) -> None:
         """Tell a rank that is done to end."""
-        self._send(b"g")
+        self.tell({"go": True})
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send the rank a message; see `worker/rank/rank_main.py`."""
+        self._send(wire.encode_json(message))
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the rank; one that was not forked yet never will be."""
@@ -283,7 +287,7 @@ class NearRank:
         return list(wire.decode_json_lines(whole))
 
     def _take_message(self, message: dict[str, Any]) -> None:
-        if "done" in message and self._output is not None:
+        if ("done" in message or "debug" in message) and self._output is not None:
             # Everything the rank has sent before is in the pipes already; the order in the files shall be the same.
             self._output.read_rest()
         if self._listener is not None:

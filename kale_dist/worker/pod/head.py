@@ -85,6 +85,7 @@ class Head:
             writer=self.writer,
             missing=self._missing,
             cancel=self._cancel,
+            tell=self._tell,
             acknowledge=self._acknowledged,
         )
         self._relays: HeadsRelays | None = None
@@ -221,6 +222,10 @@ class Head:
     def _cancel(self, grace_s: float) -> None:
         """The notebook wants the job to end."""
         self._pod.loop.call_soon_threadsafe(self._job.cancel, FailureCause.USER, "The job was cancelled", grace_s)
+
+    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        """The notebook has a message for a rank."""
+        self._pod.loop.call_soon_threadsafe(self._job.tell, rank, message)
 
     def _acknowledged(self) -> None:
         """The notebook has all it wants."""

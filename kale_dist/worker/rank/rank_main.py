@@ -1,7 +1,7 @@
 """A rank, from the fork to its end. The only code that runs the user's function, on all backends.
 
 It tells its agent over the control socket: `received` for its assignment, `running` before the call, `done` after the outcome was written. Then it
-waits for `go`, because others may still need its store or its end of a connection.
+waits for `go`, because others may still need its store or its end of a connection. What is said at a breakpoint stands in `debugger.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from kale_dist import wire
 from kale_dist.errors import ContractError
+from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.snapshot import sources
 from kale_dist.snapshot.given_models import GivenModels
 from kale_dist.snapshot.reducers import References
@@ -76,9 +78,10 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
     references = References()
     kept = None
     error: BaseException | None = None
+    shown: dict[int, FrameLocals] = {}
     try:
         try:
-            _settle(assignment, events, files)
+            _settle(assignment, events, files, control)
             # An image of another framework may have no torch: then there is no group, and all the rest is the same.
             hidden = group.KeptGroup(assignment) if loading.has_torch() else None
             loaded = loading.load(FolderStore(pathlib.Path(order.store)), order.snapshot, modules=files.modules)
@@ -98,8 +101,10 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
             outcome.write_success(path, signer=signer, value=value, references=references)
         except BaseException as raised:  # noqa: BLE001 - anything that the user's code raises is the outcome
             error = stand_ins.clearer(raised)
-            _print_error(error)
-            outcome.write_failure(path, signer=signer, error=error, references=references)
+            shown = sources.locals_of(error, show=order.debugging.show_locals)
+            # The log is read by more people and programs than the error itself: it has no texts.
+            _print_error(error, sources.locals_of(error, show="summary") if shown else None)
+            outcome.write_failure(path, signer=signer, error=error, references=references, shown=shown)
     except BaseException as second:  # noqa: BLE001 - a full disk: the reason still reaches the agent
         if error is None:
             error = second
@@ -109,13 +114,14 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
     done: dict[str, Any] = {"done": True, "ok": error is None}
     if error is not None:
         done |= {"error_type": sources.type_name(error), "error_text": _safe_text(error)[:4000]}
+        done["locals"] = "\n".join(map(str, shown.values()))
         done["not_started"] = isinstance(error, ContractError) and kept is None
     control.say(done)
     control.wait_for_go()
     return 0 if error is None else 1
 
 
-def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
+def _settle(assignment: Assignment, events: int, files: JobFiles, control: _Control) -> None:
     """All that has to be as it should before anything is unpickled."""
     order, rank, local_rank = assignment.order, assignment.rank, assignment.local_rank
     if order.version != wire.VERSION:
@@ -153,7 +159,8 @@ def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
         folder=files.folder,
     )
     context.activate(place, events)
-    stand_ins.install(cuda=order.cuda)
+    wait_s = order.debugging.breakpoint_wait_s
+    stand_ins.install(cuda=order.cuda, agent=control, breakpoint_wait_s=wait_s)
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,6 +171,9 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if leaving.code in (None, 0):
             return None
         raise
+    finally:
+        if (debugger := sys.modules.get("kale_dist.worker.rank.debugger")) is not None:
+            debugger.leave()
 
 
 class _Control:
@@ -175,23 +185,31 @@ class _Control:
 
     def receive_assignment(self) -> tuple[Assignment, int | None] | None:
         """The assignment and, for rank 0, the descriptor its store listens on. None if the agent has no use for us."""
-        data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
-        while data and not data.endswith(b"\n"):
-            more = self._socket.recv(1 << 20)
-            data = data + more if more else b""
-        if not data:
-            return None
-        return wire.decode(Assignment, json.loads(data)), (descriptors[0] if descriptors else None)
+        self._pending, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
+        message = self.hear() if self._pending else None
+        return None if message is None else (wire.decode(Assignment, message), descriptors[0] if descriptors else None)
 
     def say(self, message: dict[str, Any]) -> None:
         """Tell the agent. Without an agent this process is about to be killed."""
         with contextlib.suppress(OSError):
             self._socket.sendall(wire.encode_json(message))
 
+    def hear(self) -> dict[str, Any] | None:
+        """Wait for the agent's next message; None if it is gone."""
+        while b"\n" not in self._pending:
+            data = b""
+            with contextlib.suppress(OSError):
+                data = self._socket.recv(1 << 20)
+            if not data:
+                return None
+            self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        return dict(json.loads(line))
+
     def wait_for_go(self) -> None:
-        """Wait until the agent has no more need of this process, or is gone."""
-        with contextlib.suppress(OSError):
-            self._socket.recv(1)
+        """Wait until the agent has no more need of this process, or is gone. Answers to a prompt that is over may come before."""
+        while (message := self.hear()) is not None and "go" not in message:
+            pass
 
 
 def _reset_signals() -> None:
@@ -228,11 +246,11 @@ def _flush_output() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-def _print_error(error: BaseException) -> None:
+def _print_error(error: BaseException, shown: Mapping[int, FrameLocals] | None = None) -> None:
     """The traceback into the rank's own output, as the notebook will show it; of `sys.exit`, what Python prints."""
     with contextlib.suppress(Exception):
         if not isinstance(error, SystemExit):
-            sys.stderr.write(sources.format_error(error))
+            sys.stderr.write(sources.format_error(error, shown))
         elif not isinstance(error.code, int):
             sys.stderr.write(f"{error.code}\n")
 
