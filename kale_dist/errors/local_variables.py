@@ -116,7 +116,8 @@ def _describe(value: Any, kind: type, *, full: bool) -> str:
     if full:
         text = repr(value)
         return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text):,} characters)"
-    length = f" of {len(value)}" if hasattr(kind, "__len__") else ""
+    # `hasattr` would also find what the class of the class has, as with enums.
+    length = f" of {len(value)}" if any("__len__" in vars(base) for base in kind.__mro__) else ""
     return f"{kind.__name__}{length}"
 
 
