@@ -141,3 +141,11 @@ def dying_sgd(model, kills):
             return super().step(closure)
 
     return Sgd(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def stops_on_1(value):
+    here = kd.context()
+    if here.rank == 1:
+        breakpoint()
+        value += 1
+    return value
