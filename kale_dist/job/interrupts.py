@@ -49,6 +49,13 @@ def can_answer() -> bool:
     return False
 
 
+def running_cell() -> int | None:
+    """The number of the notebook's cell that this thread runs; None in scripts, terminals and other threads."""
+    if getattr(shell(), "kernel", None) is None or threading.current_thread() is not threading.main_thread():
+        return None
+    return int(shell().execution_count)
+
+
 @contextlib.contextmanager
 def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
     """Handle a KeyboardInterrupt during a wait: cancel the job or let it run, print which, and raise it again.

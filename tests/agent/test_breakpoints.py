@@ -83,7 +83,9 @@ def test_the_debugger_begins_at_the_users_frame_and_steps_through_statements(job
 
     job = jobs.run(outer, ranks=1)
     at = debug(job, 0)
-    texts = at.type("w", "n", "up", "p k", "down", "p k", "for i in range(2):", "    print(i,\tk)", "", "values.append(5)", "n", "n")
+    texts = at.type(
+        "w", "n", "up", "p k", "down", "p k", "for i in range(2):", "    print(i,\tk)", "", "values.append(5)", "n", "n"
+    )
     frames = [line for line in texts[0].splitlines() if "test_breakpoints.py" in line]
     assert [line.rpartition(")")[0].rpartition(")")[2] for line in frames] == ["outer(", "inner("]
     assert "kale_dist" not in texts[0].replace("test_breakpoints.py", "")

@@ -19,7 +19,9 @@ def step(k, password):
 
 
 def test_a_rank_is_debugged_in_its_cell_and_its_error_has_local_variables(open_notebook):
-    notebook = open_notebook("debugger.ipynb", cells=[STEP, "job = kd.launch(step, 2, 'hunter2', number_of_processes=2)\njob"])
+    notebook = open_notebook(
+        "debugger.ipynb", cells=[STEP, "job = kd.launch(step, 2, 'hunter2', number_of_processes=2)\njob"]
+    )
     page = notebook.page
     notebook.run_cell(0)
     view = notebook.run_cell(1).locator(".kd-job")

@@ -1,6 +1,5 @@
 """`breakpoint()` in a rank, debugged in a notebook's cell: the prompt comes by Jupyter's stdin."""
 
-
 import pytest
 
 CELL = (
@@ -70,7 +69,9 @@ def test_a_distributed_cell_asks_in_itself(kernel, step):
 
 def test_two_ranks_are_debugged_one_after_the_other_each_by_its_name(kernel, step):
     kernel.good("def both():\n    import time\n    breakpoint()\n    return 1")
-    kernel.good("job = kd.launch(both, number_of_processes=2)\nwhile len(job.status.at_breakpoints) < 2: time.sleep(0.05)")
+    kernel.good(
+        "job = kd.launch(both, number_of_processes=2)\nwhile len(job.status.at_breakpoints) < 2: time.sleep(0.05)"
+    )
     typist = Typist(kernel, "print(job.results())").type("n", "c", "n", "c")
     assert typist.end().out.splitlines()[-1] == "[1, 1]"
     assert typist.asked == ["(rank 0) ", "(rank 0) ", "(rank 1) ", "(rank 1) "]

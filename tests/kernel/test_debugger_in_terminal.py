@@ -48,7 +48,7 @@ class Terminal:
         self._screen, theirs = pty.openpty()
         self.process = subprocess.Popen(
             [sys.executable, *words], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, start_new_session=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb"}, preexec_fn=_take_terminal,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb"}, preexec_fn=_take_terminal,  # noqa: PLW1509 - nothing but an ioctl
         )  # fmt: skip
         os.close(theirs)
         self.text = ""

@@ -33,7 +33,7 @@ class Agent:
     def missing(self):
         return ["d"]
 
-    def cancel_requested(self, grace_s):
+    def cancel_requested(self, grace_s, save):
         self.told.append(("cancel", grace_s))
 
     def tell_rank(self, rank, message):
@@ -134,7 +134,14 @@ def place(tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/missing"), ("GET", "/nothing"), ("PUT", "/blobs/00?offset=0"), ("POST", "/cancel"), ("POST", "/tell"), ("POST", "/ack")],
+    [
+        ("GET", "/missing"),
+        ("GET", "/nothing"),
+        ("PUT", "/blobs/00?offset=0"),
+        ("POST", "/cancel"),
+        ("POST", "/tell"),
+        ("POST", "/ack"),
+    ],
 )
 def test_a_wrong_key_is_told_nothing(place, method, path):
     assert place.ask(method, path, b'{"grace_s": 0}' if method != "GET" else None, key=b"x" * 32) == (403, b"")

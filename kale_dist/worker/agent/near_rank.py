@@ -198,6 +198,10 @@ class NearRank:
             # A stopped process gets no other signal before it continues.
             processes.signal_group(self.pid, signal.SIGCONT)
 
+    def ask_to_save(self) -> None:
+        """Ask for a checkpoint."""
+        self.tell({"save": True})
+
     def ask_stacks(self) -> None:
         """Ask for the stacks; the listener has the answer `ANSWER_S` later."""
         self._stacks = b""

@@ -148,7 +148,7 @@ class Rank:
             if event.get("event") != EventKind.USAGE:
                 self.moved()
             self._on_event(event)
-            if event.get("event") not in (context.ALIVE, context.DISPENSABLE):
+            if event.get("event") not in (context.ALIVE, context.DISPENSABLE, context.SAVES):
                 self._writer.record(event)
 
     def message(self, message: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ waits for `go`, because others may still need its store or its end of a connecti
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -14,6 +15,7 @@ import faulthandler
 import json
 import os
 import pathlib
+import select
 import signal
 import socket
 import sys
@@ -31,6 +33,8 @@ from kale_dist.wire import STACKS_SIGNAL, Assignment, JobFiles, context
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.pod import mpi
 from kale_dist.worker.rank import process_state, stand_ins
+
+_LOOK_AGAIN_MS = 200
 
 ATEXIT_S = 5.0
 """Seconds for threads and `atexit` callbacks to end."""
@@ -93,11 +97,18 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
             is_training = getattr(loaded.fn, "__module__", "").startswith("kale_dist.worker.training.")
             models = None
             if not is_training and "torch" in sys.modules:
-                models = GivenModels(loaded.args, loaded.kwargs, rank)
+                from kale_dist.worker.training.notices import used
+
+                models = GivenModels(loaded.args, loaded.kwargs, rank, dict(used(loaded.fn)))
             value = _call(loaded.fn, loaded.args, loaded.kwargs)
             value = value if models is None else models.with_weights(value)
             if kept is not None:
-                kept.advise()
+                kept.advise(trained=models is not None and models.are_trained())
+            if models is not None and (lost := models.lost()) and not rank:
+                context.say(
+                    f"{', '.join(lost)} changed and stays in the ranks: it is not an argument of the function. Pass it as one"
+                    " to launch(), and its weights come back."
+                )
             outcome.write_success(path, signer=signer, value=value, references=references)
         except BaseException as raised:  # noqa: BLE001 - anything that the user's code raises is the outcome
             error = stand_ins.clearer(raised)
@@ -157,8 +168,9 @@ def _settle(assignment: Assignment, events: int, files: JobFiles, control: _Cont
         max_restarts=order.policy.max_restarts,
         in_job=True,
         folder=files.folder,
+        resume=FolderStore(pathlib.Path(order.store)).path(order.resume) if order.resume and rank == 0 else None,
     )
-    context.activate(place, events)
+    context.activate(place, events, control.is_asked_to_save)
     wait_s = order.debugging.breakpoint_wait_s
     stand_ins.install(cuda=order.cuda, agent=control, breakpoint_wait_s=wait_s)
 
@@ -181,7 +193,12 @@ class _Control:
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
         self._pending = b""
+        self._lock = threading.Lock()
+        self._messages: collections.deque[dict[str, Any]] = collections.deque()
+        self._is_asked_to_save = False
 
     def receive_assignment(self) -> tuple[Assignment, int | None] | None:
         """The assignment and, for rank 0, the descriptor its store listens on. None if the agent has no use for us."""
@@ -194,22 +211,42 @@ class _Control:
         with contextlib.suppress(OSError):
             self._socket.sendall(wire.encode_json(message))
 
+    def is_asked_to_save(self) -> bool:
+        """Whether the agent has asked for a checkpoint since the last call. Never waits."""
+        self._receive()
+        asked, self._is_asked_to_save = self._is_asked_to_save, False
+        return asked
+
     def hear(self) -> dict[str, Any] | None:
-        """Wait for the agent's next message; None if it is gone."""
-        while b"\n" not in self._pending:
-            data = b""
-            with contextlib.suppress(OSError):
-                data = self._socket.recv(1 << 20)
-            if not data:
-                return None
-            self._pending += data
-        line, _, self._pending = self._pending.partition(b"\n")
-        return dict(json.loads(line))
+        """Wait for the agent's next message, but for one that asks for a checkpoint; None if the agent is gone."""
+        while self._receive() or self._messages:
+            if self._messages:
+                return self._messages.popleft()
+            # Not for ever: another thread may take the message.
+            self._poll.poll(_LOOK_AGAIN_MS)
+        return None
 
     def wait_for_go(self) -> None:
         """Wait until the agent has no more need of this process, or is gone. Answers to a prompt that is over may come before."""
         while (message := self.hear()) is not None and "go" not in message:
             pass
+
+    def _receive(self) -> bool:
+        """Take what has come; whether the agent is still there."""
+        with self._lock:
+            try:
+                data = self._socket.recv(1 << 20, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                data = None
+            except OSError:
+                data = b""
+            *lines, self._pending = (self._pending + (data or b"")).split(b"\n")
+            for message in map(json.loads, lines):
+                if "save" in message:
+                    self._is_asked_to_save = True
+                else:
+                    self._messages.append(message)
+        return data != b""
 
 
 def _reset_signals() -> None:
