@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import linecache
+import math
 import re
 import sys
 import types
@@ -124,29 +125,24 @@ def _describe(value: Any, kind: type, *, full: bool) -> str:
 def _of_tensor(value: Any, torch: Any) -> str:
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001 - a subclass's own code is not called
         text = f"{type(value).__name__} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} {value.device}"
-        # Others, such as an 8-bit float, may have no minimum.
-        with contextlib.suppress(Exception):
-            is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-            is_small = 0 < value.numel() <= MAX_NUMBERS
-            # FSDP takes the memory of parameters away that are not in use.
-            if is_plain and is_small and value.device.type == "cpu" and value.untyped_storage().nbytes():
-                numbers = value.detach().double().flatten()
-                finite = numbers[numbers.isfinite()]
-                ends = [finite.min().item(), finite.max().item()] if finite.numel() else []
-                return text + _range(ends, value.numel() - finite.numel())
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        # Complex numbers have no range, and FSDP takes the memory of parameters away that are not in use.
+        if is_plain and value.device.type == "cpu" and not value.is_complex() and 0 < value.numel() <= MAX_NUMBERS:
+            with contextlib.suppress(Exception):
+                if value.untyped_storage().nbytes():
+                    return text + _range(value.detach().double().numpy())
         return text
 
 
 def _of_array(value: Any, numpy: Any) -> str:
     text = f"{type(value).__name__} {value.shape} {value.dtype}"
-    if type(value) is not numpy.ndarray or value.dtype.kind not in "biuf" or not 0 < value.size <= MAX_NUMBERS:
-        return text
-    numbers = value.astype(float)
-    finite = numbers[numpy.isfinite(numbers)]
-    ends = [float(finite.min()), float(finite.max())] if finite.size else []
-    return text + _range(ends, int(value.size - finite.size))
+    is_plain = type(value) is numpy.ndarray and value.dtype.kind in "biuf"
+    return text + _range(value.astype(float)) if is_plain and 0 < value.size <= MAX_NUMBERS else text
 
 
-def _range(ends: list[float], not_finite: int) -> str:
-    shown = " to ".join(dict.fromkeys(f"{end:.4g}" for end in ends))
-    return (f", {shown}" if shown else "") + (f", {not_finite:,} not finite" if not_finite else "")
+def _range(numbers: Any) -> str:
+    """The least and the greatest number of an array of floats, and how many are not finite."""
+    finite = numbers[abs(numbers) < math.inf]
+    ends = dict.fromkeys(f"{end:.4g}" for end in (finite.min(), finite.max())) if finite.size else ()
+    missing = numbers.size - finite.size
+    return (f", {' to '.join(ends)}" if ends else "") + (f", {missing:,} not finite" if missing else "")

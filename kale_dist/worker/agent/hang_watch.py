@@ -208,8 +208,7 @@ class HangWatch:
         limit_s = VISITED_WAIT_S if any(rank.is_visited for rank in waiting) else self._breakpoint_wait_s
         if time.monotonic() - max(rank.attended_at for rank in waiting) >= limit_s:
             ranks = _capital(name_ranks([rank.rank for rank in waiting]))
-            waited = f"{limit_s / 60:.0f} min" if limit_s >= 60 else f"{limit_s:g} s"  # noqa: PLR2004
-            told = f"nothing was typed for {waited}. Breakpoints to come are passed over"
+            told = f"nothing was typed for {limit_s:g} s. Breakpoints to come are passed over"
             self._writer.say(f"{ranks} {'goes' if len(waiting) == 1 else 'go'} on from breakpoint(): {told}")
             for rank in waiting:
                 rank.pass_over()

@@ -97,6 +97,8 @@ class Debugger(pdb.Pdb):
         if frame is not None:
             self._first = frame.f_code.co_filename
         super().set_trace(frame, **options)
+        # From Python 3.13 on it would stop at the breakpoint's own line.
+        self.set_step()
 
     def set_continue(self) -> None:
         """Run on: the rank has left its breakpoint."""
