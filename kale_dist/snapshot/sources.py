@@ -42,6 +42,11 @@ def label_of(filename: str) -> str:
     return _labels.get(filename, filename)
 
 
+def place_of(frame: types.FrameType, line: int) -> str:
+    """A place in the user's code in short: `Cell In[3]:5 in step`, `train.py:12 in main`."""
+    return f"{pathlib.PurePath(label_of(frame.f_code.co_filename)).name}:{line} in {frame.f_code.co_name}"
+
+
 def install(sources: Mapping[str, tuple[str, str]]) -> None:
     """Make the sources known to this process.
 
@@ -104,7 +109,7 @@ def locals_of(error: BaseException, *, show: str) -> dict[int, FrameLocals]:
         shown = [one for one in frames if is_users(one[1][0].f_code.co_filename)][-_SHOWN_FRAMES:]
         left = local_variables.MAX_BYTES
         for place, (frame, line) in reversed(shown):
-            where = f"{label_of(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
+            where = place_of(frame, line)
             left -= len(where.encode("utf-8", "replace")) + 1
             values = local_variables.of_frame(frame, line, limit=left, full=show == "full")
             if values:

@@ -5,7 +5,10 @@ import signal
 import time
 
 import pytest
+import torch
 
+import kale_dist as kd
+from kale_dist.job import interrupts
 from kale_dist.wire import Debugging, EventKind, Op
 
 
@@ -267,3 +270,63 @@ def test_what_a_command_prints_is_cut_at_64_ki_characters(jobs, debug):
     assert text.endswith("[1,000,000 characters]\n")
     assert len(text) < 66_000
     job.wait()
+
+
+def train_step(model, loader, criterion, optimizer, device, args):
+    for number, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.05)
+        if number == args["stop"] and kd.context().rank == 0:
+            breakpoint()
+    return loss.item()
+
+
+@pytest.fixture
+def training(monkeypatch):
+    made = []
+
+    def train(stop):
+        monkeypatch.setattr(interrupts, "can_answer", lambda: True)
+        model = torch.nn.Linear(2, 1)
+        data = torch.utils.data.TensorDataset(torch.randn(4000, 2), torch.randn(4000, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        job = kd.distribute(
+            model, torch.utils.data.DataLoader(data, 4), torch.nn.MSELoss(), optimizer, train_step,
+            train_args={"stop": stop}, number_of_processes=2,
+        )  # fmt: skip
+        made.append(job)
+        return job
+
+    yield train
+    for job in made:
+        job.delete()
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_training_that_is_cancelled_at_a_breakpoint_is_not_asked_for_a_checkpoint(training, monkeypatch):
+    job = training(stop=2)
+    until(lambda: job.status.at_breakpoints)
+    monkeypatch.setattr(interrupts, "can_answer", lambda: False)
+    job.cancel()
+    assert job.wait(10).state == "cancelled"
+    assert job.status.checkpoint_epoch is None
+
+
+def test_a_training_that_has_left_its_breakpoint_writes_a_checkpoint_when_it_is_cancelled(training, monkeypatch):
+    job = training(stop=2)
+    until(lambda: job.status.at_breakpoints)
+    monkeypatch.setattr("builtins.input", lambda prompt: "c")
+    job.debug()
+    until(lambda: job.status.replicas[0].progress is not None and job.status.replicas[0].progress.step > 5)
+    job.cancel()
+    assert job.wait(30).state == "cancelled"
+    assert job.state_dict(partial=True)

@@ -62,7 +62,7 @@ def stop(frame: types.FrameType, agent: Agent, wait_s: float, header: str | None
             "Debug it in the rank itself, for a DataLoader with num_workers=0",
         )
     if _is_passing or not wait_s:
-        agent.say({"debug": {"passed": _place(frame)}})
+        agent.say({"debug": {"passed": sources.place_of(frame, frame.f_lineno)}})
         return
     if not hasattr(_of_thread, "debugger"):
         _of_thread.debugger = Debugger(agent)
@@ -139,7 +139,7 @@ class Debugger(pdb.Pdb):
         """Read commands, one thread at a time."""
         with _lock:
             if frame is not None:
-                self._terminal.where = _place(frame)
+                self._terminal.where = sources.place_of(frame, frame.f_lineno)
             super().interaction(frame, *given)
 
     def default(self, line: str) -> None:
@@ -213,10 +213,6 @@ class _Terminal:
             body, newline, last = text.rpartition("\n")
             text = f"{body[:MAX_TEXT]} [{len(body):,} characters]{newline}{last}"
         self._agent.say({"debug": {"prompt": prompt, "where": self.where, "text": text, "typed": self._typed}})
-
-
-def _place(frame: types.FrameType) -> str:
-    return f"{sources.label_of(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _is_incomplete(text: str) -> bool:
