@@ -210,7 +210,7 @@ def where(on: Any) -> tuple[Backend, Place]:
 
 def _debugging() -> Debugging:
     """What is configured of errors, and whether a person may come to a breakpoint."""
-    chosen: dict[str, Any] = {} if interrupts.can_answer() else {"breakpoint_wait_s": 0.0}
+    chosen: dict[str, Any] = {} if interrupts.has_person() else {"breakpoint_wait_s": 0.0}
     if show_locals := config.load().show_locals:
         chosen["show_locals"] = show_locals
     return Debugging(**chosen)

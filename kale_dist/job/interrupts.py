@@ -38,9 +38,12 @@ def is_interactive() -> bool:
 
 
 def can_answer() -> bool:
-    """Whether this thread can ask a person: it has a cell with a front end, or a terminal."""
-    if threading.current_thread() is not threading.main_thread():
-        return False
+    """Whether this thread can ask a person: a cell's input and a terminal belong to the main thread."""
+    return threading.current_thread() is threading.main_thread() and has_person()
+
+
+def has_person() -> bool:
+    """Whether this process has a cell with a front end, or a terminal."""
     if getattr(shell(), "kernel", None) is not None:
         return is_interactive()
     # Some programs have no standard input, or have closed it.

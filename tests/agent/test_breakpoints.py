@@ -289,7 +289,7 @@ def training(monkeypatch):
     made = []
 
     def train(stop):
-        monkeypatch.setattr(interrupts, "can_answer", lambda: True)
+        monkeypatch.setattr(interrupts, "has_person", lambda: True)
         model = torch.nn.Linear(2, 1)
         data = torch.utils.data.TensorDataset(torch.randn(4000, 2), torch.randn(4000, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -315,7 +315,7 @@ def until(condition):
 def test_a_training_that_is_cancelled_at_a_breakpoint_is_not_asked_for_a_checkpoint(training, monkeypatch):
     job = training(stop=2)
     until(lambda: job.status.at_breakpoints)
-    monkeypatch.setattr(interrupts, "can_answer", lambda: False)
+    monkeypatch.setattr(interrupts, "has_person", lambda: False)
     job.cancel()
     assert job.wait(10).state == "cancelled"
     assert job.status.checkpoint_epoch is None
