@@ -17,6 +17,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
@@ -133,6 +134,11 @@ class JobRun:
             then()
         else:
             self._running.save_first(then, limit_s)
+
+    def tell(self, rank: int, message: dict[str, Any]) -> None:
+        """Pass a notebook's message on to the debugger of a rank; see `Rank.tell`. Without such a rank nothing happens."""
+        if self._running is not None and 0 <= rank < len(self._running.ranks):
+            self._running.ranks[rank].tell(message)
 
     def fail(self, cause: FailureCause, reason: str) -> None:
         """End the job as failed; nothing if its end is decided already."""
