@@ -17,10 +17,10 @@ from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
-from kale_dist.wire import VERSION, Policy, decode
+from kale_dist.wire import VERSION, Debugging, Policy, decode
 
 __all__ = [
-    "ClusterOptions", "JobSpec", "Policy", "Request", "Resources", "Settled", "Topology", "Volume", "VolumeKind"
+    "ClusterOptions", "Debugging", "JobSpec", "Policy", "Request", "Resources", "Settled", "Topology", "Volume", "VolumeKind"
 ]  # fmt: skip
 
 
@@ -76,6 +76,7 @@ class Request:
     saves: bool = True
     """Whether it writes checkpoints, from which a later call can resume."""
     policy: Policy = dataclasses.field(default_factory=Policy)
+    debugging: Debugging = dataclasses.field(default_factory=Debugging)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

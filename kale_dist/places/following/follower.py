@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kale_dist.errors import BackendError, JobExistsError, KaleDistError, StoreError
@@ -182,6 +182,10 @@ class Follower:
         if not self._ask_head(lambda head: head.cancel(grace_s, save=save)):
             self._place.kill(self._handle, grace_s)
         self._woken.set()
+
+    def tell(self, rank: int, message: Mapping[str, str]) -> bool:
+        """Have the head pass a message on to a rank; returns whether the head has it."""
+        return self._ask_head(lambda head: head.tell(rank, message))
 
     def fetch(self, name: str) -> bool:
         """Fetch a file of the newest run as it is now: from the head while it runs, else from the place.

@@ -118,6 +118,7 @@ class RunningAttempt:
             has_far_ranks=site.relays is not None,
             stall_warn_s=order.policy.stall_warn_s,
             stall_timeout_s=order.policy.stall_timeout_s,
+            breakpoint_wait_s=order.debugging.breakpoint_wait_s,
             fail=self.fail,
         )
         try:
@@ -165,7 +166,8 @@ class RunningAttempt:
                 when the attempt ends in another way before.
             limit_s: Seconds.
         """
-        if not self.can_save or self.verdict is not None:
+        # A rank at a breakpoint would save only when it has left it.
+        if not self.can_save or self.verdict is not None or any(rank.prompt for rank in self.ranks):
             then()
             return
         self.has_saved = False

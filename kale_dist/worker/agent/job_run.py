@@ -17,6 +17,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
@@ -113,9 +114,14 @@ class JobRun:
             self._end(verdict, grace_s)
             return
         self._is_cancelled = True
-        if self._running is not None and self._running.can_save:
+        if self.can_save:
             grace_s = min(grace_s, CANCEL_GRACE_S)
         self.save_first(functools.partial(self._end, verdict, grace_s))
+
+    @property
+    def can_save(self) -> bool:
+        """Whether the ranks write a checkpoint when they are asked to, within an epoch, too."""
+        return self._running is not None and self._running.can_save
 
     def save_first(self, then: Callable[[], None], limit_s: float = SAVE_LIMIT_S) -> None:
         """Have the ranks write a checkpoint, and call a function once it is written; at once if they cannot.
@@ -128,6 +134,11 @@ class JobRun:
             then()
         else:
             self._running.save_first(then, limit_s)
+
+    def tell(self, rank: int, message: dict[str, Any]) -> None:
+        """Pass a notebook's message on to the debugger of a rank; see `Rank.tell`. Without such a rank nothing happens."""
+        if self._running is not None and 0 <= rank < len(self._running.ranks):
+            self._running.ranks[rank].tell(message)
 
     def fail(self, cause: FailureCause, reason: str) -> None:
         """End the job as failed; nothing if its end is decided already."""

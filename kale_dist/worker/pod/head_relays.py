@@ -50,6 +50,9 @@ class _FarRank:
     def let_go(self) -> None:
         self._channel.say(Op.LET_GO, self.rank.rank)
 
+    def tell(self, message: dict[str, Any]) -> None:
+        self._channel.say(Op.TELL, self.rank.rank, message=message)
+
     def signal(self, number: signal.Signals) -> None:
         self._channel.say(Op.SIGNAL, self.rank.rank, number=int(number))
 
