@@ -113,7 +113,7 @@ def undisturbed(tmp_path_factory):
     assert job.end() == [0, 0], job.text()
     assert not repeated(job)
     yield weights_of(job)
-    made.close()
+    next(made, None)
 
 
 def test_a_pod_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, undisturbed):
