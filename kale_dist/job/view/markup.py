@@ -176,11 +176,19 @@ def _error(status: JobStatus) -> str:
     if error is None:
         return ""
     rank, message = error
+    shown = facts.clean_lines(next(replica.locals for replica in status.replicas if replica.rank == rank))
+    variables = (
+        f'<details style="margin-top:6px"><summary style="cursor:pointer">Local variables</summary>'
+        f'<pre style="{_MONO};font-size:12px;margin:2px 0 0;padding:0;background:none;color:inherit;white-space:pre-wrap;'
+        f'overflow-wrap:anywhere">{_text(shown)}</pre></details>'
+        if shown
+        else ""
+    )
     return (
         f'<div style="margin-top:10px;padding:8px 12px;border-left:3px solid {_RED};border-radius:4px;background:{_RED}1c">'
         f'<div style="font-weight:600">Rank {rank}</div>'
         f'<pre style="{_MONO};font-size:12px;margin:2px 0 0;padding:0;background:none;color:inherit;white-space:pre-wrap;'
-        f'overflow-wrap:anywhere">{_text(message)}</pre></div>'
+        f'overflow-wrap:anywhere">{_text(message)}</pre>{variables}</div>'
     )
 
 
