@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _QUICK_S = 1.0
-"""A cell that waits for a job for longer shows the job below it."""
+"""A cell of a notebook with a person that waits for a job for longer shows the job below it."""
 
 _SHOWN_LINES = 1000
 """A printed log shows its last lines: a notebook with a million of them would not open again."""
@@ -587,7 +587,8 @@ class Job(Generic[R]):
         try:
             with self._interruptible():
                 is_long = timeout is None or timeout > _QUICK_S
-                if is_long and self._cell_of_card is None and interrupts.running_cell() is not None:
+                in_cell = interrupts.is_interactive() and interrupts.running_cell() is not None
+                if is_long and in_cell and self._cell_of_card is None:
                     with contextlib.suppress(WaitTimeoutError):
                         return self._watcher.wait(self._ref, _QUICK_S, self._attend)
                     timeout = None if timeout is None else timeout - _QUICK_S

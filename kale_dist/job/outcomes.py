@@ -157,7 +157,7 @@ class OutcomeReader:
         found = [run.files.checkpoint for run in records.runs(self.files.folder.name) if run.files.checkpoint.exists()]
         if found:
             return found[-1]
-        why = "One is written after every `checkpoint_every` epochs"
+        why = "It has not come to the first one (checkpoint_every)"
         if not self._spec.saves:
             why = "It was called with checkpoint_every=None"
         problem = f"{self._ref} has written no checkpoint. {why}"

@@ -226,6 +226,11 @@ class Order:
         """How many agents were asked for; number 0 is the head."""
         return -(-self.number_of_processes // self.processes_per_agent)
 
+    @property
+    def may_lose_pods(self) -> bool:
+        """Whether an attempt can follow the loss of a pod: with another pod in its place, or with fewer ranks."""
+        return self.replaces_pods or len(self.sizes) > 1
+
     def size_with(self, agents: int) -> int:
         """World size of an attempt in so many agents: the largest that is allowed; 0 if there are too few of them."""
         places = min(agents * self.processes_per_agent, self.number_of_processes)

@@ -40,6 +40,11 @@ class Topology:
         """Pods needed; rank 0 is in the first."""
         return math.ceil(self.number_of_processes / self.processes_per_pod)
 
+    @property
+    def fewest_pods(self) -> int:
+        """Pods with which the job begins, and goes on."""
+        return math.ceil(min(self.sizes, default=self.number_of_processes) / self.processes_per_pod)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Request:

@@ -591,8 +591,8 @@ class Follower:
 
     def _used_restarts(self) -> int:
         """How often the job was restarted, as an attempt of the same head or as another run."""
-        free = sum(run.is_free for run in records.runs(self._record.name))
-        return self._run.first_attempt + self._copy.last_attempt - free
+        free = sum(run.free for run in records.runs(self._record.name))
+        return self._run.first_attempt + self._copy.last_attempt - free - self._copy.free
 
     def _plan_run(self, reason: str, *, uid: str = "", is_free: bool = False) -> None:
         """End the present run, and record the next one: it is started even if this process ends before.
@@ -614,7 +614,7 @@ class Follower:
             first_attempt=run.first_attempt + copy.last_attempt + 1,
             began=self._clock.time(),
             is_started=bool(uid),
-            is_free=is_free,
+            free=copy.free + is_free,
             place=self._handle.place if uid else (),
         )
         text = f"Run {run.number} of the job ended: {reason.rstrip('.')}. Run {fresh.number} starts"
@@ -657,7 +657,7 @@ class Follower:
                     self._key,
                     run=self._run.number,
                     checkpoint=next(reversed(self._checkpoints()), None),
-                    used_restarts=self._run.first_attempt - sum(run.is_free for run in runs),
+                    used_restarts=self._run.first_attempt - sum(run.free for run in runs),
                 )
             except JobExistsError:
                 # The follower of another machine has started this run, or a process that was killed since.
