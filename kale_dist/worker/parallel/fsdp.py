@@ -32,7 +32,7 @@ from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import Layout, Settings
 from kale_dist.strategies.fsdp import select_units
 from kale_dist.worker.parallel.blocks import alter_blocks
-from kale_dist.worker.parallel.replica import Replica
+from kale_dist.worker.parallel.replica import Replica, refuse_gradients
 from kale_dist.worker.parallel.tensor import norm_of_parts, whole_states
 from kale_dist.worker.training.strategy import FullState, Parts
 
@@ -102,6 +102,7 @@ class FullySharded(Replica):
         for number, name in enumerate(names):
             self._units.append(_Unit(self, number, name, modules[name], largest))
         super().prepare(parts, stack)
+        refuse_gradients(model.parameters(), "fsdp", stack)
 
     def _restore(self, modules: dict[str, Any], before: list[Any], classes: dict[Any, type]) -> None:
         """Put the old parameters back; in rank 0 with the trained values."""
