@@ -136,11 +136,19 @@ def of_batches():
     return DataLoader(Noisy(96), batch_sampler=sampler)
 
 
+class WithoutLength(torch.utils.data.Sampler):
+    def __iter__(self):
+        yield from torch.randperm(96).tolist()
+
+
 READY_MADE = {
+    "a sampler without a length": {"loader": lambda: DataLoader(Noisy(96), 4, sampler=WithoutLength())},
     "plain": {},
     "two workers": {"loader": several(num_workers=2)},
     "persistent workers": {"loader": several(num_workers=2, persistent_workers=True)},
-    "the loader's generator": {"loader": lambda: several(generator=torch.Generator().manual_seed(5))()},
+    "the generator of the loader": {
+        "loader": lambda: DataLoader(Noisy(96), 4, shuffle=True, generator=torch.Generator().manual_seed(5))
+    },
     "accumulate": {"loader": several(size=94), "accumulate": 3, "every": "1 steps"},
     "accumulate with workers": {"loader": several(size=94, num_workers=1), "accumulate": 3, "every": "1 steps"},
     "bf16 and clipping": {"precision": "bf16", "clip_norm": 0.5},
@@ -160,6 +168,7 @@ READY_MADE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*share 2 cores")
 @pytest.mark.parametrize("name", READY_MADE)
 def test_the_ready_made_step_goes_on_within_an_epoch(name):
     options = dict(READY_MADE[name])
