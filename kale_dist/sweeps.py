@@ -53,9 +53,6 @@ class SweepError(KaleDistError):
 class SweepTrial(TrialRow):
     """One trial: its parameters, and the job that ran with them."""
 
-    ref: str | None
-    """The job's reference; None where the call returned no job."""
-
     @property
     def job(self) -> Job[Any]:
         """The trial's job.
@@ -413,6 +410,10 @@ class Sweep:
         if not isinstance(job, Job):
             self._fail(trial.number, "the call returned no job")
             raise SweepError(f"{self.name}: the call returned {job!r}. Return the job of distribute() or launch()")
+        if job.spec.topology.sizes:
+            job.cancel()
+            self._fail(trial.number, "the call asks for a range of processes")
+            raise SweepError(f"{self.name}: number_of_processes is a range, and trials need one number. Give one")
         trial.set_user_attr(_JOB, job.ref)
         self._subscribe(trial, job)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kale_dist import callbacks, strategies, wording
@@ -120,18 +120,44 @@ def check_on(training: Training, request: Request, *, is_local: bool) -> tuple[s
                     f"{name} has a hook on its gradient, and with {training.strategy.word!r} no rank has all of that"
                 )
                 raise ConfigError("strategy", problem, "Use strategy='ddp'")
+    topology = request.topology
     training.strategy.check(
-        strategies.Conditions(
-            number_of_processes=request.topology.number_of_processes,
-            processes_per_pod=request.topology.processes_per_pod,
-            is_local=is_local,
-            cuda=request.cuda,
-            model=training.model,
-            optimizer=training.optimizer,
-            precision=training.precision,
+        _conditions(
+            training, topology.number_of_processes, topology.processes_per_pod, is_local=is_local, cuda=request.cuda
         )
     )
     return tuple(_undivided(training)) if layout.shards > 1 else ()
+
+
+def sizes(training: Training, asked: Sequence[int], per_pod: int | None, *, cuda: bool) -> tuple[int, ...]:
+    """Those of some world sizes that a training's strategy can have.
+
+    Args:
+        training: What is trained, and how.
+        asked: The sizes, ascending.
+        per_pod: Processes of one pod; None on this machine.
+        cuda: Whether the call asks for GPUs.
+
+    Raises:
+        ConfigError: It can have none of them; says why of the largest.
+    """
+    found: list[int] = []
+    for size in asked:
+        try:
+            training.strategy.check(_conditions(training, size, per_pod or size, is_local=per_pod is None, cuda=cuda))
+        except ConfigError:
+            if size == asked[-1] and not found:
+                raise
+        else:
+            found.append(size)
+    return tuple(found)
+
+
+def _conditions(training: Training, size: int, per_pod: int, *, is_local: bool, cuda: bool) -> strategies.Conditions:
+    return strategies.Conditions(
+        number_of_processes=size, processes_per_pod=per_pod, is_local=is_local, cuda=cuda, model=training.model,
+        optimizer=training.optimizer, precision=training.precision,
+    )  # fmt: skip
 
 
 def _undivided(training: Training) -> Iterator[str]:

@@ -333,6 +333,10 @@ class Look:
 
     parts: tuple[Part, ...] = ()
     """The parts that exist, by their numbers."""
+    replaces: bool = False
+    """Whether parts that are lost are made again in this run, so that its head waits for them."""
+    replaced: tuple[Part, ...] = ()
+    """Those for which that has been done, the last one of each number."""
     trouble: Trouble | None = None
     """Why the run does not start, or why it ended: the trouble that explains most. If it does not heal, a waiting run can never start."""
     suspended: str = ""

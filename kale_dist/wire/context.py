@@ -55,6 +55,8 @@ class Context:
     """Whether this process is a rank of a job."""
     folder: pathlib.Path | None = None
     """The job's folder; None outside a job."""
+    resume: pathlib.Path | None = None
+    """The checkpoint of an earlier job from which the training resumes, in rank 0; None for none."""
 
     @property
     def files(self) -> JobFiles | None:
@@ -183,6 +185,12 @@ def emit(kind: EventKind, **fields: Any) -> None:
     """
     if _channel is not None:
         _channel.send({"event": str(kind), "time": time.time(), **fields})
+
+
+def say(text: str, *, warns: bool = False) -> None:
+    """Print a sentence for the user into the job's log, and send it as a note; a warning is repeated to who waits for the job."""
+    print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
+    emit(EventKind.NOTE, text=text, warns=warns)
 
 
 def mark_progress() -> None:

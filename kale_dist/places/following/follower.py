@@ -64,6 +64,9 @@ MAX_PODS, MAX_LINES, MAX_BYTES = 3, 20, 1 << 14
 
 _NAMED = 5
 _MIB = 1 << 20
+FIRST_SIGNAL = 128
+"""Pods with an exit code from here on may be made again: a signal has ended them, or they had lost the head."""
+
 _MADE_AGAIN = RETRIED - {"killed"}
 """Losses of pods that their controller may make again."""
 
@@ -432,7 +435,9 @@ class Follower:
             self._ask_head(lambda head: head.cancel(0.0))
             return judge(None, look, self._status.status())
         waits = look.head is None or any(part.state == "waiting" for part in look.parts)
-        trouble = look.trouble if waits and not (look.suspended or look.gone) else None
+        # A head whose ranks have run waits for pods that are made again, so long as it can go on with them.
+        head_waits = look.replaces and self._head_runs and self._copy.has_started
+        trouble = look.trouble if waits and not (look.suspended or look.gone or head_waits) else None
         limit_s = self._spec.cluster.pending_timeout_s
         waited_s = self._clock.time() - (self._run.began or self._record.created)
         if waits and limit_s is not None and waited_s > limit_s and not look.suspended and not self._copy.has_started:
@@ -446,6 +451,8 @@ class Follower:
             remedy = f"{trouble.remedy} Jobs wait {ACT_WITHIN_S / 60:.0f} minutes for that, or as long as pending_timeout_s= says."
             return judge_trouble(dataclasses.replace(trouble, remedy=remedy))
         part = lost_part(look)
+        if head_waits and part is not None and (part.lost in _MADE_AGAIN or (part.exit_code or 0) >= FIRST_SIGNAL):
+            part = None
         if self._lasts("part", HEAD_S, seen=part is not None) and part is not None:
             return judge_part(part, look, self._status.status())
         return None

@@ -27,6 +27,9 @@ _MAX_UNSENT_BYTES = 1 << 20
 
 _CANCELLED = "The job was cancelled"
 _LOOK_EACH_S = 0.1
+_KERNEL_ENDED = (
+    "The notebook's kernel, or the script, that started it ended. Wait for the job there, or pass detach=True"
+)
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group at the other end of a Unix socket."""
 
@@ -139,7 +142,7 @@ class Agent:
             self._news.set()
             for job in list(self._jobs.values()):
                 if not job.order.policy.detach:
-                    job.cancel(FailureCause.KERNEL_ENDED, "The notebook's kernel ended", FAILURE_GRACE_S)
+                    job.cancel(FailureCause.KERNEL_ENDED, _KERNEL_ENDED, FAILURE_GRACE_S)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 

@@ -68,9 +68,10 @@ class RunningAttempt:
         site: What it works with.
         attempt: Its number and members.
         on_forked: Called once, when all ranks have a process.
+        is_last: Whether no other attempt may follow.
     """
 
-    def __init__(self, site: Site, attempt: Attempt, on_forked: Callable[[], None]) -> None:
+    def __init__(self, site: Site, attempt: Attempt, on_forked: Callable[[], None], *, is_last: bool) -> None:
         self.ranks = [
             Rank(number, site.writer, self._rank_changed, self._take_event) for number in range(attempt.world_size)
         ]
@@ -80,6 +81,7 @@ class RunningAttempt:
         """How the attempt ends, as soon as that is decided."""
         self._site = site
         self._attempt = attempt
+        self._is_last = is_last
         self._on_forked: Callable[[], None] | None = on_forked
         self._near = self.ranks[: attempt.members[0].processes]
         self._ends_with = site.order.ends_with
@@ -138,12 +140,11 @@ class RunningAttempt:
             verdict: How it ends.
             grace_s: Seconds from SIGTERM to SIGKILL. If the attempt is ending already, they shorten its grace.
         """
-        is_last = self._attempt.number >= self._site.order.policy.max_restarts
         if self.verdict is None:
             self._grace_s = FAILURE_GRACE_S if grace_s is None else grace_s
         elif grace_s is not None:
             self._site.loop.call_later(grace_s, self._kill, self.ranks)
-        if self.verdict is None or (self.verdict.may_restart and not is_last):
+        if self.verdict is None or (self.verdict.may_restart and not self._is_last):
             self.verdict = verdict
         self._changed.set()
 
@@ -296,7 +297,8 @@ class RunningAttempt:
         # If the ranks failed only because they missed a lost one, that one is to blame.
         are_followers = all(ending.lost_peer(rank) for rank in self._failed)
         if relays is not None and are_followers and (sentence := relays.explain_loss()):
-            return Verdict(StateName.FAILED, FailureCause.LOST, sentence)
+            may_restart = self._site.order.replaces_pods
+            return Verdict(StateName.FAILED, FailureCause.LOST, sentence, may_restart=may_restart)
         verdict = ending.blame([*self.lost, *self._failed] if are_followers else self._failed)
         if before := [rank.rank for rank in self.lost if rank.rank != verdict.rank]:
             return dataclasses.replace(verdict, reason=f"{verdict.reason}. Lost before: {ending.name_ranks(before)}")

@@ -26,9 +26,6 @@ from kale_dist.worker.pod.mpi import Mpirun
 from kale_dist.worker.pod.pod import Pod
 from kale_dist.worker.pod.prometheus import Gauges, MetricsServer
 
-SAY_MISSING_EACH_S = 30.0
-"""The log says this often which pods have not joined yet."""
-
 LEAVE_LIMIT_S = 20.0
 """How long relays may take to leave once the job has ended."""
 
@@ -98,7 +95,6 @@ class Head:
                 pod.key,
                 pod.files,
                 open_port(pod.place.listen, order.port + 1, 1024),
-                fail=self._fail,
                 say=self.writer.say,
             )
         self._written: asyncio.Future[None] = pod.loop.create_future()
@@ -133,7 +129,7 @@ class Head:
     async def run(self) -> int:
         """Serve the job to its end; gives the exit code."""
         if self._relays is not None:
-            await self._relays.serve()
+            await self._relays.serve(self._job)
         self._serve_metrics()
         preparing = asyncio.ensure_future(self._prepare())
         verdict = await self._job.run()
@@ -179,7 +175,7 @@ class Head:
         self._job.cancel(FailureCause.SUSPENDED, reason, 0.0 if again else TERM_GRACE_S, save=True)
 
     async def _prepare(self) -> None:
-        """Bring the input, let the ranks start once all pods are ready, then put each checkpoint into the store."""
+        """Bring the input, let the ranks start, then put each checkpoint into the store."""
         try:
             await asyncio.to_thread(pod_input.bring, self._pod, received=self._server.received)
             problem = await asyncio.to_thread(pod_input.bring_checkpoint, self._pod)
@@ -194,29 +190,11 @@ class Head:
         self._pod.pool.wanted_spares = 0
         if self._relays is not None:
             self._relays.deal_blobs()
-            await self._wait_for_pods(self._relays)
         self._job.start()
         while self._store_works:
             await asyncio.sleep(_KEEP_EACH_S)
             if not self._job.can_save or time.monotonic() - self._kept_at >= _KEEP_SAVING_EACH_S:
                 await asyncio.to_thread(self._keep_checkpoint)
-
-    async def _wait_for_pods(self, relays: HeadsRelays) -> None:
-        """Wait until all pods are ready, and log which are not. If that takes too long, the job fails."""
-        limit_s = self._pod.order.start_wait_s
-        while missing := ", ".join(relays.missing):
-            left_s = limit_s - (time.monotonic() - self._began_at)
-            if left_s <= 0:
-                self._job.fail(
-                    FailureCause.NOT_STARTED,
-                    f"The job could not start: not all of its pods were there within {limit_s:.0f} s. Missing: {missing}. "
-                    "Look at their state: they may be waiting for a node, a GPU or their image",
-                )
-                return
-            try:
-                await asyncio.wait_for(relays.all_ready.wait(), min(SAY_MISSING_EACH_S, left_s))
-            except TimeoutError:
-                self.writer.say(f"Waiting for pods: {', '.join(relays.missing)}")
 
     # -- requests, in the server's threads --------------------------------------------------------------------------
 
@@ -257,11 +235,9 @@ class Head:
         while relays is not None:
             waited_s = time.monotonic() - ended_at
             may_come = time.monotonic() - self._began_at < self._pod.order.start_wait_s
+            may_come = bool(relays.may_return or (relays.never_came and may_come))
             may_come = may_come and not (self._is_told_to_end or self._is_acknowledged)
-            if not (
-                (relays.connected and waited_s < LEAVE_LIMIT_S)
-                or (relays.never_came and may_come and waited_s < STRAGGLER_LIMIT_S)
-            ):
+            if not ((relays.connected and waited_s < LEAVE_LIMIT_S) or (may_come and waited_s < STRAGGLER_LIMIT_S)):
                 return
             await asyncio.sleep(_LOOK_EACH_S)
 

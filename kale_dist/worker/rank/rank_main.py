@@ -90,11 +90,18 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
             is_training = getattr(loaded.fn, "__module__", "").startswith("kale_dist.worker.training.")
             models = None
             if not is_training and "torch" in sys.modules:
-                models = GivenModels(loaded.args, loaded.kwargs, rank)
+                from kale_dist.worker.training.notices import used
+
+                models = GivenModels(loaded.args, loaded.kwargs, rank, dict(used(loaded.fn)))
             value = _call(loaded.fn, loaded.args, loaded.kwargs)
             value = value if models is None else models.with_weights(value)
             if kept is not None:
-                kept.advise()
+                kept.advise(trained=models is not None and models.are_trained())
+            if models is not None and (lost := models.lost()) and not rank:
+                context.say(
+                    f"{', '.join(lost)} changed and stays in the ranks: it is not an argument of the function. Pass it as one"
+                    " to launch(), and its weights come back."
+                )
             outcome.write_success(path, signer=signer, value=value, references=references)
         except BaseException as raised:  # noqa: BLE001 - anything that the user's code raises is the outcome
             error = stand_ins.clearer(raised)
@@ -151,6 +158,7 @@ def _settle(assignment: Assignment, events: int, files: JobFiles, control: _Cont
         max_restarts=order.policy.max_restarts,
         in_job=True,
         folder=files.folder,
+        resume=FolderStore(pathlib.Path(order.store)).path(order.resume) if order.resume and rank == 0 else None,
     )
     context.activate(place, events, control.is_asked_to_save)
     stand_ins.install(cuda=order.cuda)

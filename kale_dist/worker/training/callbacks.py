@@ -134,14 +134,12 @@ class Callbacks:
 
     def state(self) -> dict[str, Any]:
         """Return the callbacks' part of a checkpoint; only rank 0's is whole."""
-        kept, average = self._kept, self._average
-        state: dict[str, Any] = {
+        kept = self._kept
+        return {
+            "best": None if kept is None else {"epoch": kept.epoch, "value": kept.value, "model": self._best},
             "stops": [[stop.value, stop.epoch] for stop in self._stops],
-            "average": None if average is None else average.state(),
+            "average": None if self._average is None else self._average.state(),
         }
-        if kept is not None:
-            state["best"] = {"epoch": kept.epoch, "value": kept.value, "model": self._best}
-        return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. Called after `prepare`."""

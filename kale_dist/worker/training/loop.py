@@ -23,6 +23,7 @@ from kale_dist.worker.training.checkpoint import Checkpoint, Resumption, describ
 from kale_dist.worker.training.data.batches import Feed
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
+from kale_dist.worker.training.given import Given
 from kale_dist.worker.training.group import Group, copy_where_differing, differing, fingerprint
 from kale_dist.worker.training.notices import Captured, Losses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
@@ -39,13 +40,14 @@ from kale_dist.worker.training.result import (
 )
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import FullState, Parts, Strategy
-from kale_dist.worker.training.trained import Progress, Trained
+from kale_dist.worker.training.trained import Progress, Trained, own_parameters
 from kale_dist.worker.training.within import Within
 
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _DRIFT_HINT = (
-    " A step that changes weights or gradients by random numbers, or otherwise differently on each rank, does this."
+    " A step does this that changes weights or gradients by random numbers, by gradients of torch.autograd.grad, which are"
+    " those of its own samples, or otherwise differently on each rank."
 )
 
 
@@ -109,6 +111,7 @@ class Setup:
 
     training: Training
     trained: Trained
+    given: Given
     structure: Structure
     """The model's, as it was at the call."""
     layouts: Sequence[Layout]
@@ -135,10 +138,11 @@ class Setup:
         if training.seed is not None:
             _seed(training.seed + (group.rank if layout.shard is None else layout.shard))
         trained = Trained.of(training)
+        given = Given.of(training, trained, group.world_size)
         structure = Structure.of(trained.model)
         stack.enter_context(CLOCK.watching_collectives())
         trained.move_to(group.device)
-        resumption = Resumption(group, trained)
+        resumption = Resumption(group, trained, given)
         named = trained.tensors()
         prints = group.gather(fingerprint(named.values())) if not group.is_alone else []
         copy_where_differing(group, list(named.items()), prints, "at the start")
@@ -160,6 +164,7 @@ class Setup:
         return cls(
             training=training,
             trained=trained,
+            given=given,
             structure=structure,
             layouts=layouts,
             layout=layout,
@@ -215,7 +220,8 @@ class Session:
         callbacks = Callbacks(training.callbacks, training.epochs, training.model)
         control = _control(setup, loaders, callbacks)
         stack.enter_context(control.installed())
-        stack.enter_context(losses.watched(trained.criterion, lambda: (loaders.train.epoch, loaders.train.step)))
+        place = lambda: (loaders.train.epoch, loaders.train.step)  # noqa: E731
+        stack.enter_context(losses.watched(trained.criterion, place, strategy.passed))
         stack.callback(loaders.restore)
         loaders.divide()
         callbacks.prepare(trained.model, strategy, setup.layouts, group)
@@ -314,6 +320,8 @@ class Session:
             )
         if len(objects) < len(changed):
             text += " Keep numbers in a dict, and name that in state=[...], to get them back."
+        if context.context().max_restarts:
+            text += " A restart begins with them as they were at the call."
         self.group.say(text)
 
     def _train(self, epoch: int) -> Averaged:
@@ -336,6 +344,7 @@ class Session:
                 " divided over the ranks, and ranks that do iterate it wait for this one. A loader made in the step over"
                 " data_loader.dataset gives all ranks the same first samples; change the loader before the call instead.",
                 ranks=2,
+                warns=True,
             )
         if self.profiler is not None:
             self.profiler.end(epoch)
@@ -354,10 +363,11 @@ class Session:
         if returned is None:
             self.group.say(
                 "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
-                " {'loss': total / len(data_loader)}; they are averaged over the ranks."
+                " {'loss': total / len(data_loader)}; they are averaged over the ranks.",
+                warns=True,
             )
         if self.setup.first_print == prints and not self.control.real_steps:
-            self.group.say("Training has changed no weight: train_step made no step of the optimizer.")
+            self.group.say("Training has changed no weight: train_step made no step of the optimizer.", warns=True)
         self._emit(outcome, epoch, feed.name)
         return outcome
 
@@ -405,6 +415,12 @@ class Session:
         """Make weights equal again where they drifted apart, or raise an error where no rank holds all of them."""
         replicas, when = self.setup.layout.replicas, f"after epoch {epoch}"
         if len(replicas) == len(self.setup.layouts):
+            if not self.control.real_steps and (positions := differing(prints)):
+                raise KaleDistError(
+                    f"train_step changed weights without optimizer.step(), on each rank by its own data ({list(self.named)[positions[0]]}"
+                    f" differs {when}). Compute the gradients by loss.backward(), which averages them over the ranks, or"
+                    " assign them to p.grad and call optimizer.step()"
+                )
             copy_where_differing(self.group, list(self.named.items()), prints, when, _DRIFT_HINT)
         elif len(replicas) > 1 and (positions := differing([p for rank, p in enumerate(prints) if rank in replicas])):
             raise KaleDistError(
@@ -426,7 +442,8 @@ class Session:
         self.group.say(
             f"Learning rates were not equal on all ranks after epoch {epoch}: rank 0's were copied to all. A step that sets"
             " them by the loss of its own samples does this: pass scheduler= to the call, or average the loss over the"
-            " ranks first."
+            " ranks first.",
+            warns=True,
         )
 
     def _report_strategy(self, everyone: Sequence[Mapping[str, float]], epoch: int) -> None:
@@ -486,7 +503,8 @@ class Session:
             return
         progress, steps = dataclasses.replace(self.progress, position=position), self.control.real_steps
         own, seed = self.strategy.own_state(), self.loaders.train.seed
-        rest = describe(self.group, self.trained, progress, self.control.scaler, own, seed, steps, mine)
+        given, scaler = self.setup.given, self.control.scaler
+        rest = describe(self.group, self.trained, given, progress, scaler, own, seed, steps, mine)
         calls = self.callbacks.state()
         state, is_asked, within.is_asked = self.strategy.full_state(), within.is_asked, False
         if state is None:
@@ -515,7 +533,8 @@ class Session:
         left_out = within.writing.write(contents, write, at_once=is_asked)
         if left_out:
             self.group.say(
-                f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values."
+                f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values.",
+                warns=True,
             )
         context.mark_progress()
 
@@ -591,9 +610,13 @@ def _captured(training: Training, trained: Trained, *steps: Any) -> Captured:
         trained.model,
         *trained.model.modules(),
         *trained.model.parameters(),
+        *trained.model.buffers(),
         trained.criterion,
+        *(trained.criterion.parameters() if isinstance(trained.criterion, torch.nn.Module) else ()),
         trained.optimizer,
         *trained.optimizers,
+        trained.scheduler,
+        *trained.loaders,
         *trained.state,
     )
     given = {"train_args": training.train_args, "eval_args": training.eval_args}
@@ -622,12 +645,12 @@ def _follow_lazy_modules(roots: Iterable[Any], strategy: Strategy) -> None:
     Ranks draw from different seeds, so their own initial values would differ.
     """
     for module in (module for root in roots if isinstance(root, torch.nn.Module) for module in root.modules()):
-        if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+        if any(map(torch.nn.parameter.is_lazy, own_parameters(module))):
             handle: list[Any] = []
 
             def adopt(module: torch.nn.Module, _: Any, handle: list[Any] = handle) -> None:
-                if not any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
-                    strategy.adopt(module.parameters(recurse=False))
+                if not any(map(torch.nn.parameter.is_lazy, own_parameters(module))):
+                    strategy.adopt(own_parameters(module))
                     handle.pop().remove()
 
             # Torch's own hook, which makes the parameters, was registered by the constructor and so runs before.

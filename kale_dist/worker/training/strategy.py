@@ -119,12 +119,22 @@ class Strategy:
             KaleDistError: The ranks are not at the same place.
         """
 
+    def passed(self, root: Tensor) -> None:
+        """Called when a `backward()` of the step is over. Local.
+
+        Args:
+            root: Its tensor, such as the loss.
+        """
+
     def check_held(self) -> None:
         """Called where a step of the optimizer is held back. Local.
 
         Raises:
             KaleDistError: The user's code has changed or dropped gradients that are being accumulated.
         """
+
+    def keep_gradients(self) -> None:
+        """Called where the user's code clears gradients that are being accumulated; they stay. Local."""
 
     def complete(self, correction: float) -> None:
         """Called before a real step: make gradients those of the whole window, for the parameters that this rank steps.

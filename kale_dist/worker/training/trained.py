@@ -105,6 +105,11 @@ class Progress:
     """Where the next epoch is, if it has begun; see `worker/training/within.py`."""
 
 
+def own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """A module's parameters without its children's. A class of the user's may have a `parameters()` without `recurse`."""
+    return [p for p in module._parameters.values() if p is not None]  # noqa: SLF001 - what `parameters()` reads
+
+
 def alter(target: Any, stack: contextlib.ExitStack, **attributes: Any) -> None:
     """Set attributes of an object past its own `__setattr__`; the stack puts back what the object had before.
 

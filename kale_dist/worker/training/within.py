@@ -133,6 +133,8 @@ class Within:
         self._variables: Variables | None = None
         self._gradients: _Gradients | None = _Gradients(trained.model)
         self._began: dict[str, Any] = {}
+        self._later: dict[str, Any] = {}
+        """This rank's generators as restored, until the order of the epoch is drawn by those of its start."""
         self._marks: Any = None
         self._fields: Any = None
         self._buffers: dict[str, int] = {}
@@ -141,10 +143,12 @@ class Within:
         self._resumed = resumption.progress.position
         mine = self._mine
         self._load_buffers(mine)
-        if self._resumed is not None:
+        # Ranks that are not as many as before find their place by an order that is known.
+        if self._resumed is not None and (mine is not None or self._resumed["order"]):
             feed.start = {
-                "batches": self._resumed["batches"], "items": self._resumed["items"],
-                "samples": 0 if mine is None else mine["samples"], "before": None if mine is None or mine["before"] is None else checkpoint.unpacked(mine["before"]),
+                "items": self._resumed["items"], "order": self._resumed["order"],
+                "samples": 0 if mine is None else mine["samples"],
+                "before": None if mine is None or mine["before"] is None else checkpoint.unpacked(mine["before"]),
             }  # fmt: skip
         if self._schedule is not None:
             self._schedule.written(self._steps)
@@ -180,8 +184,11 @@ class Within:
             root: The code of the function that calls it.
         """
         self._root, self._thread, self._why = root, threading.get_ident(), ""
-        if (mine := self._mine) is not None:
-            checkpoint.set_random_states(self._group.device, self._trained.loaders, mine["began"])
+        if self._resumed is not None:
+            self._later = checkpoint.random_states(self._group.device, self._trained.loaders)
+            # Without a part of its own, each rank as rank 0, which draws the order.
+            began = (self._mine or self._resumed["ranks"][0])["began"]
+            checkpoint.set_random_states(self._group.device, self._trained.loaders, began)
         self._began = checkpoint.random_states(self._group.device, self._trained.loaders)
         self._marks = _guarded(self._mark)
         self._buffers = {name: buffer._version for name, buffer in self._trained.model.named_buffers()}  # noqa: SLF001
@@ -250,17 +257,17 @@ class Within:
 
     def _go_on(self, position: dict[str, Any], mine: dict[str, Any] | None, batches: Batches) -> None:
         """Undo what the step has done again on its way, and give it its own variables."""
-        if position["order"] is not None and batches.order != position["order"]:
-            self._group.say(
-                "The sampler gives another order than before the restart: some samples of this epoch come twice, others"
-                " not at all."
-            )
         self._resumption.load_again()
         self._load_buffers(mine)
         if position["scheduler_stepped"]:
             self._control.scheduler_calls.add(id(self._trained.scheduler))
-        if mine is None:
+        is_there = all(self._group.gather(batches.items > 0 or not self._feed.reads))
+        if not is_there:
+            self._group.say(_FROM_ITS_START)
+        elif mine is None:
             self._group.say(_ANEW)
+        if mine is None or not is_there:
+            checkpoint.set_random_states(self._group.device, self._trained.loaders, self._later)
             return
         checkpoint.set_random_states(self._group.device, self._trained.loaders, self._resumption.random)
         state = mine["variables"]
@@ -408,6 +415,10 @@ class Within:
         return found
 
 
+_FROM_ITS_START = (
+    "The place in the epoch is not known with other data, another sampler or other ranks of a stream: the epoch begins again"
+    " from its start, with the weights of the checkpoint."
+)
 _ANEW = (
     "train_step's own variables could not be set as they were at the checkpoint: they begin again, and its metrics of this epoch are"
     " those of the batches after the restart."

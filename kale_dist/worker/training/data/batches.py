@@ -46,8 +46,8 @@ class Feed:
     seed: int = 0
     """From this, epoch, pass and batch workers' seeds are made."""
     start: dict[str, Any] | None = None
-    """Where the first pass of the epoch begins, once: `batches`, `items` and `samples`, and the generators `before` a
-    batch that was read ahead. None for its start."""
+    """Where the first pass of the epoch begins, once: after so many `items` of this `order`, of which this rank has had
+    `samples`; the generators `before` a batch that was read ahead. None for its start."""
     was_read: bool = False
     """Whether passes were made before the training resumed."""
     makes: Callable[[Batches], None] | None = None
@@ -154,7 +154,9 @@ class Batches:
             if feed.makes is not None:
                 feed.makes(self)
         if feed.queue_of is not None and feed.reads:
-            feed.queue_of.start = 0 if self._start is None else self._start["items"]
+            feed.queue_of.start, feed.queue_of.expected = 0, ""
+            if self._start is not None:
+                feed.queue_of.start, feed.queue_of.expected = self._start["items"], self._start["order"]
             feed.queue_of.place = (feed.seed, feed.epoch, feed.passes) if self._loader.num_workers else ()
 
     def _begin(self) -> None:
@@ -165,6 +167,7 @@ class Batches:
         self._told_index = self._told_in_hand = 0
         self.samples = 0
         self._skipped = 0
+        self._part = 0
         self.index = 0
         self._is_over = False
         self._has_begun = False
@@ -239,7 +242,11 @@ class Batches:
     @property
     def items(self) -> int:
         """Items of the sampler that this pass has given to all ranks: the number does not depend on how many ranks there are."""
-        return self.index * (1 if self._feed.queue_of is None else int(self._feed.queue_of.per_chunk))
+        return self.index * self._per_chunk + self._part
+
+    @property
+    def _per_chunk(self) -> int:
+        return 1 if self._feed.queue_of is None else int(self._feed.queue_of.per_chunk)
 
     @property
     def order(self) -> str:
@@ -259,13 +266,17 @@ class Batches:
     def _go_to_start(self) -> None:
         """Bring the data to its position, before the first batch; then the step's own variables."""
         feed, start = self._feed, self._start
-        if start is not None:
-            self.index = start["batches"]
-            self.samples = self._skipped = start["samples"]
-            if feed.reads and feed.queue_of is not None and not self._loader.num_workers:
+        if start is not None and feed.reads and feed.queue_of is not None:
+            if not self._loader.num_workers:
                 feed.queue_of.draw()
+            if not feed.queue_of.is_expected:
+                start = None
+        if start is not None:
+            # With another number of ranks, the first chunk may begin within what was one.
+            self.index, self._part = divmod(start["items"], self._per_chunk)
+            self.samples = self._skipped = start["samples"]
             if feed.reads and feed.is_agreed:
-                for _ in range(start["batches"] if feed.is_stream else 0):
+                for _ in range(self.index if feed.is_stream else 0):
                     if (found := self._fetch()) is None:
                         break
                     self._previous = found[1]

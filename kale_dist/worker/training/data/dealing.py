@@ -143,7 +143,9 @@ class Passes(Shown):
     """Behind a sampler or batch sampler: where the next pass begins, and what is known of the latest one."""
 
     start: int = 0
-    """Items of the sampler that the next pass leaves out."""
+    """Items of the sampler that the next pass leaves out, if its order is the `expected` one."""
+    expected: str = ""
+    """The digest that the order must have; empty for any."""
     place: tuple[int, ...] = ()
     """Seed, epoch and pass from which workers' seeds are made; empty without workers."""
     order: str = ""
@@ -153,6 +155,11 @@ class Passes(Shown):
 
     per_chunk = 1
     """Items of the sampler in the chunk of one step."""
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the latest pass has the expected order, and so leaves out items."""
+        return self.expected in ("", self.order)
 
     def draw(self) -> None:
         """Draw the order of the next pass now."""
@@ -308,8 +315,9 @@ class Deal(Passes):
         rank, world = self.group.rank, self.group.world_size
         given = 0
         whole = self.items == "batches"
-        first = start // self.per_chunk
-        for index, (chunk, last, window) in enumerate(self._chunks(start), first):
+        for count, (chunk, last, window) in enumerate(self._chunks(start)):
+            first = start // self.per_chunk if self.is_expected else 0
+            index = first + count
             samples = chunk[0] if self.items == "split" else chunk
             if whole:
                 mine = list(samples[rank]) if rank < len(samples) else []
@@ -339,6 +347,7 @@ class Deal(Passes):
             yield from ((chunk, last, None) for chunk, last in _drawn_ahead(items, size, self.group))
             return
         order, self._drawn = self._draw() if self._drawn is None else self._drawn, None
+        begin = begin if self.is_expected else 0
         used = len(order) // self.drop_unit * self.drop_unit
         per_window = size * self.accumulate
         for start in range(begin, used, size):
