@@ -86,6 +86,7 @@ class Head:
             writer=self.writer,
             missing=self._missing,
             cancel=self._cancel,
+            tell=self._tell,
             acknowledge=self._acknowledged,
         )
         self._relays: HeadsRelays | None = None
@@ -206,6 +207,10 @@ class Head:
         """The notebook wants the job to end."""
         cancel = functools.partial(self._job.cancel, FailureCause.USER, "The job was cancelled", grace_s, save=save)
         self._pod.loop.call_soon_threadsafe(cancel)
+
+    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        """The notebook has a message for a rank."""
+        self._pod.loop.call_soon_threadsafe(self._job.tell, rank, message)
 
     def _acknowledged(self) -> None:
         """The notebook has all it wants."""

@@ -124,6 +124,7 @@ class Within:
         self.is_asked = False
         """Whether the agent has asked for the checkpoint that is being written."""
         self.cost_s = 0.0
+        self._has_written = False
         self._next = 1
         self._met = 0, time.monotonic()
         self._tries = 0
@@ -202,10 +203,12 @@ class Within:
         """Whether a checkpoint is due now that an epoch has ended. All ranks call this."""
         if self._schedule is None:
             return False
-        due = self._meet(is_busy=False)
-        if due or is_last:
+        # The first epoch's end is worth one, however soon it comes: what ends later by an error has something to show.
+        is_due = self._meet(is_busy=False) or is_last or not self._has_written
+        if is_due:
+            self._has_written = True
             self._schedule.written(self._control.real_steps)
-        return due or is_last
+        return is_due
 
     def _makes(self, batches: Batches) -> None:
         """A pass is made: an epoch's first one is that in which checkpoints are written."""
@@ -365,6 +368,7 @@ class Within:
         }  # fmt: skip
         self._write(common, mine)
         self.cost_s = time.monotonic() - began
+        self._has_written = True
         if self._schedule is not None:
             self._schedule.written(self._control.real_steps)
 
