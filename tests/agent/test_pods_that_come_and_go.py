@@ -53,7 +53,7 @@ def step(model, loader, criterion, optimizer, device, pause):
     return {"loss": loss.item()}
 
 
-def train_in(make, folder, *, ranks, pause_s=0.4, gather_s=2, grow_each_s=2, **options):
+def train_in(make, folder, *, ranks, pause_s=0.1, gather_s=2, grow_each_s=2, **options):
     """A training of 300 batches, and the file that says how long ranks wait after each of them."""
     torch.manual_seed(0)
     pause = folder / "pause"
@@ -81,7 +81,7 @@ def saw_each_once(job):
     return indices == sorted(list(range(SAMPLES)) * EPOCHS)
 
 
-def until_seen(job, attempt, batches=5):
+def until_seen(job, attempt, batches=2):
     job.until(lambda: sum(one[1] == attempt for one in seen(job)) >= batches)
 
 
@@ -118,6 +118,7 @@ def test_a_pod_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, und
     job, pause = train_in(make, tmp_path, ranks=2, max_restarts=1)
     job.start_all()
     until_seen(job, 0, 30)
+    pause.write_text("1")
     job.pods[1].process.kill()
     pause.write_text("0")
     job.start(1)
@@ -130,6 +131,7 @@ def test_sigterm_to_a_pod_loses_no_batch(make, tmp_path, undisturbed):
     job, pause = train_in(make, tmp_path, ranks=2, max_restarts=1)
     job.start_all()
     until_seen(job, 0, 30)
+    pause.write_text("1")
     job.pods[1].process.terminate()
     assert job.pods[1].end() == 143
     pause.write_text("0")
@@ -140,7 +142,7 @@ def test_sigterm_to_a_pod_loses_no_batch(make, tmp_path, undisturbed):
 
 
 def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_there(make, tmp_path):
-    job, pause = train_in(make, tmp_path, ranks=3, sizes=(2, 3), max_restarts=2)
+    job, pause = train_in(make, tmp_path, ranks=3, pause_s=1.0, sizes=(2, 3), max_restarts=2)
     job.start(0)
     job.start(1)
     until_seen(job, 0)
@@ -165,7 +167,7 @@ def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_ther
 
 
 def test_a_range_of_even_numbers_leaves_a_pod_without_ranks(make, tmp_path):
-    job, pause = train_in(make, tmp_path, ranks=4, sizes=(2, 4), max_restarts=1)
+    job, pause = train_in(make, tmp_path, ranks=4, pause_s=1.0, sizes=(2, 4), max_restarts=1)
     for number in range(3):
         job.start(number)
     until_seen(job, 0)
