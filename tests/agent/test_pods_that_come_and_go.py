@@ -1,5 +1,6 @@
 """Trainings whose pods are lost, made again, told to end, or come late: plain processes here, and no notebook anywhere."""
 
+import collections
 import re
 import sys
 import time
@@ -75,10 +76,11 @@ def seen(job):
     return sorted((float(at), int(attempt), [int(one) for one in rest.split()]) for attempt, at, rest in found)
 
 
-def saw_each_once(job):
-    """Whether all samples of all epochs were seen, and none twice in an epoch."""
-    indices = sorted(index for _, _, found in seen(job) for index in found)
-    return indices == sorted(list(range(SAMPLES)) * EPOCHS)
+def repeated(job):
+    """How many samples were seen more than once in an epoch; all samples of all epochs have to be seen."""
+    counts = collections.Counter(index for _, _, found in seen(job) for index in found)
+    assert all(counts[index] >= EPOCHS for index in range(SAMPLES))
+    return sum(counts.values()) - SAMPLES * EPOCHS
 
 
 def until_seen(job, attempt, batches=2):
@@ -109,7 +111,7 @@ def undisturbed(tmp_path_factory):
     job, _ = train_in(next(made), folder, ranks=2, pause_s=0)
     job.start_all()
     assert job.end() == [0, 0], job.text()
-    assert saw_each_once(job)
+    assert not repeated(job)
     yield weights_of(job)
     made.close()
 
@@ -127,7 +129,7 @@ def test_a_pod_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, und
     assert torch.equal(weights_of(job), undisturbed)
 
 
-def test_sigterm_to_a_pod_loses_no_batch(make, tmp_path, undisturbed):
+def test_sigterm_to_a_pod_loses_no_step_but_the_one_that_begins_meanwhile(make, tmp_path, undisturbed):
     job, pause = train_in(make, tmp_path, ranks=2, max_restarts=1)
     job.start_all()
     until_seen(job, 0, 30)
@@ -137,10 +139,11 @@ def test_sigterm_to_a_pod_loses_no_batch(make, tmp_path, undisturbed):
     pause.write_text("0")
     job.start(1)
     assert [job.pods[0].end(), job.pods[2].end()] == [0, 0], job.text()
-    assert saw_each_once(job)
+    assert repeated(job) <= BATCH
     assert torch.equal(weights_of(job), undisturbed)
 
 
+@pytest.mark.timeout(600)
 def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_there(make, tmp_path):
     job, pause = train_in(make, tmp_path, ranks=3, pause_s=1.0, sizes=(2, 3), max_restarts=2)
     job.start(0)

@@ -125,8 +125,10 @@ def test_cancelling_ends_the_pods_and_keeps_the_log(on, word, namespace):
 @pytest.mark.nightly
 @pytest.mark.parametrize("lost", [0, 1], ids=["head", "relay"])
 @pytest.mark.parametrize("word", OTHERS)
-def test_a_job_that_loses_a_pod_resumes_in_a_run_of_its_own(on, word, namespace, lost):
-    job = started(kd.launch(waits_in_its_first_run, number_of_processes=2, max_restarts=1, on=on))
+def test_a_job_that_loses_a_pod_resumes(on, word, namespace, lost):
+    make_claim(namespace, f"lost-{word}-{lost}")
+    on = dataclasses.replace(on, volumes={"/kept": f"lost-{word}-{lost}"})
+    job = started(kd.launch(waits_the_first_time, "/kept/started", number_of_processes=2, max_restarts=1, on=on))
     run_kubectl("-n", namespace, "delete", "pod", head_of(namespace, job)[lost], "--wait=false")
     assert job.results(200) == [True, True], (job.status, [str(line) for line in job.logs()])
     job.delete()

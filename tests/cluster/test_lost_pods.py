@@ -1,5 +1,6 @@
 """Pods that are lost on the real cluster: deleted, evicted, out of memory, suspended; with and without another run."""
 
+import dataclasses
 import json
 import time
 
@@ -63,9 +64,10 @@ def test_a_head_that_is_deleted_is_not_taken_for_the_one_that_the_operator_makes
 
 
 @pytest.mark.nightly
-def test_a_job_that_loses_its_worker_resumes_in_a_run_of_its_own(on, namespace):
+def test_a_job_of_workers_only_that_loses_one_resumes_in_a_run_of_its_own(on, namespace):
+    on = dataclasses.replace(on, master=False)
     job = started(kd.launch(waits_in_its_first_run, number_of_processes=2, max_restarts=1, on=on))
-    delete_pod(namespace, f"{job.name}-worker-0")
+    delete_pod(namespace, f"{job.name}-worker-1")
     assert job.results(150) == [True, True], (job.status, told(job))
     listed = names_of(namespace)
     assert f"pytorchjob.kubeflow.org/{job.name}-2" in listed
