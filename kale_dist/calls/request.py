@@ -16,6 +16,7 @@ from kale_dist.job.backend import Backend
 from kale_dist.job.spec import names, place_settings
 from kale_dist.job.spec.job_spec import Request, Settled, Topology
 from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local, Place
+from kale_dist.places import gpus
 from kale_dist.places.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.places.manifests import kind_of
 from kale_dist.trackers import Tracker
@@ -46,6 +47,8 @@ class Machine:
     cores: int
     """Cores that this process may use."""
     gpus: int = 0
+    gpu_problem: str = ""
+    """Why the GPUs that there are do not work; a clause."""
     memory_bytes: int = 1 << 50
     """Memory that is free."""
 
@@ -155,6 +158,9 @@ def checked(given: Mapping[str, Any], function: Function | None = None, machine:
     if isinstance(place, Kubernetes):
         _check_manifest(request)
     notes = () if training is None else training_checks.check_on(training, request, is_local=backend.name == "local")
+    if training is not None and options.cuda is None and not ranks.cuda and (gpu := training_checks.gpu_of(training)):
+        sentence = f"The model is on {gpu}, and the processes train on the CPU. cuda=True gives each of them a GPU"
+        notes = (*notes, sentence)
     return Call(
         what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=ranks.warnings,
         notes=(*ranks.notes, *notes), track=options.track,
@@ -205,7 +211,11 @@ def _on_machine(options: Options, there: Machine, rank_bytes: int) -> _Ranks:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     if cuda and there.gpus < 1:
-        raise ConfigError("cuda", "True, but torch sees no GPU here", "Leave `cuda` out, or see `kale-dist doctor`")
+        problem = f"True, but torch sees no GPU here{f': {there.gpu_problem}' if there.gpu_problem else ''}"
+        raise ConfigError("cuda", problem, "Leave `cuda` out, or see `kale-dist doctor`")
+    if cuda is None and there.gpu_problem:
+        sentence = f"cuda: training on the CPU, because the GPUs here do not work with this torch: {there.gpu_problem}"
+        warnings = (f"{sentence}. See `kale-dist doctor`, or say cuda=False",)
     if cuda is None and there.gpus:
         cuda = asked is None or asked <= there.gpus
         if cuda:
@@ -236,6 +246,8 @@ def _on_machine(options: Options, there: Machine, rank_bytes: int) -> _Ranks:
             "slower, not faster"
         )
         warnings = (*warnings, sentence)
+    if cuda:
+        notes = (*notes, *gpus.memory_notes(world))
     topology = Topology(number_of_processes=world, processes_per_pod=world)
     return _Ranks(topology=topology, cuda=bool(cuda), warnings=warnings, notes=notes)
 
@@ -247,15 +259,21 @@ def _in_pods(options: Options, place: Docker | Kubernetes) -> _Ranks:
     if per_pod > world:
         problem = f"{per_pod} is more than the {world} of number_of_processes"
         raise ConfigError("processes_per_pod", problem, "Lower it, or raise number_of_processes")
-    gpus, cuda = place.resources.gpus, options.cuda
-    if cuda and gpus == 0:
+    each, cuda = place.resources.gpus, options.cuda
+    if cuda and each == 0:
         raise ConfigError("resources.gpus", "0, and cuda=True needs one for each process", "Give 1, or leave it out")
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    if cuda is None and gpus:
-        cuda, notes = True, (f"Each process uses its GPU (resources.gpus is {gpus}). cuda=False trains on the CPU",)
-    elif gpus and not cuda:
-        warnings = (f"resources.gpus: {gpus} for each process, which trains on the CPU all the same. Add cuda=True",)
+    if cuda is None and each:
+        cuda, notes = True, (f"Each process uses its GPU (resources.gpus is {each}). cuda=False trains on the CPU",)
+    elif each and not cuda:
+        warnings = (f"resources.gpus: {each} for each process, which trains on the CPU all the same. Add cuda=True",)
+    if cuda and world > 1 and place.processes_per_pod is None:
+        sentence = (
+            "processes_per_pod: each process has a pod of its own, so that GPUs of one node exchange gradients over the "
+            "network. Give it as many processes as a node has GPUs, such as 8, or say processes_per_pod=1"
+        )
+        warnings = (*warnings, sentence)
     servers = place.servers if isinstance(place, Kubernetes) else 0
     topology = Topology(number_of_processes=world + servers, processes_per_pod=per_pod)
     return _Ranks(topology=topology, cuda=bool(cuda), warnings=warnings, notes=notes)
@@ -290,13 +308,12 @@ def _check_variables(environment: tuple[tuple[str, str], ...], *, in_pods: bool)
 
 
 def _this_machine(cuda: bool | None) -> Machine:  # noqa: FBT001 - the call's own argument
-    gpus = 0
-    # To import torch takes seconds: without a device there is nothing to ask it.
-    if cuda or (cuda is None and any(pathlib.Path(device).exists() for device in _DEVICES)):
-        import torch
-
-        gpus = torch.cuda.device_count()
-    return Machine(cores=len(os.sched_getaffinity(0)), gpus=gpus, memory_bytes=_free_memory())
+    count, problem = 0, ""
+    # To ask takes seconds: without a device there is nothing to ask.
+    if cuda is not False and any(pathlib.Path(device).exists() for device in _DEVICES):
+        count, problem = gpus.usable()
+    cores = len(os.sched_getaffinity(0))
+    return Machine(cores=cores, gpus=count, gpu_problem=problem, memory_bytes=_free_memory())
 
 
 def _free_memory() -> int:

@@ -26,6 +26,7 @@ def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
         "snapshot": spec.snapshot,
         "blobs": spec.blobs,
         "cuda": spec.cuda,
+        "gpus_each": spec.resources.gpus or 1,
         "threads": spec.threads,
         "seed": spec.seed,
         "policy": dataclasses.replace(policy, max_restarts=max(0, policy.max_restarts - used_restarts)),

@@ -148,7 +148,9 @@ class FullySharded(Replica):
         """
         column = self.parts.column
         width = self._units[0].width if self._units else 0
-        mine = torch.tensor([kind, unit, *map(int, flags)] + [0] * (width - len(flags)), dtype=torch.int32)
+        mine = torch.tensor(
+            [kind, unit, *map(int, flags)] + [0] * (width - len(flags)), dtype=torch.int32, device="cpu"
+        )
         everyone = mine.new_empty(column.world_size * len(mine))
         dist.all_gather_single(everyone, mine, group=column.world)
         rows = everyone.view(column.world_size, -1).tolist()

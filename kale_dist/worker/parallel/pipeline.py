@@ -76,15 +76,15 @@ class _Links:
         data = pickle.dumps(value)
         is_known = self._last_sent.get((kind, to)) == data
         self._last_sent[kind, to] = data
-        self._send(torch.tensor([0 if is_known else len(data)]), to)
+        self._send(torch.tensor([0 if is_known else len(data)], device="cpu"), to)
         if not is_known:
             self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to)
 
     def receive_note(self, kind: str, source: int) -> tuple[Any, bool]:
         """Receive a value; returns it, and whether it differs from the last value of its kind."""
-        size = int(self._receive(torch.empty(1, dtype=torch.int64), source))
+        size = int(self._receive(torch.empty(1, dtype=torch.int64, device="cpu"), source))
         if size:
-            array: Any = self._receive(torch.empty(size, dtype=torch.uint8), source).numpy()
+            array: Any = self._receive(torch.empty(size, dtype=torch.uint8, device="cpu"), source).numpy()
             self._last_received[kind, source] = array.tobytes()
         return pickle.loads(self._last_received[kind, source]), bool(size)
 
@@ -279,7 +279,7 @@ class PipelineParallel(DataParallel):
             shapes = [one for one in pytree.tree_leaves(described) if isinstance(one, Shape)]
             tensors = [self._links.receive(shape, last) for shape in shapes]
         if any(flags) and torch.is_grad_enabled():
-            anchor = torch.zeros((), requires_grad=True)
+            anchor = torch.zeros((), device="cpu", requires_grad=True)
             tensors = list(_Join.apply(anchor, self._once(passages), flags, *tensors))  # type: ignore[no-untyped-call]
         found = iter(tensors)
         return pytree.tree_map_only(Shape, lambda _: next(found), described)
@@ -398,8 +398,8 @@ class PipelineParallel(DataParallel):
             if p.grad is not None and self.stage == self._stages_of.get(id(p), (0,))[0]
         }
         mine = [gradient for gradient in gradients if id(gradient) in counted]
-        norm = super().total_norm(mine, kind) if mine else torch.zeros(())
-        norms = [torch.zeros((), dtype=torch.float64) for _ in range(self.stages)]
+        norm = super().total_norm(mine, kind) if mine else torch.zeros((), device="cpu")
+        norms = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in range(self.stages)]
         dist.all_gather(norms, norm.detach().to("cpu", torch.float64), group=self.parts.row.world)
         like = gradients[0] if gradients else next(self.parts.model.parameters())
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)

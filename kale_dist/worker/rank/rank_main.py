@@ -22,13 +22,13 @@ from typing import Any, NoReturn
 
 from kale_dist import wire
 from kale_dist.errors import ContractError
-from kale_dist.snapshot import sources
+from kale_dist.snapshot import loading, sources
 from kale_dist.snapshot.given_models import GivenModels
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire import STACKS_SIGNAL, Assignment, JobFiles, context
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.pod import mpi
-from kale_dist.worker.rank import process_state, stand_ins
+from kale_dist.worker.rank import gpus, process_state, stand_ins
 
 ATEXIT_S = 5.0
 """Seconds for threads and `atexit` callbacks to end."""
@@ -66,7 +66,7 @@ def run(descriptors: Descriptors) -> NoReturn:
 
 def _carry_out(control: _Control, events: int, assignment: Assignment, listener: int | None) -> int:
     """Run the job's function and write the outcome; gives the exit code once the agent lets this rank go."""
-    from kale_dist.snapshot import loading, outcome
+    from kale_dist.snapshot import outcome
     from kale_dist.worker.rank import group
 
     order, rank, attempt = assignment.order, assignment.rank, assignment.attempt.number
@@ -125,21 +125,15 @@ def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
     else:
         sys.path.insert(0, str(files.modules))
     process_state.set_torchrun_environment(assignment)
+    if not order.cuda:
+        gpus.hide()
     if order.mpi:
         mpi.join(order, assignment.attempt.number, rank)
     process_state.set_threads(assignment)
     process_state.set_seeds(assignment.attempt.seed + rank)
-    device = "cpu"
-    if order.cuda:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ContractError(
-                f"cuda=True, but torch {torch.__version__} sees no GPU here. Ask for GPUs, and use a torch that is "
-                "built for CUDA (on a cluster that of the image)"
-            )
-        device = f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
-        torch.cuda.set_device(device)
+    device = gpus.claim(local_rank, assignment.local_world_size, order.gpus_each) if order.cuda else "cpu"
+    if order.process is not None and loading.has_torch():
+        process_state.set_default_device(order.process.torch_flags, device)
     place = context.Context(
         rank=rank,
         local_rank=local_rank,

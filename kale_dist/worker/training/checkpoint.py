@@ -301,7 +301,7 @@ def random_states(device: torch.device, loaders: Iterable[Any]) -> dict[str, Any
     """Return the states of this rank's generators: of random, torch, NumPy if it is imported, and the loaders."""
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
-        "random": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
+        "random": (version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         "numpy": None,
@@ -310,7 +310,7 @@ def random_states(device: torch.device, loaders: Iterable[Any]) -> dict[str, Any
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (name, torch.tensor(keys.tolist(), dtype=torch.int64), *rest)
+        states["numpy"] = (name, torch.tensor(keys.tolist(), dtype=torch.int64, device="cpu"), *rest)
     return states
 
 

@@ -134,7 +134,7 @@ class Group:
         """Return the sum over ranks of each of the values."""
         if self.is_alone:
             return list(values)
-        sums = torch.tensor(values, dtype=torch.int64)
+        sums = torch.tensor(values, dtype=torch.int64, device="cpu")
         self.sum(sums)
         return sums.tolist()
 
@@ -203,7 +203,7 @@ LARGE = 1 << 18
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
     """Return the sum of absolute values of each tensor; 0 for a tensor without a shape yet."""
-    sums = [torch.zeros(()) if torch.nn.parameter.is_lazy(t) else _sum(t.detach()) for t in tensors]
+    sums = [torch.zeros((), device="cpu") if torch.nn.parameter.is_lazy(t) else _sum(t.detach()) for t in tensors]
     return torch.stack(sums).tolist() if sums else []
 
 

@@ -306,5 +306,5 @@ def _shared_states(group: Group) -> Any:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.random()
-        torch.rand(())
+        torch.rand((), device="cpu")
     return states

@@ -1,0 +1,311 @@
+"""What can be known of GPUs without one: devices in a snapshot, switches that ranks take over, which GPU is whose."""
+
+import ast
+import inspect
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import kale_dist
+from kale_dist.calls import request, training_checks
+from kale_dist.calls.request import Function
+from kale_dist.errors import ContractError
+from kale_dist.places import gpus as gpus_here
+from kale_dist.places import local
+from kale_dist.snapshot import loading
+from kale_dist.snapshot.capture import capture
+from kale_dist.wire import blobs
+from kale_dist.worker.agent.usage import Gpu
+from kale_dist.worker.rank import gpus, process_state
+
+PACKAGE = pathlib.Path(kale_dist.__file__).parent
+GPUS_PAGE = PACKAGE.parent / "docs" / "gpus.md"
+
+
+def run(script, **environment):
+    """What a script prints; it has a process of its own, because torch's switches cannot all be set back."""
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=False, capture_output=True, text=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout
+
+
+# -- the notebook's default device and switches ------------------------------------------------------------------------
+
+
+def test_a_default_device_does_not_crash_the_snapshot_of_a_tensor_on_a_gpu():
+    run("""
+        import torch
+        from kale_dist.snapshot.pickling import DeviceMemory
+        torch.set_default_device("meta")
+        storage = torch.arange(6, dtype=torch.uint8, device="cpu").untyped_storage()
+        assert b"".join(map(bytes, DeviceMemory(storage))) == bytes(range(6))
+    """)
+
+
+_FACTORIES = {
+    f"torch.{name}"
+    for name in (
+        "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint",
+        "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+    )
+}  # fmt: skip
+
+
+def test_every_tensor_that_the_library_makes_says_on_which_device():
+    silent = [
+        f"{path.name}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in _FACTORIES
+        and not any(keyword.arg == "device" for keyword in node.keywords)
+    ]
+    assert not silent
+
+
+def test_a_training_in_a_notebook_with_a_default_device_is_as_any_other(tmp_path):
+    """The ranks of a job on the CPU make their tensors there."""
+    printed = run(
+        """
+        import torch, kale_dist as kd
+        from torch import nn
+        from torch.utils.data import DataLoader, TensorDataset
+        def train_step(model, data_loader, criterion, optimizer, device, args):
+            assert torch.ones(()).device.type == "cpu"
+            for inputs, targets in data_loader:
+                optimizer.zero_grad()
+                criterion(model(inputs), targets).backward()
+                optimizer.step()
+            return {"loss": 0.5}
+        model = nn.Linear(3, 2)
+        data = DataLoader(TensorDataset(torch.randn(8, 3), torch.zeros(8, dtype=torch.long)), 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        # Without a driver CUDA's own name is as far as a notebook gets.
+        torch.set_default_device("cuda")
+        job = kd.distribute(model, data, nn.CrossEntropyLoss(), optimizer, train_step, number_of_processes=2, cuda=False)
+        print(job.result().metrics["loss"])
+        """,
+        XDG_STATE_HOME=str(tmp_path),
+    )
+    assert "0.5" in printed
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+        "torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.backends.cudnn.allow_tf32 = False",
+        "torch.set_float32_matmul_precision('high')",
+    ],
+)
+def test_each_switch_of_precision_is_taken_over(switch):
+    taken = run(f"""
+        import json, torch
+        from kale_dist.worker.rank import process_state
+        {switch}
+        print(json.dumps(process_state.read_flags(cuda=True)))
+    """)
+    run(f"""
+        import json, torch
+        from kale_dist.worker.rank import process_state
+        before = process_state.read_flags(cuda=True)
+        wanted = [tuple(flag) for flag in json.loads({taken!r})]
+        assert dict(wanted) != dict(before)
+        process_state.apply_flags(wanted)
+        assert dict(process_state.read_flags(cuda=True)) == dict(wanted)
+        # Torch refuses to compute once old and new switches differ.
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    """)
+
+
+def test_an_accelerator_as_default_device_becomes_the_ranks_own():
+    flags = run("""
+        import json, torch
+        from kale_dist.worker.rank import process_state
+        assert "default_device" not in dict(process_state.read_flags(cuda=True))
+        torch.set_default_device("cuda:3")
+        print(json.dumps(process_state.read_flags(cuda=False)))
+        assert not torch.cuda.is_initialized()
+    """)
+    flags = [tuple(flag) for flag in json.loads(flags)]
+    assert ("default_device", "cuda:3") in flags
+    run(f"""
+        import torch
+        from kale_dist.worker.rank import process_state
+        process_state.apply_flags({flags!r})
+        process_state.set_default_device({flags!r}, "cuda:1")
+        assert torch._GLOBAL_DEVICE_CONTEXT.device_context.device == torch.device("cuda:1")
+        process_state.set_default_device([], "cuda:1")
+    """)
+
+
+# -- devices in a snapshot ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("own_devices", "expected"), [(True, "cuda:1"), (False, "cuda:3")])
+def test_a_gpu_that_a_training_names_is_the_ranks_own_and_one_of_a_function_stays(own_devices, expected):
+    store = blobs.MemoryStore()
+    devices = torch.device("cuda:3"), torch.device("cpu"), torch.device("meta")
+    taken = capture(print, devices, {}, store=store, label="x", own_devices=own_devices)
+    loaded = loading.load(store, taken.digest, fill_main=False, device="cuda:1").args
+    assert list(map(str, loaded)) == [expected, "cpu", "meta"]
+
+
+def test_in_a_training_without_gpus_a_captured_one_is_the_cpu():
+    store = blobs.MemoryStore()
+    taken = capture(print, (torch.device("cuda"),), {}, store=store, label="x", own_devices=True)
+    assert loading.load(store, taken.digest, fill_main=False).args == (torch.device("cpu"),)
+
+
+# -- which GPU is whose ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A torch that sees so many GPUs."""
+
+    def see(count, why=""):
+        chosen = []
+        monkeypatch.setattr(gpus, "why_not", lambda: why)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+        return chosen
+
+    return see
+
+
+@pytest.mark.parametrize(("rank", "each", "own"), [(0, 1, "cuda:0"), (3, 1, "cuda:3"), (1, 2, "cuda:2")])
+def test_each_rank_has_the_first_of_its_gpus(cuda, rank, each, own):
+    chosen = cuda(4)
+    assert gpus.claim(rank, 4 // each, each) == own
+    assert chosen == [own]
+
+
+def test_two_ranks_never_share_a_gpu_unsaid(cuda):
+    chosen = cuda(1)
+    with pytest.raises(ContractError, match=r"2 processes need 2 GPUs here, and torch sees 1\b.*MIG"):
+        gpus.claim(0, 2, 1)
+    assert not chosen
+
+
+def test_without_a_gpu_a_rank_says_why(cuda):
+    cuda(0, "the driver is too old")
+    with pytest.raises(ContractError, match="the driver is too old"):
+        gpus.claim(0, 1, 1)
+
+
+@pytest.fixture
+def devices(monkeypatch, tmp_path):
+    """A machine with a device file, whose GPUs answer the probe as they are told to."""
+    file = tmp_path / "nvidiactl"
+    file.touch()
+    monkeypatch.setattr(request, "_DEVICES", (str(file),))
+    return lambda answer: monkeypatch.setattr(gpus_here, "usable", lambda: answer)
+
+
+def checked(**given):
+    return request.checked(given, Function(fn=print, label="print"))
+
+
+def test_gpus_that_do_not_work_are_not_chosen_and_the_reason_is_said(devices, refusal):
+    devices((0, "GPU 0 (Tesla V100): no kernel image is available"))
+    call = checked(number_of_processes=1)
+    assert not call.request.cuda
+    assert "no kernel image" in call.warnings[0]
+    assert not checked(number_of_processes=1, cuda=False).warnings
+    assert refusal(lambda: checked(number_of_processes=1, cuda=True)).argument == "cuda"
+
+
+def test_gpus_that_work_are_chosen(devices):
+    devices((2, ""))
+    assert checked().request.topology.number_of_processes == 2
+
+
+def test_the_probe_answers_here(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    count, why = gpus_here.usable()
+    assert bool(count) != bool(why)
+
+
+def test_a_probe_that_fails_names_the_gpu(cuda, monkeypatch):
+    cuda(1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: raised(RuntimeError("CUDA error: no kernel image\nmore")))
+    assert gpus.probe() == (0, "GPU 0 (Tesla V100): CUDA error: no kernel image")
+
+
+def raised(error):
+    raise error
+
+
+def test_memory_that_others_hold_is_said_of_the_gpu_it_is_on(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    driver = types.SimpleNamespace(
+        read=lambda: (
+            Gpu(percent=0, used_bytes=60 << 30, total_bytes=80 << 30),
+            Gpu(percent=0, used_bytes=1 << 30, total_bytes=80 << 30),
+        )
+    )
+    assert gpus_here.memory_notes(1, driver) == ()
+    (note,) = gpus_here.memory_notes(2, driver)
+    assert "GPU 0, rank 1's, has 60.0 of 80.0 GiB in use" in note
+
+
+def test_ranks_of_a_job_without_cuda_see_no_gpu_unless_the_call_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    def seen():
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    try:
+        assert kale_dist.launch(seen, number_of_processes=1, cuda=False).result() == ""
+        given = {"CUDA_VISIBLE_DEVICES": "1"}
+        assert kale_dist.launch(seen, number_of_processes=1, cuda=False, environment=given).result() == "1"
+    finally:
+        local.shared().close()
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+def test_variables_of_nccl_can_be_set_as_the_page_of_gpus_says():
+    examples = [line for line in GPUS_PAGE.read_text().splitlines() if "environment={" in line]
+    assert any("NCCL_" in line for line in examples)
+    for name in ("NCCL_DEBUG", "CUDA_LAUNCH_BLOCKING"):
+        assert checked(number_of_processes=1, environment={name: "1"}).request.environment == ((name, "1"),)
+
+
+def test_a_model_on_a_gpu_that_trains_on_the_cpu_is_mentioned(monkeypatch):
+    net = nn.Linear(2, 1)
+    given = {
+        "model": net, "train_data_loader": DataLoader([(torch.ones(2), torch.ones(1))] * 4), "criterion": nn.MSELoss(),
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "number_of_processes": 1,
+    }  # fmt: skip
+    defaults = {name: one.default for name, one in inspect.signature(kale_dist.distribute).parameters.items()}
+    machine = request.Machine(cores=2)
+    assert not request.checked({**defaults, **given}, machine=machine).notes
+    monkeypatch.setattr(training_checks, "gpu_of", lambda _: "cuda:0")
+    assert "cuda:0" in request.checked({**defaults, **given}, machine=machine).notes[0]
+    assert not request.checked({**defaults, **given, "cuda": False}, machine=machine).notes
+
+
+def test_flags_without_torch_have_no_device():
+    process_state.set_default_device([("logging_level", 10)], "cuda:0")
