@@ -20,6 +20,7 @@ from kale_dist.places import gpus
 from kale_dist.places.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.places.manifests import kind_of
 from kale_dist.trackers import Tracker
+from kale_dist.wire import Policy
 from kale_dist.wording import closest
 from kale_dist.worker.training.settings import Training
 
@@ -35,6 +36,9 @@ _ELSEWHERE_PROCESSES = 2
 _MIB, _GIB = 1 << 20, 1 << 30
 _RANK_BYTES = 28 << 20
 """Memory that a rank shares with no other once it trains a small model on the CPU: measured with torch 2.13 on Linux."""
+
+_STALL_S = 1800.0
+"""Limit for a function on several GPUs that gives no sign of life."""
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """One of these is there where torch could find a GPU."""
@@ -152,7 +156,8 @@ def checked(given: Mapping[str, Any], function: Function | None = None, machine:
         of_pods |= {"store": place.store, "cluster": place.options}
     request = Request(
         name=options.name, label=label, kind="call" if training is None else "training", topology=ranks.topology,
-        cuda=ranks.cuda, threads=options.threads, seed=options.seed, environment=options.environment, policy=options.policy,
+        cuda=ranks.cuda, threads=options.threads, seed=options.seed, environment=options.environment,
+        policy=_policy(options.policy, ranks, is_training=training is not None),
         strategy=strategies.DDP() if training is None else training.strategy, **of_pods,
     )  # fmt: skip
     if isinstance(place, Kubernetes):
@@ -200,6 +205,13 @@ def _place_of(word: str, settings: Mapping[str, Any]) -> Place:
         problem = "processes on this machine use its packages, folders, memory and GPUs as they are"
         raise ConfigError(name, problem, f"Leave it out, or run with on=kd.Docker({name}=...) or on=kd.Kubernetes(...)")
     return place_settings.KINDS[word](**settings)
+
+
+def _policy(policy: Policy, ranks: _Ranks, *, is_training: bool) -> Policy:
+    """The policy of a call, with a limit for functions on GPUs, where a rank that waits for a lost one looks busy."""
+    if policy.stall_timeout_s is None and not is_training and ranks.cuda and ranks.topology.number_of_processes > 1:
+        return dataclasses.replace(policy, stall_timeout_s=_STALL_S)
+    return policy
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

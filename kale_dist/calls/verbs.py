@@ -194,7 +194,8 @@ def launch(
         seed: Likewise.
         timeout_s: Likewise.
         stall_warn_s: Likewise.
-        stall_timeout_s: Seconds without progress after which the job fails; None for never.
+        stall_timeout_s: Seconds without progress (steps, collectives, output) after which the job fails. None: 1,800 for
+            several processes with GPUs, else never.
         max_restarts: How often the function is called again on all processes after one was lost (a signal, an exit, a
             stall); `context().attempt` tells. Not after an exception or out of memory.
         detach: As for `distribute`.

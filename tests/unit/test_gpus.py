@@ -18,14 +18,14 @@ from torch.utils.data import DataLoader
 import kale_dist
 from kale_dist.calls import request, training_checks
 from kale_dist.calls.request import Function
-from kale_dist.errors import ContractError
+from kale_dist.errors import ContractError, JobFailedError
 from kale_dist.places import gpus as gpus_here
 from kale_dist.places import local
 from kale_dist.snapshot import loading
 from kale_dist.snapshot.capture import capture
-from kale_dist.wire import blobs
+from kale_dist.wire import blobs, context
 from kale_dist.worker.agent.usage import Gpu
-from kale_dist.worker.rank import gpus, process_state
+from kale_dist.worker.rank import gpus, group, process_state
 
 PACKAGE = pathlib.Path(kale_dist.__file__).parent
 GPUS_PAGE = PACKAGE.parent / "docs" / "gpus.md"
@@ -309,3 +309,76 @@ def test_a_model_on_a_gpu_that_trains_on_the_cpu_is_mentioned(monkeypatch):
 
 def test_flags_without_torch_have_no_device():
     process_state.set_default_device([("logging_level", 10)], "cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("machine", "given", "limit_s"),
+    [
+        (request.Machine(cores=4, gpus=2), {}, 1800.0),
+        (request.Machine(cores=4, gpus=2), {"stall_timeout_s": 5.0}, 5.0),
+        (request.Machine(cores=4, gpus=2), {"number_of_processes": 1}, None),
+        (request.Machine(cores=4), {}, None),
+    ],
+)
+def test_functions_on_several_gpus_have_a_limit_for_stalls(machine, given, limit_s):
+    call = request.checked(given, Function(fn=print, label="print"), machine)
+    assert call.request.policy.stall_timeout_s == limit_s
+
+
+# -- ranks that connect, and ranks that wait ---------------------------------------------------------------------------
+
+
+def test_ranks_that_do_not_connect_give_up_in_time():
+    """Here the second rank comes as far as the store, and no further; the group is gloo's, as there is no NCCL."""
+    run("""
+        import socket, threading
+        from kale_dist.wire import Assignment, Attempt, Member, Order
+        from kale_dist.worker.rank import group
+        order = Order(job="one", number_of_processes=2, processes_per_agent=2, snapshot="", cuda=True)
+        listener = socket.create_server(("127.0.0.1", 0))
+        attempt = Attempt(number=0, members=(Member(agent=0, first_rank=0, processes=2),), port=listener.getsockname()[1], seed=0)
+        kept = group.KeptGroup(Assignment(order=order, attempt=attempt, rank=0))
+        kept.backend = "gloo"
+        group.CONNECT_S = 0.5
+        given_up, errors = threading.Event(), []
+        def give_up(error):
+            errors.append(error)
+            given_up.set()
+        opening = threading.Thread(target=kept.open, args=(listener.detach(), give_up), daemon=True)
+        opening.start()
+        from torch.distributed import PrefixStore, TCPStore
+        while kept.store is None:
+            pass
+        assert not given_up.wait(1.5), "the limit counts from when all ranks are there"
+        store = PrefixStore("kale_dist/0", TCPStore("127.0.0.1", attempt.port, wait_for_workers=False))
+        assert store.add("here", 1) == 2
+        store.set("all", "")
+        assert given_up.wait(30)
+        assert "NCCL_SOCKET_IFNAME" in str(errors[0])
+        import os; os._exit(0)
+    """)
+
+
+@pytest.mark.parametrize(("ranks", "mib", "is_small"), [(8, 64, True), (1, 64, False), (2, 8192, False)])
+def test_small_shared_memory_is_said(monkeypatch, ranks, mib, is_small):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=mib << 20))
+    assert ("--shm-size" in group.small_shm(ranks)) is is_small
+
+
+def test_a_rank_that_burns_time_in_a_collective_that_another_left_is_found(tmp_path, monkeypatch):
+    """On a GPU the wait for a collective is a busy one, in the user's own frame."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def wait():
+        place = kale_dist.context()
+        context.mark_exchanges([0, 2 - place.rank])
+        while not place.rank:
+            pass
+
+    try:
+        job = kale_dist.launch(wait, number_of_processes=2, cuda=False)
+        with pytest.raises(JobFailedError):
+            job.result()
+        assert job.status.cause == "left"
+    finally:
+        local.shared().close()

@@ -76,6 +76,15 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
     references = References()
     kept = None
     error: BaseException | None = None
+
+    def give_up(error: BaseException) -> None:
+        """End this rank, whose main thread hangs."""
+        _print_error(error)
+        outcome.write_failure(path, signer=signer, error=error, references=references)
+        control.say(_account(error, is_started=False))
+        control.wait_for_go()
+        os._exit(1)
+
     try:
         try:
             _settle(assignment, events, files)
@@ -84,7 +93,7 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
             loaded = loading.load(FolderStore(pathlib.Path(order.store)), order.snapshot, modules=files.modules)
             references = loaded.references
             if hidden is not None:
-                hidden.open(listener)
+                hidden.open(listener, give_up)
             kept = hidden
             control.say({"running": True})
             is_training = getattr(loaded.fn, "__module__", "").startswith("kale_dist.worker.training.")
@@ -106,13 +115,20 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
         _print_error(second)
     context.flush()
     _flush_output()
-    done: dict[str, Any] = {"done": True, "ok": error is None}
-    if error is not None:
-        done |= {"error_type": sources.type_name(error), "error_text": _safe_text(error)[:4000]}
-        done["not_started"] = isinstance(error, ContractError) and kept is None
+    done = _account(error, is_started=kept is not None)
+    if kept is not None and order.cuda:
+        done["exchanges"] = kept.exchanges()
     control.say(done)
     control.wait_for_go()
     return 0 if error is None else 1
+
+
+def _account(error: BaseException | None, *, is_started: bool) -> dict[str, Any]:
+    """How the call went, for the agent."""
+    if error is None:
+        return {"done": True, "ok": True}
+    told = {"error_type": sources.type_name(error), "error_text": _safe_text(error)[:4000]}
+    return {"done": True, "ok": False, **told, "not_started": isinstance(error, ContractError) and not is_started}
 
 
 def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
