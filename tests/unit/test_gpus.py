@@ -24,8 +24,10 @@ from kale_dist.places import local
 from kale_dist.snapshot import loading
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import blobs, context
+from kale_dist.worker.agent import ending, gpu_faults
+from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.agent.usage import Gpu
-from kale_dist.worker.rank import gpus, group, process_state
+from kale_dist.worker.rank import gpus, group, process_state, stand_ins
 
 PACKAGE = pathlib.Path(kale_dist.__file__).parent
 GPUS_PAGE = PACKAGE.parent / "docs" / "gpus.md"
@@ -382,3 +384,78 @@ def test_a_rank_that_burns_time_in_a_collective_that_another_left_is_found(tmp_p
         assert job.status.cause == "left"
     finally:
         local.shared().close()
+
+
+# -- what CUDA and NCCL say --------------------------------------------------------------------------------------------
+
+SAID = {
+    "ecc": "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported",
+    "launch-failure": "CUDA error: unspecified launch failure",
+    "duplicate-gpu": "NCCL error in: NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9\n"
+    "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
+    "nccl-oom": "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.28.9\nFailed to CUDA calloc async 608 bytes",
+    "nccl-shm": "NCCL error: unhandled system error\nError while creating shared memory segment /dev/shm/nccl-X (size 9637888)",
+    "nccl-interface": "NCCL error: internal error\nLast error:\nBootstrap : no socket interface found",
+    "nccl-peer": "NCCL error: remote process exited or there was a network error, NCCL version 2.28.9\nncclRemoteError: A call failed",
+    "nccl-usage": "NCCL error in: x.cpp:1, invalid argument (run with NCCL_DEBUG=WARN for details)\nncclInvalidArgument",
+    "nccl-system": "NCCL error in: x.cpp:1, unhandled system error (run with NCCL_DEBUG=INFO for details)\nncclSystemError: System call",
+    "nccl-other": "NCCL error in: x.cpp:1, internal error - please report this issue to the NCCL developers\nncclInternalError",
+    "out-of-memory": "CUDA out of memory. Tried to allocate 90.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 78.48 GiB is free.",
+    "no-kernel-image": "CUDA error: no kernel image is available for execution on the device",
+    "driver-too-old": "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver",
+    "no-driver": "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
+    "busy": "CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+    "device-assert": "CUDA error: device-side assert triggered",
+    "illegal-access": "CUDA error: an illegal memory access was encountered",
+    "same-device": "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cuda:1!",
+    "invalid-ordinal": "CUDA error: invalid device ordinal",
+    "bus-error": "DataLoader worker (pid 7) is killed by signal: Bus error. Unexpected bus error encountered in worker. "
+    "This might be caused by insufficient shared memory (shm).",
+    "watchdog": "[Rank 1] Some NCCL operations have failed or timed out. ProcessGroupNCCL watchdog thread terminated with exception",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_cuda_and_nccl_say_is_known(name):
+    assert gpu_faults.find(SAID[name]).name == name
+
+
+def test_every_trouble_has_a_text_here_and_other_errors_are_none():
+    assert set(SAID) == {fault.name for fault in gpu_faults.TABLE}
+    for other in (
+        "bad",
+        "[gloo] Connection closed by peer [127.0.0.1]:1234",
+        "mat1 and mat2 shapes cannot be multiplied",
+    ):
+        assert gpu_faults.find(other) is None
+
+
+def failed(rank, name, **more):
+    done = {"ok": False, "error_type": "torch.AcceleratorError", "error_text": SAID[name], **more}
+    return types.SimpleNamespace(rank=rank, done=done, end=None)
+
+
+def aborted(rank, name):
+    return types.SimpleNamespace(rank=rank, done=None, end=End(signal="SIGABRT", tail=(SAID[name],)))
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank", "may_restart"),
+    [
+        ([failed(0, "ecc", node="node-7")], 0, True),
+        ([failed(0, "nccl-peer"), failed(1, "ecc", node="node-7")], 1, True),
+        ([aborted(0, "watchdog"), failed(1, "out-of-memory", node="node-7")], 1, False),
+        ([failed(0, "nccl-peer"), failed(1, "duplicate-gpu", node="node-7")], 1, False),
+        ([aborted(0, "watchdog"), failed(1, "illegal-access", node="node-7")], 1, False),
+    ],
+)
+def test_the_rank_whose_gpu_failed_is_to_blame_and_its_node_is_named(failures, rank, may_restart):
+    verdict = ending.blame(failures)
+    assert (verdict.rank, verdict.may_restart) == (rank, may_restart)
+    assert "node-7" in verdict.reason
+
+
+def test_an_error_of_a_gpu_says_what_to_do_beside_its_own_text():
+    error = stand_ins.clearer(torch.OutOfMemoryError(SAID["out-of-memory"]))
+    assert "batch_size" in error.__notes__[0]
+    assert not hasattr(stand_ins.clearer(ValueError(SAID["out-of-memory"])), "__notes__")

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from kale_dist.errors import ConfigError
 from kale_dist.wire import EventKind, context
+from kale_dist.worker.agent import gpu_faults
 
 MAX_PICTURE_BYTES = 512 << 10
 """An event with more does not leave the rank."""
@@ -163,9 +164,15 @@ _NO_GPU = ("cuda", "this code asks for a GPU, and the rank has none", _REMEDY)
 
 
 def clearer(error: BaseException) -> BaseException:
-    """The error of `.to(0)` on a machine without a GPU, which torch raises where nothing can be put in place, in our words."""
+    """An error of GPUs or NCCL with a sentence of ours; `.to(0)` without a GPU, which torch raises itself, in our words."""
     if isinstance(error, RuntimeError) and "Cannot access accelerator device" in str(error):
         return NoGpuError(*_NO_GPU).with_traceback(error.__traceback__)
+    if (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, ConfigError)
+        and (fault := gpu_faults.find(str(error)))
+    ):
+        error.add_note(f"{fault.sentence}. {fault.remedy}.")
     return error
 
 
