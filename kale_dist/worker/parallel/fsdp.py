@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -34,6 +33,7 @@ from kale_dist.strategies.fsdp import select_units
 from kale_dist.worker.parallel.blocks import alter_blocks
 from kale_dist.worker.parallel.replica import Replica
 from kale_dist.worker.parallel.tensor import norm_of_parts, whole_states
+from kale_dist.worker.training.group import all_gather_single, reduce_scatter_single
 from kale_dist.worker.training.strategy import FullState, Parts
 
 _GATHER, _REDUCE, _NO_BACKWARD, _LEFT, _EVALUATED = range(5)
@@ -152,7 +152,7 @@ class FullySharded(Replica):
             [kind, unit, *map(int, flags)] + [0] * (width - len(flags)), dtype=torch.int32, device="cpu"
         )
         everyone = mine.new_empty(column.world_size * len(mine))
-        dist.all_gather_single(everyone, mine, group=column.world)
+        all_gather_single(everyone, mine, group=column.world)
         rows = everyone.view(column.world_size, -1).tolist()
         heads = [tuple(row[:2]) for row in rows]
         going = {head for head in heads if head[0] != _EVALUATED}
@@ -177,7 +177,7 @@ class FullySharded(Replica):
         """All-gather a unit's weights."""
         if not self._joins:
             self.agree(_GATHER, unit.number)
-        dist.all_gather_single(output, given, group=self.parts.column.world)
+        all_gather_single(output, given, group=self.parts.column.world)
         self._count(output)
 
     def reduce_scatter(self, output: Tensor, given: Tensor, op: Any) -> None:
@@ -187,7 +187,7 @@ class FullySharded(Replica):
             given.zero_()
         elif self._weight != 1.0:
             given.mul_(self._weight)
-        dist.reduce_scatter_single(output, given, op=op, group=self.parts.column.world)
+        reduce_scatter_single(output, given, op=op, group=self.parts.column.world)
         self._count(given)
 
     def _count(self, whole: Tensor) -> None:

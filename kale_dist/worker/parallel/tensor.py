@@ -25,7 +25,7 @@ from kale_dist.strategies import DDP, Layout, Settings
 from kale_dist.strategies.tensor import assign, dimension, kind_of
 from kale_dist.worker.parallel.blocks import alter_blocks, blocks_of
 from kale_dist.worker.parallel.ddp import DataParallel
-from kale_dist.worker.training.group import Group, differing, fingerprint
+from kale_dist.worker.training.group import Group, all_gather_single, differing, fingerprint
 from kale_dist.worker.training.strategy import FullState, Parts
 from kale_dist.worker.training.trained import alter
 
@@ -69,7 +69,7 @@ class Peers:
     def gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return all ranks' tensors."""
         parts = tensor.new_empty(self.size * tensor.numel())
-        dist.all_gather_single(parts, tensor.contiguous().view(-1), group=self._group)
+        all_gather_single(parts, tensor.contiguous().view(-1), group=self._group)
         return parts.view(self.size, *tensor.shape).unbind()
 
     def own(self, tensor: Tensor) -> Tensor:

@@ -13,6 +13,13 @@ from torch import Tensor
 from kale_dist.errors import KaleDistError
 from kale_dist.wire import EventKind, context
 
+_torch: Any = dist
+all_gather_single = getattr(_torch, "all_gather_single", None) or _torch.all_gather_into_tensor
+"""Torch's function by its name since 2.13, or by the one before."""
+
+reduce_scatter_single = getattr(_torch, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
+"""Torch's function by its name since 2.13, or by the one before."""
+
 STEP_ENDS = "the end of the step"
 """The place where ranks meet after the user's step."""
 
@@ -74,7 +81,9 @@ class Group:
         mine = copy.copy(self)
         for ranks in parts:
             # Every rank has to make every group.
-            made = dist.new_group(list(ranks), sort_ranks=False) if len(ranks) > 1 else None
+            # Before torch 2.13 groups are always sorted.
+            order: Any = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+            made = dist.new_group(list(ranks), **order) if len(ranks) > 1 else None
             if self.rank in ranks:
                 mine.world, mine.rank, mine.world_size = made, ranks.index(self.rank), len(ranks)
                 mine.size_at_start = mine.world_size
