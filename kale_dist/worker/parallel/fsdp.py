@@ -55,7 +55,7 @@ class FullySharded(Replica):
         layout: This rank's layout.
     """
 
-    reduces = False
+    reduces, divides = False, True
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
         super().__init__(settings, layout)
@@ -71,6 +71,7 @@ class FullySharded(Replica):
         """Shard the model and the optimizer's state in place."""
         model, optimizer = parts.model, parts.optimizer
         if parts.column.is_alone:
+            parts.move()
             super().prepare(parts, stack)
             return
         mesh = DeviceMesh.from_group(parts.column.world, parts.group.device.type)
@@ -88,15 +89,18 @@ class FullySharded(Replica):
         for name in names:
             # The outermost module, too: whole parameters of an evaluation would outlive a step of the optimizer.
             fully_shard(modules[name], mesh=mesh, reshard_after_forward=True)
+            # The unit was brought to the GPU whole, which need not hold the next one, too.
+            used = {id(p) for module, own, p in before if module._parameters.get(own) is p}  # noqa: SLF001 - as FSDP does
+            for old in (p for p in named_before.values() if id(p) not in used):
+                old.data = torch.full((), float("nan"), dtype=old.dtype, device=old.device).expand(old.shape)
+                old.grad = None
         now = dict(model.named_parameters(remove_duplicate=False))
         self._old_of = {id(now[name]): old for name, old in named_before.items()}
         new_of = {id(old): now[name] for name, old in named_before.items()}
         _rekey(optimizer, new_of, mesh)
         for name, tensor in parts.named.items():
             parts.named[name] = new_of.get(id(tensor), tensor)
-        for old in named_before.values():
-            old.data = torch.full((), float("nan"), dtype=old.dtype, device=old.device).expand(old.shape)
-            old.grad = None
+        parts.move()
         largest = max(sum(1 for _ in modules[name].parameters()) for name in names)
         for number, name in enumerate(names):
             self._units.append(_Unit(self, number, name, modules[name], largest))
@@ -118,7 +122,8 @@ class FullySharded(Replica):
             by_name = {f"{name}.{own}" if name else own: p for name, m in modules.items() for own, p in _parameters(m)}
             for name, parameter in by_name.items():
                 if name in self._full.model:
-                    parameter.data = self._full.model[name].to(parameter.device)
+                    # On the CPU: one GPU need not hold the whole model.
+                    parameter.data = self._full.model[name]
             optimizer.load_state_dict(self._full.optimizer)
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:

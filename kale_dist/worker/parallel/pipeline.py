@@ -60,9 +60,9 @@ class _Links:
     def _send(self, tensor: Tensor, to: int) -> None:
         self._under_way.append((dist.isend(tensor, group=self._row.world, group_dst=to), tensor))
 
-    def receive(self, shape: Shape, source: int) -> Tensor:
-        """Wait for a tensor, and return it."""
-        tensor = torch.empty(shape.size, dtype=shape.dtype, device=self._row.device)
+    def receive(self, shape: Shape, source: int, device: str | torch.device | None = None) -> Tensor:
+        """Wait for a tensor, and return it. It has to be on the same kind of device as where it is sent: each has a backend."""
+        tensor = torch.empty(shape.size, dtype=shape.dtype, device=device or self._row.device)
         return self._receive(tensor, source)
 
     def _receive(self, tensor: Tensor, source: int) -> Tensor:
@@ -138,6 +138,8 @@ class PipelineParallel(DataParallel):
         layout: This rank's layout.
     """
 
+    divides = True
+
     def __init__(self, settings: Pipeline, layout: Layout) -> None:
         super().__init__(DDP(), layout)
         self._cutting = settings
@@ -155,6 +157,9 @@ class PipelineParallel(DataParallel):
         elsewhere = {id(p) for p in self._elsewhere.values()}
         self._shared = [p for name, p in named.items() if len(self._owners[name]) > 1]
         own = {name: tensor for name, tensor in parts.named.items() if id(tensor) not in elsewhere}
+        for name, parameter in self._elsewhere.items():
+            self._let_go(name, parameter, parts, stack)
+        parts.move()
         super().prepare(dataclasses.replace(parts, named=own), stack)
         own_units = [unit for unit in self._units if unit.stage == self.stage]
         alter_blocks(
@@ -164,8 +169,6 @@ class PipelineParallel(DataParallel):
             checkpointed=self._cutting.activation_checkpointing,
         )
         self._ghosts = Ghosts(model, self._units, self.stage, self.stages, row.device, stack)
-        for name, parameter in self._elsewhere.items():
-            self._let_go(name, parameter, stack)
         alter(model, stack, forward=self._forward)
         count = sum(p.numel() for p in self.parameters.values())
         total = sum(p.numel() for p in named.values())
@@ -175,11 +178,11 @@ class PipelineParallel(DataParallel):
                 f" {total:,} parameters, {self._cutting.micro_batches} micro-batches"
             )
 
-    def _let_go(self, name: str, parameter: torch.nn.Parameter, stack: contextlib.ExitStack) -> None:
+    def _let_go(self, name: str, parameter: torch.nn.Parameter, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Free a parameter of another stage; a result that uses it is NaN, and a gradient of it raises an error."""
-        parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), parameter.device)
+        parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), parts.group.device)
         parameter.grad = None
-        for optimizer in optimizers_of(self.parts.optimizer):
+        for optimizer in optimizers_of(parts.optimizer):
             optimizer.state.pop(parameter, None)
 
         def refuse(_: Tensor) -> None:
@@ -432,20 +435,21 @@ class PipelineParallel(DataParallel):
                     *theirs,
                     *_tensors_of(optimizers, named, names),
                 ):
-                    self._links.send(tensor, 0)
+                    # Rank 0's GPU need not hold the whole model, and step counts are on the CPU anyway.
+                    self._links.send(tensor.cpu(), 0)
                 self._links.flush()
             elif not self.stage:
                 states, _ = self._links.receive_note("states", stage)
                 for name in names:
                     parameter = named[name]
-                    parameter.data = self._links.receive(Shape(tuple(parameter.shape), parameter.dtype), stage)
+                    parameter.data = self._links.receive(Shape(tuple(parameter.shape), parameter.dtype), stage, "cpu")
                 for buffer in theirs:
-                    buffer.copy_(self._links.receive(Shape(tuple(buffer.shape), buffer.dtype), stage))
+                    buffer.copy_(self._links.receive(Shape(tuple(buffer.shape), buffer.dtype), stage, "cpu"))
                 for optimizer, described in zip(optimizers, states, strict=True):
                     for name, state in zip(names, described, strict=True):
                         if state:
                             optimizer.state[named[name]] = {
-                                key: self._links.receive(value, stage) if isinstance(value, Shape) else value
+                                key: self._links.receive(value, stage, "cpu") if isinstance(value, Shape) else value
                                 for key, value in state.items()
                             }
         self._links.bytes_sent = sent
@@ -453,7 +457,7 @@ class PipelineParallel(DataParallel):
             return None
         full = super().full_state()
         for parameter in self._elsewhere.values():
-            parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), parameter.device)
+            parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), row.device)
             for optimizer in optimizers:
                 optimizer.state.pop(parameter, None)
         return full

@@ -281,6 +281,7 @@ class TensorParallel(DataParallel):
         layout: This rank's layout.
     """
 
+    divides = True
     division: Division
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
@@ -294,6 +295,7 @@ class TensorParallel(DataParallel):
         stack.callback(self._restore)
         peers = Peers(parts.row)
         self.division = divide_layers(parts.model, self._dividing.plan, peers, parts.optimizer, stack)
+        parts.move()
         alter_blocks(
             blocks_of(parts.model),
             stack,
@@ -341,11 +343,16 @@ class TensorParallel(DataParallel):
         """Gather the parts; rank 0 keeps the whole weights."""
         if self.layout.shard != 0:
             return None
-        full, whole = whole_states(self.parts, self.division.whole)
+        full, whole = whole_states(self.parts, self._kept)
         if self.parts.group.rank:
             return None
         self._full = whole
         return full
+
+    def _kept(self, value: Tensor, parameter: Any) -> Tensor:
+        """Gather a tensor: rank 0 keeps it on the CPU, the other ranks drop it at once."""
+        whole = self.division.whole(value, parameter)
+        return whole.cpu() if self.parts.group.rank == 0 else whole.new_empty(0)
 
     def metrics(self) -> dict[str, float]:
         """Return the bytes sent, of activations and of gradients."""

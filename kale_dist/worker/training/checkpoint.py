@@ -23,7 +23,7 @@ from torch import Tensor
 from kale_dist.errors import SnapshotDamagedError, StoreError
 from kale_dist.wire import EventKind, blobs, context
 from kale_dist.worker.training.group import Group
-from kale_dist.worker.training.result import load_state, state_of
+from kale_dist.worker.training.result import load_state, on_cpu, state_of
 from kale_dist.worker.training.trained import Progress, Trained
 
 VERSION = 1
@@ -145,7 +145,8 @@ def describe(
         scaler: The loss scaler of the ready-made step, or None.
         own_state: The `own_state` of the strategy in this rank.
     """
-    ranks = group.gather((random_states(group.device, trained.loaders), own_state))
+    # On the CPU: unpickled, a tensor of a GPU would be on that GPU in every rank.
+    ranks = group.gather((random_states(group.device, trained.loaders), on_cpu(own_state)))
     return {
         "random": [states for states, _ in ranks],
         "strategy": [state for _, state in ranks],

@@ -20,6 +20,9 @@ all_gather_single = getattr(_torch, "all_gather_single", None) or _torch.all_gat
 reduce_scatter_single = getattr(_torch, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
 """Torch's function by its name since 2.13, or by the one before."""
 
+_NOT_OF_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes that NCCL does not send, and gloo does."""
+
 STEP_ENDS = "the end of the step"
 """The place where ranks meet after the user's step."""
 
@@ -173,7 +176,7 @@ class Group:
             tensor.detach().copy_(self.send(tensor.detach().cpu(), source))
         elif not self.is_alone:
             data = tensor.detach()
-            whole = data.contiguous()
+            whole = (data.cpu() if data.is_cuda and data.dtype in _NOT_OF_NCCL else data).contiguous()
             dist.broadcast(whole, group_src=source, group=self.world)
             if whole.data_ptr() != data.data_ptr():
                 data.copy_(whole)
