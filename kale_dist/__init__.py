@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kale_dist.calls.verbs import attach, distribute, jobs, launch, render
     from kale_dist.errors import KaleDistError
     from kale_dist.job.handle import Job
+    from kale_dist.job.several import compare
     from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local
     from kale_dist.job.spec.recipe import Recipe
     from kale_dist.job.spec.resources import Resources
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "attach",
     "callbacks",
+    "compare",
     "context",
     "dataset",
     "distribute",
@@ -68,6 +70,7 @@ _HOMES = {
     "Volume": "job.spec.volumes",
     "attach": "calls.verbs",
     "callbacks": "",
+    "compare": "job.several",
     "context": "wire.context",
     "dataset": "worker.training.data.lazy_dataset",
     "distribute": "calls.verbs",

@@ -14,7 +14,7 @@ from kale_dist.calls import verbs
 from kale_dist.errors import ConfigError
 from kale_dist.job import records
 from kale_dist.job.handle import Job
-from kale_dist.job.spec.place_settings import Kubernetes
+from kale_dist.job.spec.place_settings import TTL_S, Kubernetes
 from kale_dist.wording import show
 
 _POLICIES = {"activeDeadlineSeconds": "timeout_s", "backoffLimit": "max_restarts"}
@@ -55,7 +55,7 @@ class DistributedConfig:
         environment, secrets = _variables(self.env)
         policy = dict(self.run_policy)
         arguments = {ours: policy.pop(theirs) for theirs, ours in _POLICIES.items() if theirs in policy}
-        ttl_s = policy.pop("ttlSecondsAfterFinished", None)
+        ttl_s = policy.pop("ttlSecondsAfterFinished", TTL_S)
         patch: dict[str, Any] = {"runPolicy": policy} if policy else {}
         if self.env_from:
             container = {"name": _CONTAINER, "envFrom": list(self.env_from)}

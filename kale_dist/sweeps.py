@@ -53,9 +53,6 @@ class SweepError(KaleDistError):
 class SweepTrial(TrialRow):
     """One trial: its parameters, and the job that ran with them."""
 
-    ref: str | None
-    """The job's reference; None where the call returned no job."""
-
     @property
     def job(self) -> Job[Any]:
         """The trial's job.
@@ -360,7 +357,7 @@ class Sweep:
                     self._forget(number)
                     continue
                 with contextlib.suppress(KaleDistError):
-                    one.job.cancel()
+                    one.job.cancel(save=False)
                 self._again(number, "the sweep was cancelled" if self._error is None else "the sweep has failed")
         except Exception as error:  # noqa: BLE001 - the storage fails, and `wait` must not wait for ever
             self._error = self._error or error
@@ -413,6 +410,10 @@ class Sweep:
         if not isinstance(job, Job):
             self._fail(trial.number, "the call returned no job")
             raise SweepError(f"{self.name}: the call returned {job!r}. Return the job of distribute() or launch()")
+        if job.spec.topology.sizes:
+            job.cancel()
+            self._fail(trial.number, "the call asks for a range of processes")
+            raise SweepError(f"{self.name}: number_of_processes is a range, and trials need one number. Give one")
         trial.set_user_attr(_JOB, job.ref)
         self._subscribe(trial, job)
 
@@ -454,7 +455,7 @@ class Sweep:
             one.values.append(value)
             if not status.is_final and not one.is_pruned and one.trial.should_prune():
                 one.is_pruned = True
-                one.job.cancel()
+                one.job.cancel(save=False)
         if status.is_final:
             self._end(number, one, status)
 

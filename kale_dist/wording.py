@@ -6,6 +6,8 @@ import ast
 import contextlib
 import difflib
 import json
+import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -81,3 +83,32 @@ def parse(text: str) -> Any:
 def listing(backend: str) -> str:
     """How to list a backend's jobs, for errors about a missing job."""
     return f"kale_dist.jobs(on={backend!r}) or `kale-dist jobs --on {backend}` lists those there are"
+
+
+_TIMES = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def seconds(value: object) -> float | None:
+    """Read a time: a number of seconds, or text such as `10 min`, `30s` or `1.5 h`. None for anything else."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", value)
+        return None if found is None else float(found[1]) * _TIMES[found[2]]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
+
+
+def interval(value: str) -> tuple[str, float]:
+    """Read how often something is done: `("auto", 0)`, `("steps", 500)` for `500 steps`, or `("s", 600)` for `10 min`.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if value == "auto":
+        return "auto", 0.0
+    if found := re.fullmatch(r"\s*(\d+)\s*steps?\s*", value):
+        unit, amount = "steps", float(found[1])
+    else:
+        unit, amount = "s", seconds(value) or 0.0
+    if amount <= 0:
+        raise ValueError(f"{value!r} is no interval")
+    return unit, amount

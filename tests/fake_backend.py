@@ -167,7 +167,7 @@ class FakeBackend(Backend):
         """What the script printed."""
         return self._run(ref).lines(lambda line: ranks is None or line.rank in ranks, tail, follow=follow)
 
-    def cancel(self, ref: JobRef, *, grace_s: float = 5.0) -> None:
+    def cancel(self, ref: JobRef, *, grace_s: float = 5.0, save: bool = True) -> None:
         """Tell the script to end."""
         del grace_s
         self._run(ref).cancelled.set()

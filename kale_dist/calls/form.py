@@ -5,8 +5,11 @@ The call that it shows does the same as its Run button: what was begun in the fo
 
 from __future__ import annotations
 
+import ast
 import inspect
+import os
 import re
+import textwrap
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +43,9 @@ _NOTHING = {
 }  # fmt: skip
 _PLACES = {"docker": "Docker", "kubernetes": "Kubernetes"}
 """Values of `on` whose settings the form has, and their classes."""
+
+_OF_CLUSTERS = ("namespace", "queue", "kind")
+_USUAL_LOSSES = ("CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss")
 
 _COMMA = re.compile(r",(?![^\[]*\])(?=\s*[A-Za-z0-9])")
 """What separates requirements: no comma within extras (`a[b,c]`) or within versions (`a>=1,<2`)."""
@@ -131,6 +137,7 @@ def arguments(choice: Mapping[str, str], namespace: Mapping[str, Any]) -> dict[s
         ConfigError: A setting of the place is wrong.
     """
     given: dict[str, Any] = {field: namespace.get(choice.get(field, "")) for field in OBJECTS}
+    given["criterion"] = given["criterion"] or _made_loss(choice.get("criterion", ""))
     on, settings = _chosen_place(choice)
     place = {"on": on} if settings or on != _default_place() else {}
     return {**given, **_numbers(choice), **request.gathered({**place, **settings})}
@@ -165,12 +172,58 @@ def _chosen_place(choice: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     if "packages" in given:
         parts = [part.strip() for part in _COMMA.split(given["packages"]) if part.strip()]
         found["packages"] = "auto" if parts == ["auto"] else parts
-    resources = {field: wording.parse(given[field]) for field in ("cpu", "memory") if field in given}
+    resources = {field: wording.parse(given[field]) for field in ("cpu", "memory", "gpus") if field in given}
     if resources:
         found["resources"] = resources
     if "volumes" in given:
         found["volumes"] = dict(_volumes(given["volumes"]))
+    if on == "kubernetes":
+        found |= {field: given[field] for field in _OF_CLUSTERS if field in given}
     return on, found
+
+
+def _losses(namespace: Mapping[str, Any]) -> list[str]:
+    """Torch's usual losses, as a call in this notebook would make them."""
+    import torch
+
+    prefix = "nn" if namespace.get("nn") is torch.nn and namespace.get("torch") is not torch else "torch.nn"
+    return [f"{prefix}.{name}()" for name in _USUAL_LOSSES]
+
+
+def _made_loss(text: str) -> Any:
+    """The loss of `_losses` that a text makes; None for anything else."""
+    import torch
+
+    name = text.removesuffix("()").rpartition(".")[2]
+    return getattr(torch.nn, name)() if text.endswith("()") and name in _USUAL_LOSSES else None
+
+
+def _calls_criterion(step: Any) -> bool:
+    """Whether a step calls the loss that it is given, and does nothing else with it, such as looking whether there is one."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(step)))
+        name = list(inspect.signature(step).parameters)[_POSITIONAL.index("criterion")]
+    except (OSError, SyntaxError, TypeError, ValueError, IndexError):
+        return False
+    uses = sum(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree))
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return 0 < uses == sum(isinstance(called, ast.Name) and called.id == name for called in calls)
+
+
+def _lacks(choice: Mapping[str, str], namespace: Mapping[str, Any]) -> dict[str, str]:
+    """What a choice lacks that a call finds only when it is too late: the field, and a sentence; empty if nothing."""
+    if not choice.get("criterion") and _calls_criterion(namespace.get(choice.get("train_step", ""))):
+        return {
+            "field": "criterion",
+            "text": f"criterion: {choice['train_step']} calls the loss that it is given. Choose one",
+        }
+    on, settings = _chosen_place(choice)
+    configured, in_pod = config.load(), "KUBERNETES_SERVICE_HOST" in os.environ
+    known = configured.image or configured.registry or (on in _PLACES and configured.place(on).image)  # type: ignore[union-attr]
+    if on in _PLACES and "image" not in settings and not known and not (in_pod and on == "kubernetes"):
+        text = "image: processes there need an image with PyTorch and Python as here, such as registry/torch:2.13. Name one"
+        return {"field": "image", "text": text}
+    return {}
 
 
 def _default_place() -> str:
@@ -243,7 +296,11 @@ class LauncherForm(anywidget.AnyWidget):
         choice = guess(found)
         # Whole from its first message: a page that opens meanwhile asks for the state, and may miss what follows.
         super().__init__(
-            identity=identity, model_id=identity, fields=_fields(found), choice=choice, **self._judged(choice)
+            identity=identity,
+            model_id=identity,
+            fields=_fields(found, namespace),
+            choice=choice,
+            **self._judged(choice),
         )
         self.observe(self._changed, names="choice")
         self.on_msg(self._receive)
@@ -274,7 +331,7 @@ class LauncherForm(anywidget.AnyWidget):
         if lacks:
             text = (
                 f"The notebook lacks {_listed(lacks)}. The form looks for {LOOKS_FOR}. "
-                "Run the cells that make them, then press Look again"
+                "Run the cells that make them, then press Refresh"
             )
             return {"field": "", "text": text}
         try:
@@ -283,7 +340,7 @@ class LauncherForm(anywidget.AnyWidget):
             return {"field": _field(error.argument), "text": str(error)}
         except KaleDistError as error:
             return {"field": "", "text": str(error)}
-        return {}
+        return _lacks(choice, self._namespace)
 
     def _ask_for_claims(self) -> None:
         self._asked_for_claims = True
@@ -312,14 +369,14 @@ class LauncherForm(anywidget.AnyWidget):
         kept = {
             field: value
             for field, value in self.choice.items()
-            if value and (field not in OBJECTS or value in found[field])
+            if value and (field not in OBJECTS or value in found[field] or _made_loss(value) is not None)
         }
-        self.fields = _fields(found)
+        self.fields = _fields(found, self._namespace)
         self.choice = {**guess(found), **kept}
         if self._asked_for_claims:
             self._ask_for_claims()
         self._judge()
-        return "Looked again"
+        return "Refreshed"
 
     def _run(self) -> str:
         """Make the call; the job is `job` in the notebook."""
@@ -348,8 +405,11 @@ def form() -> LauncherForm:
     return LauncherForm(shell.user_ns)
 
 
-def _fields(found: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+def _fields(found: Mapping[str, Sequence[str]], namespace: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What the page shows, in its order."""
+    found = {**found, "criterion": [*found["criterion"], *_losses(namespace)]}
+    kinds = [["", "the first that it serves"], *([kind, kind] for kind in ("pytorch", "train", "job", "mpi"))]
+    elsewhere = list(_PLACES)
     selects = [
         {
             "name": name,
@@ -370,15 +430,19 @@ def _fields(found: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
         {
             "name": "cuda",
             "label": "GPUs",
-            "options": [["", "if there are"], ["yes", "one for each process"], ["no", "no"]],
+            "options": [["", "used if available"], ["yes", "one for each process"], ["no", "not used"]],
         },
         {"name": "strategy", "label": "Strategy", "options": [["", "ddp"], *_strategies()]},
-        {"name": "name", "label": "Name", "hint": "made for you"},
-        {"name": "image", "label": "Image", "hint": "registry/name:tag", "is_elsewhere": True, "is_wide": True},
-        {"name": "packages", "label": "Packages", "hint": "einops, timm==1.0", "is_elsewhere": True, "is_wide": True},
-        {"name": "cpu", "label": "Cores each", "hint": f"{DEFAULT_CPU:g}", "is_elsewhere": True},
-        {"name": "memory", "label": "Memory each", "hint": f"{DEFAULT_MEMORY_GIB:g}Gi", "is_elsewhere": True},
-        {"name": "volumes", "label": "Volumes", "hint": "/data=digits", "is_elsewhere": True, "is_wide": True},
+        {"name": "name", "label": "Name", "hint": "from the model's class"},
+        {"name": "image", "label": "Image", "hint": "registry/name:tag", "only": elsewhere, "is_wide": True},
+        {"name": "packages", "label": "Packages", "hint": "einops, timm==1.0", "only": elsewhere, "is_wide": True},
+        {"name": "cpu", "label": "Cores each", "hint": f"{DEFAULT_CPU:g}", "only": elsewhere},
+        {"name": "memory", "label": "Memory each", "hint": f"{DEFAULT_MEMORY_GIB:g}Gi", "only": elsewhere},
+        {"name": "gpus", "label": "GPUs each", "hint": "0", "is_number": True, "only": elsewhere},
+        {"name": "namespace", "label": "Namespace", "hint": "the configured one", "only": ["kubernetes"]},
+        {"name": "queue", "label": "Queue", "hint": "none", "only": ["kubernetes"]},
+        {"name": "kind", "label": "Kind", "options": kinds, "only": ["kubernetes"]},
+        {"name": "volumes", "label": "Volumes", "hint": "/data=digits", "only": elsewhere, "is_wide": True},
     ]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from kale_dist import trackers
+from kale_dist.errors import ConfigError
 from kale_dist.job.backend import Backend
 from kale_dist.job.spec import names
-from kale_dist.job.spec.checks import FLAG, NO_NUL, check_fields, keep, number, pairs, text, whole
+from kale_dist.job.spec.checks import FLAG, NO_NUL, Check, check_fields, keep, number, pairs, text, whole
 from kale_dist.job.spec.place_settings import Place
 from kale_dist.wire import Policy
 
@@ -20,8 +21,23 @@ _SET_BY_US = frozenset(
 _MOST_THREADS = 4096
 """Of a rank. Far more would take those of the agent, and with it other jobs."""
 
+_RANGE_RESTARTS = 10
+"""Losses that a job of a range of processes survives, if the call does not say how many: there pods are expected to go."""
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a value is a number of processes, or the least and the largest of a range."""
+    ends = value if isinstance(value, tuple | list) else (value, value)
+    are_whole = all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
+    return len(ends) == 2 and are_whole and 1 <= ends[0] <= ends[1]  # noqa: PLR2004 - two ends
+
+
 _PLAIN = {
-    "number_of_processes": whole(1).or_(None),
+    "number_of_processes": Check(
+        _is_size,
+        "{} is neither a whole number of 1 or more nor a range of two",
+        "Give an int such as 4, or on a cluster a range such as (2, 8)",
+    ).or_(None),
     "threads": whole(1, _MOST_THREADS, "Give the cores of one rank, or None for its fair share").or_(None),
     "cuda": FLAG.or_(None),
     # What numpy, random and torch all take, with room for the ranks.
@@ -30,7 +46,7 @@ _PLAIN = {
 _LIMIT = number("a positive number of seconds", "Give seconds, or None").or_(None)
 _POLICY_CHECKS = {
     **dict.fromkeys(("timeout_s", "stall_warn_s", "stall_timeout_s"), _LIMIT),
-    "max_restarts": whole(0, remedy="Give an int; 0 for none"),
+    "max_restarts": whole(0, remedy="Give an int; 0 for none").or_(None),
     "detach": FLAG,
 }
 _FREE = text(
@@ -49,7 +65,7 @@ _NAME = text(
 class Options:
     """How and where a call runs, for all verbs. Fields as arguments of `distribute`."""
 
-    number_of_processes: int | None = None
+    number_of_processes: int | tuple[int, int] | None = None
     cuda: bool | None = None
     name: str | None = None
     on: str | Place | Backend | None = None
@@ -73,6 +89,18 @@ class Options:
         check_fields(self.policy, _POLICY_CHECKS)
         if self.name is not None:
             names.check(self.name)
+        size = self.number_of_processes
+        most: int | None = self.policy.max_restarts
+        if isinstance(size, Sequence):
+            size = (size[0], size[1]) if size[0] < size[1] else size[0]
+        is_range = isinstance(size, tuple)
+        if is_range and most == 0:
+            problem = f"0 with a range of processes {size}, where a pod that goes is a loss"
+            raise ConfigError("max_restarts", problem, f"Leave it out (then {_RANGE_RESTARTS}), or give more")
+        if most is None:
+            policy = dataclasses.replace(self.policy, max_restarts=_RANGE_RESTARTS if is_range else 0)
+            keep(self, policy=policy)
+        keep(self, number_of_processes=size)
         keep(self, environment=_variables(self.environment), track=trackers.resolve(self.track))
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kale_dist import config, places, strategies
 from kale_dist.calls import image_checks, save_to, training_checks
 from kale_dist.calls.options import Options
+from kale_dist.calls.resuming import Earlier
 from kale_dist.errors import ConfigError
 from kale_dist.job.backend import Backend
 from kale_dist.job.spec import names, place_settings
@@ -21,6 +23,7 @@ from kale_dist.places.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.places.manifests import kind_of
 from kale_dist.trackers import Tracker
 from kale_dist.wire import Policy
+from kale_dist.wire.memory import free_memory
 from kale_dist.wording import closest
 from kale_dist.worker.training.settings import Training
 
@@ -33,6 +36,9 @@ PLACE_SETTINGS = tuple(dict.fromkeys(field.name for kind in (Docker, Kubernetes)
 _ELSEWHERE_PROCESSES = 2
 """Processes in containers if the call does not say how many: how many there is room for is not known here."""
 
+_LEAST_GIB = 300 / 1024
+"""Memory that a process needs to import torch and to train anything with it."""
+
 _MIB, _GIB = 1 << 20, 1 << 30
 _RANK_BYTES = 28 << 20
 """Memory that a rank shares with no other once it trains a small model on the CPU: measured with torch 2.13 on Linux."""
@@ -40,6 +46,10 @@ _RANK_BYTES = 28 << 20
 _STALL_S = 1800.0
 """Limit for a function on several GPUs that gives no sign of life."""
 
+_OTHER_BATCHES = (
+    "number_of_processes: whenever it changes, a step takes another number of samples, and the learning rate stays. "
+    "split_batches=True keeps the number of samples"
+)
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """One of these is there where torch could find a GPU."""
 
@@ -85,6 +95,8 @@ class Call:
     """Sentences about what was chosen."""
     track: tuple[Tracker, ...] = ()
     """Where its metrics are written."""
+    resume: pathlib.Path | None = None
+    """The checkpoint of an earlier job that it continues from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,13 +128,19 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**calls, "on": _place_of("local" if isinstance(on, Local) else _word(on), settings)}
 
 
-def checked(given: Mapping[str, Any], function: Function | None = None, machine: Machine | None = None) -> Call:
+def checked(
+    given: Mapping[str, Any],
+    function: Function | None = None,
+    machine: Machine | None = None,
+    earlier: Earlier | None = None,
+) -> Call:
     """A call of `distribute`, or of `launch` with a function. Nothing is written or started.
 
     Args:
         given: Arguments of the verb, by name.
         function: What `launch` runs, checked.
         machine: In place of this one.
+        earlier: What `resume_from` names.
 
     Raises:
         ConfigError: The first thing that is wrong.
@@ -142,14 +160,15 @@ def checked(given: Mapping[str, Any], function: Function | None = None, machine:
         training_checks.check(training)
         model = training.model
         label = f"train {' '.join(model) if isinstance(model, dict) else type(model).__name__}"
+    sizes = _sizes(options, place, training)
     _check_variables(options.environment, in_pods=not isinstance(place, Local))
     wanted = image_checks.ImageWanted()
     of_pods: dict[str, Any] = {}
     if isinstance(place, Local):
         weights = 0 if training is None else training_checks.rank_bytes(training)
-        ranks = _on_machine(options, machine or _this_machine(options.cuda), weights)
+        ranks = _on_machine(options, machine or _this_machine(options.cuda), weights, sizes)
     else:
-        ranks = _in_pods(options, place)
+        ranks = _in_pods(options, place, sizes, trains=training is not None)
         wanted = image_checks.check(place.image, place.packages, place.requirements)
         of_pods = {"volumes": volumes, "image": wanted.image, "recipe": wanted.recipe, "resources": place.resources}
     if isinstance(place, Kubernetes):
@@ -158,7 +177,8 @@ def checked(given: Mapping[str, Any], function: Function | None = None, machine:
         name=options.name, label=label, kind="call" if training is None else "training", topology=ranks.topology,
         cuda=ranks.cuda, threads=options.threads, seed=options.seed, environment=options.environment,
         policy=_policy(options.policy, ranks, is_training=training is not None),
-        strategy=strategies.DDP() if training is None else training.strategy, **of_pods,
+        strategy=strategies.DDP() if training is None else training.strategy,
+        saves=training is not None and training.checkpoint_every is not None, **of_pods,
     )  # fmt: skip
     if isinstance(place, Kubernetes):
         _check_manifest(request)
@@ -166,9 +186,14 @@ def checked(given: Mapping[str, Any], function: Function | None = None, machine:
     if training is not None and options.cuda is None and not ranks.cuda and (gpu := training_checks.gpu_of(training)):
         sentence = f"The model is on {gpu}, and the processes train on the CPU. cuda=True gives each of them a GPU"
         notes = (*notes, sentence)
+    if training is not None and isinstance(place, Kubernetes) and request.topology.sizes and not training.split_batches:
+        notes += (_OTHER_BATCHES,)
+    if training is not None and earlier is not None:
+        # How many ranks a range begins with is not known yet: the log says what their number changes.
+        notes += earlier.check(training, None if request.topology.sizes else request.topology.number_of_processes)
     return Call(
         what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=ranks.warnings,
-        notes=(*ranks.notes, *notes), track=options.track,
+        notes=(*ranks.notes, *notes), track=options.track, resume=None if earlier is None else earlier.path,
     )  # fmt: skip
 
 
@@ -186,6 +211,9 @@ def where(on: Any) -> tuple[Backend, Place]:
     else:
         place = on if isinstance(on, Local | Docker | Kubernetes) else place_settings.KINDS[_word(on)]()
         backend = places.get(place_settings.word_of(place))
+    if backend.name == "local" and sys.platform != "linux":
+        problem = f"processes on this machine need Linux, and this is {sys.platform}"
+        raise ConfigError("on", problem, "Give on=kd.Docker(...) or on=kd.Kubernetes(...), or use a notebook on Linux")
     return backend, place_settings.filled(place, config.load().place(place_settings.word_of(place)))
 
 
@@ -217,9 +245,32 @@ def _policy(policy: Policy, ranks: _Ranks, *, is_training: bool) -> Policy:
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
-def _on_machine(options: Options, there: Machine, rank_bytes: int) -> _Ranks:
+def _sizes(options: Options, place: Place, training: Training | None) -> tuple[int, ...]:
+    """The world sizes that a call allows: none of its own, one, or those of a range that the strategy can have.
+
+    Raises:
+        ConfigError: There can be no range, or the strategy can have none of its sizes.
+    """
+    asked = options.number_of_processes
+    if not isinstance(asked, tuple):
+        return () if asked is None else (asked,)
+    if training is None:
+        problem = f"{asked} is a range, and a function cannot be asked for a checkpoint when pods come and go"
+        raise ConfigError("number_of_processes", problem, "Give one number")
+    if isinstance(place, Kubernetes) and place.kind in ("mpi", "tf"):
+        problem = f"{asked} is a range, and the world of kind={place.kind!r} is fixed when it starts"
+        raise ConfigError("number_of_processes", problem, "Give one number, or leave `kind` out")
+    if isinstance(place, Kubernetes) and training.checkpoint_every is None:
+        problem = f"None, and with a range of processes {asked} the job resumes whenever pods come or go"
+        raise ConfigError("checkpoint_every", problem, "Leave it out, or give one number of processes")
+    per_pod = None if isinstance(place, Local) else place.processes_per_pod or 1
+    return training_checks.sizes(training, range(asked[0], asked[1] + 1), per_pod, cuda=bool(options.cuda))
+
+
+def _on_machine(options: Options, there: Machine, rank_bytes: int, sizes: tuple[int, ...]) -> _Ranks:
     """Lay the ranks out on one machine, if it has what they need."""
-    asked, cuda = options.number_of_processes, options.cuda
+    cuda = options.cuda
+    asked = sizes[0] if sizes else None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     if cuda and there.gpus < 1:
@@ -228,11 +279,16 @@ def _on_machine(options: Options, there: Machine, rank_bytes: int) -> _Ranks:
     if cuda is None and there.gpu_problem:
         sentence = f"cuda: training on the CPU, because the GPUs here do not work with this torch: {there.gpu_problem}"
         warnings = (f"{sentence}. See `kale-dist doctor`, or say cuda=False",)
+    if isinstance(options.number_of_processes, tuple):
+        on_gpus = there.gpus and cuda is not False
+        room = there.gpus if on_gpus else max(1, min(there.cores, there.memory_bytes // (_RANK_BYTES + rank_bytes)))
+        asked = max((size for size in sizes if size <= room), default=sizes[0])
+        notes = (f"number_of_processes: {asked}, for the whole job: a range is for the pods of a cluster",)
     if cuda is None and there.gpus:
         cuda = asked is None or asked <= there.gpus
         if cuda:
             used = asked or there.gpus
-            notes = (f"{used} of {there.gpus} GPUs, one for each process. cuda=False trains on the CPU",)
+            notes += (f"{used} of {there.gpus} GPUs, one for each process. cuda=False trains on the CPU",)
         else:
             sentence = (
                 f"number_of_processes: {asked} processes train on the CPU, because there are {there.gpus} GPUs. Ask for at "
@@ -264,16 +320,20 @@ def _on_machine(options: Options, there: Machine, rank_bytes: int) -> _Ranks:
     return _Ranks(topology=topology, cuda=bool(cuda), warnings=warnings, notes=notes)
 
 
-def _in_pods(options: Options, place: Docker | Kubernetes) -> _Ranks:
+def _in_pods(options: Options, place: Docker | Kubernetes, sizes: tuple[int, ...], *, trains: bool) -> _Ranks:
     """Lay the ranks out on pods or containers. What there is to run on is not asked here."""
     per_pod = place.processes_per_pod or 1
-    world = options.number_of_processes or max(_ELSEWHERE_PROCESSES, per_pod)
+    world = sizes[-1] if sizes else max(_ELSEWHERE_PROCESSES, per_pod)
     if per_pod > world:
         problem = f"{per_pod} is more than the {world} of number_of_processes"
         raise ConfigError("processes_per_pod", problem, "Lower it, or raise number_of_processes")
     each, cuda = place.resources.gpus, options.cuda
     if cuda and each == 0:
         raise ConfigError("resources.gpus", "0, and cuda=True needs one for each process", "Give 1, or leave it out")
+    memory_gib = place.resources.memory_gib
+    if trains and memory_gib is not None and memory_gib < _LEAST_GIB:
+        problem = f"a process with torch needs at least {_LEAST_GIB * 1024:.0f} MiB, and {memory_gib * 1024:.0f} MiB were given"
+        raise ConfigError("resources.memory", problem, "Give more, such as memory='1Gi'")
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     if cuda is None and each:
@@ -287,7 +347,9 @@ def _in_pods(options: Options, place: Docker | Kubernetes) -> _Ranks:
         )
         warnings = (*warnings, sentence)
     servers = place.servers if isinstance(place, Kubernetes) else 0
-    topology = Topology(number_of_processes=world + servers, processes_per_pod=per_pod)
+    topology = Topology(
+        number_of_processes=world + servers, processes_per_pod=per_pod, sizes=sizes if len(sizes) > 1 else ()
+    )
     return _Ranks(topology=topology, cuda=bool(cuda), warnings=warnings, notes=notes)
 
 
@@ -324,24 +386,9 @@ def _this_machine(cuda: bool | None) -> Machine:  # noqa: FBT001 - the call's ow
     # To ask takes seconds: without a device there is nothing to ask.
     if cuda is not False and any(pathlib.Path(device).exists() for device in _DEVICES):
         count, problem = gpus.usable()
-    cores = len(os.sched_getaffinity(0))
-    return Machine(cores=cores, gpus=count, gpu_problem=problem, memory_bytes=_free_memory())
+    return Machine(cores=usable_cores(), gpus=count, gpu_problem=problem, memory_bytes=free_memory())
 
 
-def _free_memory() -> int:
-    """Bytes that processes can still take, here and in this process's own container."""
-    found = [1 << 50]
-    try:
-        text = pathlib.Path("/proc/meminfo").read_text()
-        found.append(next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable:")))
-    except (OSError, StopIteration, ValueError):
-        pass
-    try:
-        group = pathlib.Path("/sys/fs/cgroup")
-        limit, used = (int(group.joinpath(name).read_text()) for name in ("memory.max", "memory.current"))
-        lines = group.joinpath("memory.stat").read_text().splitlines()
-        # Pages of files are given back when they are needed.
-        found.append(limit - used + next(int(line.split()[1]) for line in lines if line.startswith("inactive_file ")))
-    except (OSError, StopIteration, ValueError):
-        pass  # No container, no limit ("max"), or cgroups of version 1.
-    return min(found)
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

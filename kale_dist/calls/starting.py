@@ -5,7 +5,11 @@ When `start` returns, the job is submitted; its ranks may not have started yet.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import json
+import pathlib
 import secrets
 import string
 import sys
@@ -15,8 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from kale_dist.calls.request import Call, Function
-from kale_dist.errors import BackendError, SnapshotError, say, warn
-from kale_dist.job import records, tracking, weights
+from kale_dist.errors import BackendError, KaleDistError, SnapshotError, say, users_line, warn
+from kale_dist.job import interrupts, records, tracking, weights
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.outcomes import OutcomeReader
@@ -27,7 +31,7 @@ from kale_dist.snapshot import datasets
 from kale_dist.snapshot.capture import Snapshot, capture
 from kale_dist.snapshot.given_models import models_in, together
 from kale_dist.snapshot.reducers import References
-from kale_dist.wire.blobs import FolderStore, Store
+from kale_dist.wire.blobs import FolderStore, Store, map_file
 from kale_dist.worker.training.settings import Training
 
 SUFFIX_LENGTH = 5
@@ -38,6 +42,9 @@ _SHOWN_PATHS = 2
 _jobs: weakref.WeakValueDictionary[str, Job[Any]] = weakref.WeakValueDictionary()
 """Reference to the handle that this process already has, which knows the notebook's own objects."""
 _jobs_lock = threading.Lock()
+
+_runs_of_cells: weakref.WeakKeyDictionary[Job[Any], tuple[tuple[str, int], int]] = weakref.WeakKeyDictionary()
+"""The line of a notebook that started each job, with the number of the cell's run."""
 
 
 def start(call: Call) -> Job[Any]:
@@ -73,8 +80,15 @@ def start(call: Call) -> Job[Any]:
             targets = weights.remember(together(models), None)
         ref = backend.submit(spec, key)
     _say_started(ref, spec)
+    _say_what_runs(targets)
     job = handle(backend, ref, spec, key, targets=targets, originals=snapshot.originals)
-    tracking.begin(job, call.track, tracking.params_of(what) if isinstance(what, Training) else {})
+    if (run := interrupts.running_cell()) is not None:
+        _runs_of_cells[job] = users_line(), run
+    params = tracking.params_of(what) if isinstance(what, Training) else {}
+    # Another process may have deleted the job by now.
+    with contextlib.suppress(OSError):
+        inside(job).files.arguments.write_text(json.dumps(params, default=str))
+    tracking.begin(job, call.track, params)
     return job
 
 
@@ -110,7 +124,15 @@ def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snaps
             image, recipe = recipe.base, None
     settled = backend.settle(request, name=name, image=image, recipe=recipe, submit=submit)
     spec = JobSpec.complete(settled, snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes)
-    return snapshot, spec, notes
+    return snapshot, spec if call.resume is None else _resuming(spec, call.resume, store), notes
+
+
+def _resuming(spec: JobSpec, checkpoint: pathlib.Path, store: Store) -> JobSpec:
+    """The specification of a job that resumes from a checkpoint, which becomes one of its blobs."""
+    data = map_file(checkpoint)
+    digest = store.put([data])
+    blobs = (*(blob for blob in spec.blobs if blob != spec.resume), digest)
+    return dataclasses.replace(spec, blobs=blobs, resume=digest, snapshot_bytes=spec.snapshot_bytes + len(data))
 
 
 def _capture(what: Training | Function, label: str, store: Store) -> Snapshot:
@@ -161,8 +183,8 @@ def known(ref: JobRef) -> Job[Any] | None:
         return _jobs.get(str(ref))
 
 
-def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
-    """Submit the same call as a new job."""
+def _again(backend: Backend, job: Job[Any], checkpoint: pathlib.Path | None) -> Job[Any]:
+    """Submit the same call as a new job, which resumes from a checkpoint if one is given."""
     key, store, old = secrets.token_bytes(32), FolderStore(records.blobs_dir()), job.spec
     old.check_version(job.ref)
     with records.keeping_blobs():
@@ -170,7 +192,10 @@ def _again(backend: Backend, job: Job[Any]) -> Job[Any]:
             raise BackendError(f"The snapshot of {job.ref} is not on this machine. Make the call again in a notebook")
         name = _free_name(old.label)
         settled = backend.settle(old, name=name, image=old.image, recipe=old.recipe, submit=True)
-        spec = JobSpec.complete(settled, snapshot=old.snapshot, blobs=old.blobs, snapshot_bytes=old.snapshot_bytes)
+        spec = JobSpec.complete(
+            settled, snapshot=old.snapshot, blobs=old.blobs, snapshot_bytes=old.snapshot_bytes, resume=old.resume
+        )
+        spec = spec if checkpoint is None else _resuming(spec, checkpoint, store)
         ref = backend.submit(spec, key)
     _say_started(ref, spec)
     return handle(backend, ref, spec, key, targets=inside(job).targets)
@@ -186,6 +211,25 @@ def _say_started(ref: JobRef, spec: JobSpec) -> None:
     if ipython is None or ipython.get_ipython() is None:
         ranks = spec.topology.number_of_processes
         say(f"{ref} starts on {ranks} rank{'' if ranks == 1 else 's'}")
+
+
+def _say_what_runs(targets: weights.Targets | None) -> None:
+    """Name the jobs that still run and that the user may think of as replaced: those of the same model or the same cell."""
+    run = interrupts.running_cell()
+    with _jobs_lock:
+        known_jobs = list(_jobs.values())
+    same_model, same_cell = [], []
+    for job in known_jobs:
+        mine, (line, number) = inside(job).targets, _runs_of_cells.get(job, (None, run))
+        with contextlib.suppress(KaleDistError):
+            if targets is not None and mine is not None and mine.model is targets.model and not job.done():
+                same_model.append(job.ref)
+            # A loop of one cell starts several jobs on purpose.
+            elif number != run and line == users_line() and not job.done():
+                same_cell.append(job.ref)
+    for refs, what in ((same_model, "the same model"), (same_cell, "this cell's last run")):
+        if refs:
+            say(f"A job of {what} still runs, too: {', '.join(refs)}. To cancel it: kd.attach('{refs[0]}').cancel()")
 
 
 def _free_name(label: str) -> str:

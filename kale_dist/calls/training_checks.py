@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kale_dist import callbacks, strategies
+from kale_dist import callbacks, strategies, wording
 from kale_dist.calls.checks import check_takes, describe, title
 from kale_dist.errors import ConfigError
-from kale_dist.job.spec.checks import FLAG, check_fields, number, one_of, whole
+from kale_dist.job.spec.checks import FLAG, Check, check_fields, number, one_of, whole
 from kale_dist.job.spec.job_spec import Request
 from kale_dist.snapshot.pickler import hooks_of
 from kale_dist.wording import show
@@ -40,12 +40,26 @@ _UNPREPARED = (
     " and run the function that calls it with launch()"
 )
 
+
+def _is_interval(text: str) -> bool:
+    try:
+        wording.interval(text)
+    except ValueError:
+        return False
+    return True
+
+
 _AN_OPTIMIZER = "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
 _SEVERAL = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
 _A_LOADER = "Make one: DataLoader(dataset, batch_size=32)"
 _PLAIN = {
     **dict.fromkeys(("epochs", "accumulate"), whole(1)),
-    **dict.fromkeys(("checkpoint_every", "profile"), whole(1).or_(None)),
+    "profile": whole(1).or_(None),
+    "checkpoint_every": Check(
+        lambda value: _is_interval(value) if isinstance(value, str) else whole(1).test(value),
+        "{} is neither a number of epochs of 1 or more nor how often to write one",
+        "Use 'auto', a number of epochs such as 1, '500 steps', '10 min', or None for none",
+    ).or_(None),
     **dict.fromkeys(("split_batches", "shard"), FLAG),
     "precision": one_of(("bf16", "fp16"), "there is no precision {}", "Use 'bf16', 'fp16' or None").or_(None),
     "clip_norm": number("a positive number", "Give a number such as 1.0, or None").or_(None),
@@ -106,15 +120,10 @@ def check_on(training: Training, request: Request, *, is_local: bool) -> tuple[s
                     f"{name} has a hook on its gradient, and with {training.strategy.word!r} no rank has all of that"
                 )
                 raise ConfigError("strategy", problem, "Use strategy='ddp'")
+    topology = request.topology
     training.strategy.check(
-        strategies.Conditions(
-            number_of_processes=request.topology.number_of_processes,
-            processes_per_pod=request.topology.processes_per_pod,
-            is_local=is_local,
-            cuda=request.cuda,
-            model=training.model,
-            optimizer=training.optimizer,
-            precision=training.precision,
+        _conditions(
+            training, topology.number_of_processes, topology.processes_per_pod, is_local=is_local, cuda=request.cuda
         )
     )
     return tuple(_undivided(training)) if layout.shards > 1 else ()
@@ -124,6 +133,37 @@ def gpu_of(training: Training) -> str:
     """The device of the first of the models' tensors that is on a GPU; empty if none is."""
     tensors = (one for model in _each("model", training.model) for one in model.parameters())
     return next((str(one.device) for one in tensors if one.device.type == "cuda"), "")
+
+
+def sizes(training: Training, asked: Sequence[int], per_pod: int | None, *, cuda: bool) -> tuple[int, ...]:
+    """Those of some world sizes that a training's strategy can have.
+
+    Args:
+        training: What is trained, and how.
+        asked: The sizes, ascending.
+        per_pod: Processes of one pod; None on this machine.
+        cuda: Whether the call asks for GPUs.
+
+    Raises:
+        ConfigError: It can have none of them; says why of the largest.
+    """
+    found: list[int] = []
+    for size in asked:
+        try:
+            training.strategy.check(_conditions(training, size, per_pod or size, is_local=per_pod is None, cuda=cuda))
+        except ConfigError:
+            if size == asked[-1] and not found:
+                raise
+        else:
+            found.append(size)
+    return tuple(found)
+
+
+def _conditions(training: Training, size: int, per_pod: int, *, is_local: bool, cuda: bool) -> strategies.Conditions:
+    return strategies.Conditions(
+        number_of_processes=size, processes_per_pod=per_pod, is_local=is_local, cuda=cuda, model=training.model,
+        optimizer=training.optimizer, precision=training.precision,
+    )  # fmt: skip
 
 
 def _undivided(training: Training) -> Iterator[str]:

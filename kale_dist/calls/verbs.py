@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from kale_dist import places, strategies
 from kale_dist.calls import checks, options, request, starting
 from kale_dist.calls.request import Call, Function
+from kale_dist.calls.resuming import Earlier
 from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
 from kale_dist.job import records
 from kale_dist.job.backend import Backend, JobRef, Plan
 from kale_dist.job.handle import Job, inside
+from kale_dist.job.several import Jobs
 from kale_dist.job.spec import names
 from kale_dist.job.spec.checks import FLAG
 from kale_dist.job.spec.place_settings import Kubernetes, Place, word_of
@@ -55,7 +57,7 @@ def distribute(
     eval_data_loader: DataLoader[Any] | None = None,
     eval_step: Callable[..., Any] | None = None,
     epochs: int = 1,
-    number_of_processes: int | None = None,
+    number_of_processes: int | tuple[int, int] | None = None,
     cuda: bool | None = None,
     train_args: Any = None,
     eval_args: Any = None,
@@ -66,7 +68,7 @@ def distribute(
     split_batches: bool = False,
     shard: bool = True,
     eval_sharding: str = "samples",
-    checkpoint_every: int | None = 1,
+    checkpoint_every: int | str | None = "auto",
     seed: int | None = None,
     name: str | None = None,
     on: str | Place | Backend | None = None,
@@ -75,7 +77,7 @@ def distribute(
     timeout_s: float | None = None,
     stall_warn_s: float | None = STALL_WARN_S,
     stall_timeout_s: float | None = 1800.0,
-    max_restarts: int = 0,
+    max_restarts: int | None = None,
     detach: bool = False,
     track: Any = None,
     strategy: str | strategies.Settings | None = None,
@@ -83,6 +85,7 @@ def distribute(
     callbacks: Sequence[Any] = (),
     profile: int | None = None,
     save_to: str | os.PathLike[str] | None = None,
+    resume_from: Job[Any] | str | os.PathLike[str] | None = None,
 ) -> Job[TrainingResult]:
     """Train a model on several processes.
 
@@ -103,7 +106,8 @@ def distribute(
             accuracy for classes.
         epochs: How often the training data is passed over.
         number_of_processes: None: on this machine as many as there are GPUs, or else cores; elsewhere two, or those of
-            one pod if `processes_per_pod` is more.
+            one pod if `processes_per_pod` is more. On a cluster also a range, such as `(2, 8)`: the job begins with what there
+            is, at least 2, continues without pods that go, and grows when more come.
         cuda: Whether each process gets a GPU. None: if there are enough, and a line says so; in containers, if their
             `resources` have GPUs.
         train_args: Anything; given to `train_step` as `args`.
@@ -116,7 +120,8 @@ def distribute(
         shard: False for an iterable dataset that divides itself among the processes.
         eval_sharding: `"samples"`: each process evaluates its share. `"none"`: each evaluates all, for metrics that are
             not means, such as F1.
-        checkpoint_every: Epochs between checkpoints; None for none.
+        checkpoint_every: `"auto"`: at ends of epochs and within them, for at most 1 % of the time. A number: epochs between
+            checkpoints. `"500 steps"`, `"10 min"`: within epochs, too. None for none.
         seed: The seed of rank 0; rank r gets `seed + r`. None: a random one.
         name: The job's name; None for one made from the model's class.
         on: Where: `"local"`, `"docker"` or `"kubernetes"`, with what is configured of it, or `kd.Local()`,
@@ -128,7 +133,8 @@ def distribute(
         stall_warn_s: Seconds without progress after which the stacks of all processes go into the log.
         stall_timeout_s: Seconds without progress after which the job fails; counted from the first finished step.
         max_restarts: How often the job restarts and resumes from its last checkpoint after a process was lost (a signal,
-            an exit, a stall), or a GPU or NCCL failed. Not after another exception or out of memory.
+            an exit, a stall), or a GPU or NCCL failed. Not after another exception or out of memory. None: never, and of a
+            range of processes 10 times.
         detach: Whether a job on this machine keeps running when the notebook's kernel ends. In containers and on a cluster
             all jobs do.
         track: Where metrics are written besides `job.metrics`: `tensorboard`, `mlflow`, `wandb`, settings such as
@@ -143,6 +149,8 @@ def distribute(
         profile: Steps (from the second on) of which each process takes a profile, for `job.profile()`; None for none.
         save_to: Where the job itself saves the trained weights, as `torch.save` writes a `state_dict`: a path, `pvc://claim/path`
             on a cluster, or a URL that fsspec opens. They come back all the same.
+        resume_from: An earlier job, its name or reference, or the path of a checkpoint: the training continues there, with
+            this call's code, ranks, strategy and place. `epochs` counts the earlier ones, too.
 
     Returns:
         The job. `job.result()` is rank 0's `TrainingResult`.
@@ -172,7 +180,7 @@ def launch(
     timeout_s: float | None = None,
     stall_warn_s: float | None = STALL_WARN_S,
     stall_timeout_s: float | None = None,
-    max_restarts: int = 0,
+    max_restarts: int | None = None,
     detach: bool = False,
     track: Any = None,
     **kwargs: Any,
@@ -185,7 +193,7 @@ def launch(
     Args:
         fn: Any function; the process group is ready when it is called.
         *args: Its positional arguments.
-        number_of_processes: As for `distribute`.
+        number_of_processes: As for `distribute`, but no range.
         cuda: Likewise.
         name: The job's name; None for one made from the function's.
         on: As for `distribute`.
@@ -279,7 +287,7 @@ def _given(verb: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
 
 def _checked(verb: Callable[..., Any], given: Mapping[str, Any]) -> Call:
     if verb.__name__ == "distribute":
-        return request.checked(given)
+        return request.checked(given, earlier=Earlier.of(given["resume_from"], attach))
     fn, args, kwargs = given["fn"], given["args"], given["kwargs"]
     checks.check_function(fn, args, kwargs, verb)
     return request.checked(given, Function(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn)))
@@ -325,10 +333,8 @@ def _found(ref: str, *, trust: bool | None) -> Job[Any]:
 
 
 @short_refusals
-def jobs(
-    on: str | Place = "local", *, namespace: str | None = None, labels: Mapping[str, str] | None = None
-) -> list[Job[Any]]:
-    """All jobs there are, oldest first.
+def jobs(on: str | Place = "local", *, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> Jobs:
+    """All jobs there are, oldest first: a list that shows itself as a table.
 
     Args:
         on: Where: `"local"` (this user's, on this machine), `"docker"`, `"kubernetes"`, or what a call takes as `on`.
@@ -345,7 +351,7 @@ def jobs(
         listed = backend.list()
     else:
         listed = [JobRef.parse(status.ref) for status in backend.survey(namespace=namespace, labels=labels)]
-    found = []
+    found = Jobs()
     for ref in listed:
         # Another process may delete a job between the list and the look.
         with contextlib.suppress(JobNotFoundError):

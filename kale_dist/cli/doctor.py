@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 
+from kale_dist.calls.request import usable_cores
 from kale_dist.cli.arguments import Commands, add_parser, add_place
 from kale_dist.errors import ConfigError, StoreError
 from kale_dist.job import records
@@ -104,8 +105,8 @@ def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tup
         context: The kubeconfig's context; empty for its current one.
     """
     if on == "local":
-        return (_python(), *_torch(), _cores(), _shared_memory(), _state_folder(), _notebook(), _docker(), _cluster())
-    here = (_python(), _state_folder())
+        return (_python(on), *_torch(), _cores(), _shared_memory(), _state_folder(), _notebook(), _docker(), _cluster())
+    here = (_python(on), _state_folder())
     try:
         if on == "docker":
             from kale_dist.places.docker import engines as engine
@@ -120,20 +121,25 @@ def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tup
         if package == "kale_dist":
             raise
         sentence = f"{package!r} is not installed in this Python"
-        return (*here, _failed("package", sentence, install(on)))
+        return (*here, _failed("package", sentence, _extra(on)))
     return (
         *here,
         *(Check(name=name, verdict=Verdict(word), sentence=said, remedy=do) for name, word, said, do in found),
     )
 
 
-def _python() -> Check:
+def _python(on: str) -> Check:
     version = sys.version_info
     sentence = f"Python {version.major}.{version.minor}.{version.micro} ({sys.executable})"
-    if not sys.platform.startswith("linux"):
-        return _failed("Python", f"{sentence} on {sys.platform}", "This version runs on Linux only")
     if version < _OLDEST_PYTHON:
         return _failed("Python", sentence, "Python 3.11 or later is needed")
+    if sys.platform != "linux" and on == "local":
+        remedy = "Jobs on this machine need Linux: use on=kd.Docker(...) or on=kd.Kubernetes(...)"
+        return _failed("Python", f"{sentence} on {sys.platform}", remedy)
+    if sys.platform != "linux":
+        return _warning(
+            "Python", f"{sentence} on {sys.platform}", "Not tried there; only jobs on this machine need Linux"
+        )
     return _ok("Python", sentence)
 
 
@@ -179,7 +185,7 @@ def _no_gpus(cuda: str) -> Check:
 
 
 def _cores() -> Check:
-    usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    usable, total = usable_cores(), os.cpu_count() or 1
     quota = _cpu_quota()
     sentence = f"{usable} of {total} cores usable" if usable < total else f"{total} core{'' if total == 1 else 's'}"
     if quota is not None and quota < usable:
@@ -226,11 +232,17 @@ def _state_folder() -> Check:
 
 
 def _notebook() -> Check:
-    missing = [name for name in ("ipykernel", "nbclient", "nbformat") if importlib.util.find_spec(name) is None]
+    packages = ("anywidget", "ipykernel", "nbclient", "nbformat")
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        sentence = f"{', '.join(missing)} not installed; only `kale-dist run` needs it"
-        return _warning("notebooks", sentence, install("notebook"))
-    return _ok("notebooks", "can be executed by `kale-dist run`")
+        sentence = f"{', '.join(missing)} not installed; only the widget and `kale-dist run` need it"
+        return _warning("notebooks", sentence, _extra("notebook"))
+    return _ok("notebooks", "show jobs as widgets, and can be executed by `kale-dist run`")
+
+
+def _extra(name: str) -> str:
+    """How to install an extra of this library, as README says it, and beside an installed one."""
+    return f"pip install '.[{name}]' in the clone of kale_dist; without one, {install(name)}"
 
 
 def _docker() -> Check:

@@ -23,7 +23,7 @@ from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts, plain
 from kale_dist.wire import LogLine
 
-_CANCEL_WAIT_S = 10.0
+_CANCEL_WAIT_S = 30.0
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -42,10 +42,16 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     logs.add_argument("--tail", type=_count, metavar="N", help="only the last N lines")
     command("events", "print the cluster's events of a job and its pods", _events)
     fetch = command("fetch", "write the trained weights to a file, or what a function returned", _fetch)
-    fetch.add_argument("-o", "--output", default="model.pt", metavar="FILE", help="where to (%(default)s)")
+    fetch.add_argument(
+        "-o", "--output", metavar="FILE", help="where to (model.pt, or result.pt for a function's value)"
+    )
     fetch.add_argument("--partial", action="store_true", help="the last checkpoint, also of a job that runs or failed")
-    command("cancel", "end a job", _cancel)
+    cancel = command("cancel", "end a job; a training writes one more checkpoint first", _cancel)
+    cancel.add_argument("--no-save", action="store_true", help="end it at once, without that checkpoint")
     retry = command("retry", "submit the same call again, as a new job, and show its output", _retry)
+    retry.add_argument(
+        "--resume", action="store_true", help="a training from its last checkpoint, not from the beginning"
+    )
     retry.add_argument("--detach", action="store_true", help="print the new job's reference and return")
     command("render", "show what was submitted", _render)
 
@@ -143,14 +149,15 @@ def _fetch(options: argparse.Namespace) -> int:
     if not options.partial and not job.done():
         remedy = "Wait for its end, or take its last checkpoint with --partial"
         raise BackendError(f"{job.ref} has not ended yet. {remedy}", retryable=True)
-    path = job.save(options.output, partial=options.partial)
+    name = "model.pt" if job.spec.kind == "training" else "result.pt"
+    path = job.save(options.output or name, partial=options.partial)
     print(json.dumps({"ref": job.ref, "file": str(path), "bytes": path.stat().st_size}) if options.json else path)
     return 0
 
 
 def _cancel(options: argparse.Namespace) -> int:
     backend, ref = find_job(options.ref)
-    backend.cancel(ref)
+    backend.cancel(ref, save=not options.no_save)
     deadline = time.monotonic() + _CANCEL_WAIT_S
     while not (status := backend.status(ref)).is_final:
         if time.monotonic() > deadline:
@@ -166,7 +173,7 @@ def _retry(options: argparse.Namespace) -> int:
         problem = "a job on this machine ends with this command"
         raise ConfigError("--detach", problem, "Leave it out, or make the call again with detach=True")
     with launch_command.interrupted_by_sigterm() as caught:
-        job = first.retry()
+        job = first.retry(resume=options.resume)
         if options.detach:
             print(json.dumps({"ref": job.ref, "name": job.name}) if options.json else job.ref)
             return 0

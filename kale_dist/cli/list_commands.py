@@ -104,7 +104,7 @@ def _state(job: _Listed) -> str:
     if job.status.queue_position is not None:
         return f"{job.status.state.value}, {job.status.queue_position} in queue"
     percent = None if job.status.is_final else facts.percent(job.status)
-    return job.status.state.value + ("" if percent is None else f" {percent} %")
+    return facts.state(job.status) + ("" if percent is None else f" {percent} %")
 
 
 def _ranks(job: _Listed) -> str:

@@ -38,6 +38,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
@@ -66,10 +67,21 @@ class KaleDistWarning(UserWarning):
 
 def warn(sentence: str) -> None:
     """Issue a `KaleDistWarning` that points at the user's own line, however deep in the library it is called."""
+    warnings.warn(sentence, KaleDistWarning, stacklevel=_users_frame()[1])
+
+
+def users_line() -> tuple[str, int]:
+    """File and number of the user's own line, however deep in the library this is called."""
+    frame, _ = _users_frame()
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _users_frame() -> tuple[types.FrameType | None, int]:
+    """The innermost frame that is not this library's, and how many frames deeper the caller's is."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").startswith("kale_dist."):
         frame, level = frame.f_back, level + 1
-    warnings.warn(sentence, KaleDistWarning, stacklevel=level + 1)
+    return frame, level
 
 
 def say(line: str) -> None:
@@ -111,13 +123,13 @@ class ConfigError(KaleDistError, ValueError):
 
 
 def short_refusals(verb: Callable[P, R]) -> Callable[P, R]:
-    """Remove this library's frames from a verb's refusals, so that a script's traceback ends at the caller's own line."""
+    """Remove this library's frames from a verb's refusals and from Ctrl-C, so that a traceback ends at the caller's own line."""
 
     @functools.wraps(verb)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return verb(*args, **kwargs)
-        except ConfigError as error:
+        except (ConfigError, KeyboardInterrupt) as error:
             error.__traceback__ = None
             raise
 

@@ -166,8 +166,13 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S) -> None:
+    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S, save: bool = True) -> None:
         """End a job: SIGTERM, then SIGKILL after `grace_s`. A job that has ended is left as it is.
+
+        Args:
+            ref: The job.
+            grace_s: Seconds between the signals.
+            save: Whether ranks that can write one more checkpoint first, for at most `SAVE_LIMIT_S`.
 
         Raises:
             JobNotFoundError: No such job.
@@ -328,6 +333,10 @@ class Look:
 
     parts: tuple[Part, ...] = ()
     """The parts that exist, by their numbers."""
+    replaces: bool = False
+    """Whether parts that are lost are made again in this run, so that its head waits for them."""
+    replaced: tuple[Part, ...] = ()
+    """Those for which that has been done, the last one of each number."""
     trouble: Trouble | None = None
     """Why the run does not start, or why it ended: the trouble that explains most. If it does not heal, a waiting run can never start."""
     suspended: str = ""

@@ -20,8 +20,11 @@ from kale_dist.errors import (
     ConfigError,
     JobError,
     JobNotFoundError,
+    KaleDistError,
     ResultUnavailableError,
     StoreError,
+    WaitTimeoutError,
+    short_refusals,
     warn,
 )
 from kale_dist.job import interrupts, watch, weights
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
     import torch
 
 R = TypeVar("R")
+
+_QUICK_S = 1.0
+"""A cell that waits for a job for longer shows the job below it."""
 
 _SHOWN_LINES = 1000
 """A printed log shows its last lines: a notebook with a million of them would not open again."""
@@ -68,6 +74,8 @@ class Inside:
     """Called in the caller's thread whenever a wait for the job has ended, before it returns."""
     plan: Callable[[], str]
     """What was submitted, as text."""
+    checkpoint: Callable[[], pathlib.Path]
+    """The file of the last checkpoint, fetched if it is elsewhere."""
     model_state: Callable[[], dict[str, Any]]
     """The trained weights of a job that has succeeded; the notebook's model is left alone."""
     reasons: watch.Reasons
@@ -87,7 +95,7 @@ class Job(Generic[R]):
         outcomes: Reads what its ranks return.
         targets: The notebook's objects that it trains; None after `attach` from another process.
         display: Shows a job as live output of a cell.
-        again: Submits the same call as a new job.
+        again: Submits the same call as a new job, which resumes from a checkpoint if it gets one.
         track: Begins or continues to write its metrics to trackers.
     """
 
@@ -100,7 +108,7 @@ class Job(Generic[R]):
         outcomes: OutcomeReader,
         targets: weights.Targets | None = None,
         display: Callable[[Job[R]], None],
-        again: Callable[[Job[R]], Job[R]],
+        again: Callable[[Job[R], pathlib.Path | None], Job[R]],
         track: Callable[[Job[R], Sequence[trackers.Tracker]], None],
     ) -> None:
         self._backend = backend
@@ -110,6 +118,7 @@ class Job(Generic[R]):
         self._loading = threading.RLock()
         self._trained: weights.TrainedObjects | None = None
         self._display = display
+        self._cell_of_card: int | None = None
         self._again = again
         self._track = track
         self._watcher = watch.watcher(backend)
@@ -119,6 +128,7 @@ class Job(Generic[R]):
             targets=targets,
             after_wait=[],
             plan=lambda: backend.plan(spec).text,
+            checkpoint=self._checkpoint,
             model_state=lambda: outcomes.model_state(backend.status(ref).attempt),
             reasons=watch.Reasons(backend, ref),
         )
@@ -181,6 +191,7 @@ class Job(Generic[R]):
 
     # -- waiting and results ------------------------------------------------------------------------------------------
 
+    @short_refusals
     def wait(self, timeout: float | None = None) -> JobStatus:
         """Wait for the job's end. After a success the notebook's model has its weights.
 
@@ -206,6 +217,7 @@ class Job(Generic[R]):
             print(f"{self.ref} {status.state.value}: {reason}. job.result() raises the error.")  # noqa: T201 - for the user
         return status
 
+    @short_refusals
     def result(self, timeout: float | None = None) -> R:
         """What rank 0 returned: of `launch`, the function's value; of `distribute`, a `TrainingResult`.
 
@@ -223,6 +235,7 @@ class Job(Generic[R]):
         value: R = self._outcomes.value(0, self.status.attempt)
         return value
 
+    @short_refusals
     def results(self, timeout: float | None = None) -> list[R]:
         """What every rank returned, by rank; None for one that was lost and that the others could do without.
 
@@ -235,6 +248,7 @@ class Job(Generic[R]):
             for replica in status.replicas
         ]
 
+    @short_refusals
     def exception(self, timeout: float | None = None) -> JobError | None:
         """The error that `result` would raise, or None after a success. Waits as `result` does.
 
@@ -247,6 +261,7 @@ class Job(Generic[R]):
     # -- training -----------------------------------------------------------------------------------------------------
 
     @property
+    @short_refusals
     def model(self) -> torch.nn.Module:
         """The notebook's own model with the trained weights; after `attach` elsewhere, one built from the snapshot.
 
@@ -260,6 +275,7 @@ class Job(Generic[R]):
         return model
 
     @property
+    @short_refusals
     def optimizer(self) -> torch.optim.Optimizer:
         """The notebook's own optimizer with its state after training. Waits and raises as `model` does.
 
@@ -275,6 +291,7 @@ class Job(Generic[R]):
             )
         return optimizer
 
+    @short_refusals
     def state_dict(self, *, partial: bool = False) -> dict[str, Any]:
         """This job's weights, even if the model has changed since.
 
@@ -294,6 +311,7 @@ class Job(Generic[R]):
         self._succeed(None)
         return self._outcomes.model_state(self.status.attempt)
 
+    @short_refusals
     def best_state_dict(self, *, partial: bool = False) -> dict[str, Any]:
         """The weights of the best epoch, which `kd.callbacks.ModelCheckpoint` has kept; `job.result().best_epoch` says which.
 
@@ -313,6 +331,7 @@ class Job(Generic[R]):
         self._succeed(None)
         return self._outcomes.kept_state("best_state", self.status.attempt)
 
+    @short_refusals
     def averaged_state_dict(self) -> dict[str, Any]:
         """The averaged weights of `kd.callbacks.EMA` or `SWA`. Waits for the job's end.
 
@@ -340,6 +359,7 @@ class Job(Generic[R]):
             raise ResultUnavailableError(f"{self.ref} has no profile{'' if ended else ' yet'}. {remedy}", self.ref)
         return found
 
+    @short_refusals
     def save(self, path: str | os.PathLike[str], *, partial: bool = False) -> pathlib.Path:
         """Write what was trained to a file: the weights, as `torch.save` writes a `state_dict`; of `launch`, rank 0's value.
 
@@ -391,6 +411,7 @@ class Job(Generic[R]):
         read = functools.partial(self._backend.logs, self._ref, ranks=wanted, tail=tail)
         return Log(self._passed_on(read(follow=follow)), read)
 
+    @short_refusals
     def stream_logs(self) -> None:
         """Print the log until the job has ended, each line after its rank, and a line for the metrics of each epoch."""
         from kale_dist.job.view import plain
@@ -444,22 +465,38 @@ class Job(Generic[R]):
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
-    def cancel(self) -> None:
-        """End the job without waiting for it. A job that has ended is left as it is."""
-        self._backend.cancel(self._ref)
+    def cancel(self, *, save: bool = True) -> None:
+        """End the job without waiting for it. A job that has ended is left as it is.
 
-    def retry(self) -> Job[R]:
+        Args:
+            save: Whether a training that can write one more checkpoint first, which takes at most 20 s. A second cancel ends
+                it at once.
+        """
+        self._backend.cancel(self._ref, save=save)
+
+    def retry(self, *, resume: bool = False) -> Job[R]:
         """Submit the same call again with the same snapshot, not with what the notebook has changed since.
+
+        Args:
+            resume: Whether the training resumes from the last checkpoint, instead of from the beginning.
 
         Returns:
             The new job. This one is left as it is.
 
         Raises:
             BackendError: The job still runs, or it was submitted from another machine.
+            ResultUnavailableError: There is no checkpoint to resume from, or nothing left to train.
         """
-        if not self.status.is_final:
+        status = self.status
+        if not status.is_final:
             raise BackendError(f"{self.ref} has not ended yet. Cancel it first, or call distribute() or launch() again")
-        return self._again(self)
+        if not resume:
+            return self._again(self, None)
+        self._check_trains()
+        if status.state is StateName.SUCCEEDED:
+            remedy = "To train more epochs, call distribute(..., epochs=..., resume_from=job)"
+            raise ResultUnavailableError(f"{self.ref} has nothing left to do. {remedy}", self.ref)
+        return self._again(self, self._checkpoint())
 
     def delete(self) -> None:
         """Cancel if need be; remove log, results and the parts of its snapshot that no other job needs. A store keeps its files."""
@@ -501,7 +538,9 @@ class Job(Generic[R]):
 
     def _ipython_display_(self) -> None:
         """Show the job below the cell, kept up to date while it runs."""
-        self._display(self)
+        if self._cell_of_card is None or self._cell_of_card != interrupts.running_cell():
+            self._cell_of_card = interrupts.running_cell()
+            self._display(self)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """A picture of the job as it is now, as text and as HTML."""
@@ -523,8 +562,16 @@ class Job(Generic[R]):
         watch.check_timeout(timeout)
         try:
             with self._interruptible():
+                is_long = timeout is None or timeout > _QUICK_S
+                if is_long and self._cell_of_card is None and interrupts.running_cell() is not None:
+                    with contextlib.suppress(WaitTimeoutError):
+                        return self._watcher.wait(self._ref, _QUICK_S)
+                    timeout = None if timeout is None else timeout - _QUICK_S
+                    self._ipython_display_()
                 return self._watcher.wait(self._ref, timeout, self._inside.reasons.print)
         finally:
+            with contextlib.suppress(KaleDistError):
+                self._inside.reasons.print(self.status)
             for callback in tuple(self._inside.after_wait):
                 with contextlib.suppress(Exception):
                     callback()
@@ -543,6 +590,10 @@ class Job(Generic[R]):
                 "in job.result()",
                 self.ref,
             )
+
+    def _checkpoint(self) -> pathlib.Path:
+        self._check_trains()
+        return self._outcomes.checkpoint(self.status.checkpoint_epoch)
 
     def _fill_notebook(self) -> None:
         """Write the weights into the notebook's objects, if the job trains some that are known here."""

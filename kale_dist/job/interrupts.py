@@ -37,6 +37,13 @@ def is_interactive() -> bool:
     return kernel is not None and bool(getattr(kernel, "_allow_stdin", True))
 
 
+def running_cell() -> int | None:
+    """The number of the notebook's cell that this thread runs; None in scripts, terminals and other threads."""
+    if getattr(shell(), "kernel", None) is None or threading.current_thread() is not threading.main_thread():
+        return None
+    return int(shell().execution_count)
+
+
 @contextlib.contextmanager
 def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
     """Handle a KeyboardInterrupt during a wait: cancel the job or let it run, print which, and raise it again.

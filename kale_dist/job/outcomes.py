@@ -133,21 +133,38 @@ class OutcomeReader:
         """
         from kale_dist.worker.training import checkpoint
 
-        self._spec.check_version(self._ref)
-        self._bring(self.files.checkpoint)
-        found = [run.files.checkpoint for run in records.runs(self.files.folder.name) if run.files.checkpoint.exists()]
-        if not found:
-            raise ResultUnavailableError(
-                f"{self._ref} has written no checkpoint yet. One is written after every `checkpoint_every` epochs",
-                self._ref,
-            )
-        last = checkpoint.read(found[-1])
+        last = checkpoint.read(self.checkpoint())
         if not best:
             return last.model
         if not (kept := (last.callbacks.get("best") or {}).get("model")):
             problem = f"The last checkpoint of {self._ref} has no best epoch"
             raise ResultUnavailableError(f"{problem}: that needs kd.callbacks.ModelCheckpoint(...)", self._ref)
         return _copy(kept)
+
+    def checkpoint(self, epoch: int | None = None) -> pathlib.Path:
+        """The file of the last checkpoint, fetched if it is elsewhere.
+
+        Args:
+            epoch: The epoch of the last checkpoint, as far as the job's status says.
+
+        Raises:
+            ResultUnavailableError: There is none.
+        """
+        self._spec.check_version(self._ref)
+        self._bring(self.files.checkpoint)
+        found = [run.files.checkpoint for run in records.runs(self.files.folder.name) if run.files.checkpoint.exists()]
+        if found:
+            return found[-1]
+        why = "One is written after every `checkpoint_every` epochs"
+        if not self._spec.saves:
+            why = "It was called with checkpoint_every=None"
+        problem = f"{self._ref} has written no checkpoint. {why}"
+        if epoch is not None:
+            problem = (
+                f"The checkpoint of {self._ref} is gone with its pods, because it had no store=. After a success, the model "
+                "and the optimizer that the notebook gave it have all that was learnt: another call continues with them"
+            )
+        raise ResultUnavailableError(problem, self._ref)
 
     def rebuilt_targets(self) -> weights.Targets:
         """Model, optimizer and scheduler built from the snapshot, for a process that is not the notebook's.

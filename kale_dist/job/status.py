@@ -94,11 +94,15 @@ class JobStatus:
     replicas: tuple[ReplicaStatus, ...] = ()
     metrics: tuple[MetricRow, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Those of the notes that say that something is probably wrong, such as a loss that is nan."""
     checkpoint_epoch: int | None = None
     failed_rank: int | None = None
     """The rank that failed first; None if none has, or if it is unknown."""
     queue_position: int | None = None
     """Where the job stands in the cluster's queue, from 1; None if it waits in none, or if that is not known."""
+    needs_action: bool = False
+    """Whether the job waits for what only a person can mend, such as an image that does not exist."""
 
     def __repr__(self) -> str:
         """One line: a status is often the last value of a notebook's cell."""
@@ -196,7 +200,9 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
         case EventKind.CHECKPOINT:
             return dataclasses.replace(status, checkpoint_epoch=event.get("epoch"))
         case EventKind.NOTE if event.get("text") and event["text"] not in status.notes:
-            return dataclasses.replace(status, notes=(*status.notes, str(event["text"])))
+            text = str(event["text"])
+            warnings = (*status.warnings, text) if event.get("warns") else status.warnings
+            return dataclasses.replace(status, notes=(*status.notes, text), warnings=warnings)
         case EventKind.WAITING:
             for names, inside in ((event.get("waiting"), True), (event.get("busy"), False)):
                 for member in names or ():

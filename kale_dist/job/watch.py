@@ -165,7 +165,7 @@ class Watcher:
 
 
 class Reasons:
-    """Prints why a job waits on stderr: each reason once, however many calls wait for the job.
+    """Prints why a job waits, and its warnings, on stderr: each once, however many calls wait for the job.
 
     A job on this machine waits for nothing, and prints no reason.
 
@@ -183,22 +183,33 @@ class Reasons:
         self._said: set[tuple[int | None, str]] = set()
 
     def print(self, status: JobStatus) -> None:
-        """Print the status's reason if it is a new one: one in which more has changed than seconds, MiB or counts of nodes."""
-        reason = status.queue_position, re.sub(r"\d+", "", status.reason)
-        if status.is_final or not status.reason or self._ref.backend == "local" or self.is_shown():
+        """Print new warnings, and a new reason: one in which more has changed than seconds, MiB or counts of nodes."""
+        new: dict[tuple[int | None, str], str] = {(None, text): text for text in status.warnings}
+        if not status.is_final and status.reason and self._ref.backend != "local":
+            new[status.queue_position, re.sub(r"\d+", "", status.reason)] = status.reason
+        if self.is_shown():
             return
         with self._lock:
-            if reason not in self._said:
-                self._said.add(reason)
-                say(f"{self._ref}: {facts.clean(status.reason)}")
+            for mark, text in new.items():
+                if mark not in self._said:
+                    self._said.add(mark)
+                    say(f"{self._ref}: {facts.clean(text)}")
 
     @contextlib.contextmanager
     def printed(self) -> Iterator[None]:
-        """Print reasons as they come, from the watcher's thread, while the caller reads the job's log."""
-        with contextlib.ExitStack() as stack:
-            if self._ref.backend != "local":
-                stack.callback(watcher(self._backend).subscribe(self._ref, self.print))
+        """Print reasons as they come, from the watcher's thread, while the caller prints the job's log, which has the warnings."""
+
+        def show(status: JobStatus) -> None:
+            with self._lock:
+                self._said.update((None, text) for text in status.warnings)
+            self.print(status)
+
+        unsubscribe = watcher(self._backend).subscribe(self._ref, show)
+        try:
             yield
+            show(self._backend.status(self._ref))
+        finally:
+            unsubscribe()
 
 
 @functools.cache

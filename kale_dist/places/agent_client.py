@@ -172,13 +172,13 @@ class AgentClient:
                 return
         raise BackendUnavailableError("The agent that runs jobs on this machine has not started", retryable=True)
 
-    def cancel(self, job: str, grace_s: float = CANCEL_GRACE_S) -> None:
-        """End a job: SIGTERM to its ranks, SIGKILL after `grace_s`. A job that has ended is left as it is.
+    def cancel(self, job: str, grace_s: float = CANCEL_GRACE_S, *, save: bool = False) -> None:
+        """End a job as `cancel_message` says. A job that has ended is left as it is.
 
         Raises:
             BackendUnavailableError: The agent has ended, and with it the job.
         """
-        self._send(cancel_message(job, grace_s))
+        self._send(cancel_message(job, grace_s, save=save))
 
     def stop(self) -> None:
         """Have the agent end with its last job, until which it still sends wakes. Without an agent, nothing happens."""
@@ -258,9 +258,9 @@ def agent_environment() -> dict[str, str]:
     return environment
 
 
-def cancel_message(job: str, grace_s: float = CANCEL_GRACE_S) -> dict[str, Any]:
-    """The message that ends a job, for `send`."""
-    return {"op": Op.CANCEL, "job": job, "grace_s": grace_s}
+def cancel_message(job: str, grace_s: float = CANCEL_GRACE_S, *, save: bool = False) -> dict[str, Any]:
+    """The message that ends a job, for `send`: one more checkpoint if wanted, SIGTERM to its ranks, SIGKILL after `grace_s`."""
+    return {"op": Op.CANCEL, "job": job, "grace_s": grace_s, "save": save}
 
 
 def send(address: str, message: Mapping[str, Any], timeout_s: float = 5.0) -> bool:

@@ -70,7 +70,7 @@ class LocalBackend(FolderBackend):
         problem = client.disk_problems.get(ref.name) if client is not None else ""
         return dataclasses.replace(status, reason=problem) if problem and not status.is_final else status
 
-    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S) -> None:
+    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S, save: bool = True) -> None:
         """Have the job's agent, of this process or of another one, end its ranks."""
         reader = self._reader(ref)
         if reader.status().is_final:
@@ -79,11 +79,11 @@ class LocalBackend(FolderBackend):
         client = self._client
         if client is not None and client.alive and client.pid == record.agent_pid:
             with contextlib.suppress(BackendUnavailableError):
-                client.cancel(ref.name, grace_s)
+                client.cancel(ref.name, grace_s, save=save)
         else:
             # The agent may not have the job's order yet.
             records.mark_cancelled(records.files(ref.name))
-            agent_client.send(record.agent_socket, agent_client.cancel_message(ref.name, grace_s))
+            agent_client.send(record.agent_socket, agent_client.cancel_message(ref.name, grace_s, save=save))
 
     def delete(self, ref: JobRef) -> None:
         """Cancel if need be, wait for the end, and remove the job's folder and the blobs no other job needs.
@@ -93,7 +93,7 @@ class LocalBackend(FolderBackend):
             BackendError: The job does not end.
         """
         reader = self._reader(ref)
-        self.cancel(ref, grace_s=1.0)
+        self.cancel(ref, grace_s=1.0, save=False)
         deadline = time.monotonic() + _DELETE_TIMEOUT_S
         while not reader.status().is_final:
             if time.monotonic() > deadline:

@@ -22,9 +22,11 @@ def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
     fields: dict[str, Any] = {
         "job": spec.name,
         "number_of_processes": spec.topology.number_of_processes,
+        "sizes": spec.topology.sizes or (spec.topology.number_of_processes,),
         "processes_per_agent": spec.topology.number_of_processes,
         "snapshot": spec.snapshot,
         "blobs": spec.blobs,
+        "resume": spec.resume,
         "cuda": spec.cuda,
         "gpus_each": spec.resources.gpus or 1,
         "threads": spec.threads,

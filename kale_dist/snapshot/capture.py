@@ -21,6 +21,9 @@ from kale_dist.snapshot.reducers import References
 from kale_dist.snapshot.sources import cell_label, files_of_class
 from kale_dist.wire import blobs
 
+_WITHOUT_EFFECT = sys.stdlib_module_names | {"IPython", "cloudpickle", "ipykernel", "kale_dist", "numpy", "torch"}
+"""Packages whose submodules ranks import by need alone."""
+
 PACKED_BYTES = 64 << 10
 """Smaller buffers share blobs, which are files on most stores."""
 
@@ -102,6 +105,7 @@ def capture(
             "storages": [(blob.result(), offset, size) for blob, offset, size in storages],
             "modules": [(path, blob.result(), mode) for path, blob, mode in files],
             "sources": texts.result(),
+            "imported": _imported({name.partition(".")[0] for name in local.others}),
             # What a rank's `__main__` needs to be like this one.
             "main": {"file": getattr(main, "__file__", None), "package": getattr(main, "__package__", None)},
         }
@@ -179,6 +183,18 @@ def _size(source: Sequence[blobs.Buffer]) -> int:
     """Bytes of a source; `DeviceMemory` knows its size without copying its buffers."""
     known: int | None = getattr(source, "nbytes", None)
     return sum(len(buffer) for buffer in source) if known is None else known
+
+
+def _imported(packages: set[str]) -> list[str]:
+    """Submodules of some packages, in the order in which the notebook has imported them: some register or patch something."""
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if (top := name.partition(".")[0]) in packages
+        and not (top in _WITHOUT_EFFECT or top == name or "._" in name)
+        # Aliases, such as those of six, cannot be imported.
+        and getattr(getattr(module, "__spec__", None), "name", "") == name
+    ]
 
 
 def _cell_sources(codes: Iterable[types.CodeType], classes: Iterable[type]) -> dict[str, tuple[str, str]]:

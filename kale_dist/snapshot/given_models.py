@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+_SAMPLES = 16
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Returned:
@@ -51,18 +53,37 @@ class GivenModels:
         args: The call's positional arguments.
         kwargs: The call's keyword arguments.
         rank: This rank; only rank 0 returns its models.
+        beside: Other objects that the function uses, by name.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rank: int) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rank: int, beside: Mapping[str, Any] | None = None
+    ) -> None:
+        import torch
+
         self._models = models_in(args, kwargs)
         self._is_first = not rank
-        self._before = self._marks()
+        self._before = _marks(self._models)
+        given = {id(part) for model in self._models for part in model.modules()}
+        self._beside = {
+            name: (value, _marks([value]))
+            for name, value in (beside or {}).items()
+            if isinstance(value, torch.nn.Module) and id(value) not in given
+        }
+
+    def lost(self) -> list[str]:
+        """Names of the models that have changed and are not among the arguments."""
+        return [name for name, (model, before) in self._beside.items() if _marks([model]) != before]
+
+    def are_trained(self) -> bool:
+        """Whether a model that the function uses has changed."""
+        return _marks(self._models) != self._before or bool(self.lost())
 
     def with_weights(self, value: Any) -> Any:
         """The call's return value, with the weights of its models if they have changed."""
         import torch
 
-        if not self._models or self._marks() == self._before:
+        if not self._models or _marks(self._models) == self._before:
             return value
         state = {}
         for name, one in together(self._models).state_dict().items():
@@ -77,12 +98,21 @@ class GivenModels:
             state[name] = whole.detach().cpu() if self._is_first else None
         return Returned(value=value, model_state=state) if self._is_first else value
 
-    def _marks(self) -> list[Any]:
-        import torch
 
-        tensors = (tensor for model in self._models for tensor in (*model.parameters(), *model.buffers()))
-        return [
-            (tensor.data_ptr(), tensor._version)  # noqa: SLF001 - torch has no public name for it
-            for tensor in tensors
-            if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference()
-        ]
+def _marks(models: list[Any]) -> list[Any]:
+    import torch
+
+    tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+    return [
+        (tensor.data_ptr(), tensor._version, _sample(tensor))  # noqa: SLF001 - torch has no public name for it
+        for tensor in tensors
+        if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference()
+    ]
+
+
+def _sample(tensor: Any) -> str:
+    """Some numbers of a tensor as text: writes to `p.data` leave no other trace."""
+    if hasattr(tensor, "full_tensor") or tensor.is_sparse or tensor.is_meta:
+        return ""
+    flat = tensor.detach().reshape(-1)
+    return str(flat[:: max(1, len(flat) // _SAMPLES)].tolist())

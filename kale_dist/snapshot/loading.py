@@ -9,6 +9,7 @@ A snapshot is a manifest (JSON, a blob; its digest names the snapshot) and the b
     storages    [blob, offset, bytes] of each tensor storage, by number
     modules     [path on sys.path, blob, mode] of each file of the notebook's local modules
     sources     digest of a JSON object: file name of code to [text, label]
+    imported    submodules of the packages of the call that the notebook has imported
     main        attributes of the notebook's `__main__`: "file", "package" (null where it has none)
 """
 
@@ -28,7 +29,8 @@ import shutil
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -94,7 +96,9 @@ def load(
         _prepare_children(store, digest)
         if has_torch():
             reducers.copy_out_on_resize()
-        return _load(store, manifest, main, device)
+        loaded = _load(store, manifest, main, device)
+        _import_too(manifest["imported"])
+        return loaded
     main = {"__name__": "__main__", "__builtins__": __builtins__, "__package__": manifest["main"]["package"]}
     loaded = _load(store, manifest, main, device)
     for made in loaded.references:
@@ -115,6 +119,7 @@ def fill_spawned(main: dict[str, Any]) -> None:
     manifest = read_manifest(store, place["snapshot"])
     sources.install(json.loads(_checked(store, manifest["sources"])))
     _load(store, manifest, main, "cpu")
+    _import_too(manifest["imported"])
 
 
 def read_manifest(store: blobs.Store, digest: str) -> dict[str, Any]:
@@ -269,6 +274,23 @@ def _load(store: blobs.Store, manifest: dict[str, Any], main: dict[str, Any], de
                 "packages='auto' adds to the image what the call imports."
             ) from error
     return Loaded(fn=fn, args=args, kwargs=kwargs, references=references)
+
+
+def _import_too(names: Iterable[str]) -> None:
+    """Import what the notebook has imported, for the effects of it; rank 0 says what cannot be imported here."""
+    failed = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # noqa: BLE001 - of a module that the call may not need
+                failed.append(f"{name}: {error}")
+    if failed and not context.context().rank:
+        context.say(
+            f"The notebook has imported modules that cannot be imported in the ranks ({'; '.join(failed[:2])}): what"
+            " they register or add is missing there."
+        )
 
 
 class _BlobRanges:

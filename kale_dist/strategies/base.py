@@ -146,6 +146,20 @@ def refuse_optimizers(given: Conditions, kinds: Iterable[str], problem: str) -> 
             raise ConfigError("strategy", problem, "Use an optimizer such as AdamW, or strategy='ddp'")
 
 
+def refuse_norms(word: str, given: Conditions) -> None:
+    """Refuse SAM and its kin, whose first step takes the norm of all gradients.
+
+    Raises:
+        ConfigError: The call has such an optimizer.
+    """
+    for optimizer in given.optimizers:
+        if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+            problem = (
+                f"{type(optimizer).__name__} takes the norm of all gradients, and with {word!r} each rank has a part"
+            )
+            raise ConfigError("strategy", problem, "Use strategy='ddp' or 'fsdp'")
+
+
 def refuse_closures(word: str, given: Conditions) -> None:
     """Refuse LBFGS, whose step evaluates the loss itself: its line search would need all ranks.
 

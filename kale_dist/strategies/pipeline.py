@@ -7,7 +7,15 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_count, refuse_optimizers
+from kale_dist.strategies.base import (
+    Conditions,
+    Layout,
+    Settings,
+    check_flags,
+    refuse_count,
+    refuse_norms,
+    refuse_optimizers,
+)
 from kale_dist.strategies.recommendation import balanced, blocks_of
 from kale_dist.wording import closest
 
@@ -93,6 +101,7 @@ class Pipeline(Settings):
             )
             raise _refusal(problem, "Use micro_batches=1, or GroupNorm in the place of BatchNorm")
         refuse_optimizers(given, ("LBFGS",), "needs the gradient of the whole model at once")
+        refuse_norms("pipeline", given)
         if given.precision == "fp16":
             problem = "precision='fp16' skips steps by the gradients of each stage, which then disagree"
             raise _refusal(problem, "Use precision='bf16'")

@@ -168,8 +168,8 @@ class _Sizes:
             for model in models
             for module in model.modules()
             if kind_of(module)
-            for p in module.parameters(recurse=False)
-            if p.requires_grad
+            for p in module._parameters.values()  # noqa: SLF001 - a user's class may have a `parameters()` of its own
+            if p is not None and p.requires_grad
         }
         blocks = [block for model in models for block in blocks_of(model)]
         total = _bytes(trained)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_optimizers
+from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_norms, refuse_optimizers
 from kale_dist.wording import closest
 
 WORDS = ("alone", "columns", "columns/3", "rows", "whole")
@@ -109,6 +109,7 @@ def check_tensor(plan: Any, given: Conditions, degree: int, settings: str = "Ten
         raise ConfigError("strategy", f"weights cannot be divided over {degree} process", remedy)
     check_precision(given)
     refuse_optimizers(given, _TOGETHER, "updates a weight as a whole, and each rank has a part of it")
+    refuse_norms("tensor", given)
     named = given.model.items() if isinstance(given.model, dict) else [("", given.model)]
     modules = {
         ".".join(part for part in (prefix, name) if part): module

@@ -46,7 +46,10 @@ from kale_dist.wire.log import (
 from kale_dist.wire.order import (
     CANCEL_GRACE_S,
     EXIT_BROKEN,
+    EXIT_LOST_HEAD,
     EXIT_TOLD_TO_END,
+    SAVE,
+    SAVE_LIMIT_S,
     STACKS_SIGNAL,
     STALL_WARN_S,
     VERSION,
@@ -68,6 +71,7 @@ from kale_dist.wire.requests import MAC_HEADER, SIZE_HEADER, check_request, sign
 __all__ = [
     "CANCEL_GRACE_S",
     "EXIT_BROKEN",
+    "EXIT_LOST_HEAD",
     "EXIT_TOLD_TO_END",
     "MAC_HEADER",
     "MAX_LINE_BYTES",
@@ -75,6 +79,8 @@ __all__ = [
     "OUTCOME_PART_BYTES",
     "PHASES",
     "PREFIX",
+    "SAVE",
+    "SAVE_LIMIT_S",
     "SIZE_HEADER",
     "STACKS_SIGNAL",
     "STALL_WARN_S",

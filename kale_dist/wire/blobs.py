@@ -24,6 +24,7 @@ import mmap
 import os
 import pathlib
 import secrets
+import sys
 import weakref
 import zipfile
 import zlib
@@ -285,7 +286,7 @@ def map_file(path: str | os.PathLike[str]) -> memoryview:
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 # Without this flag a private, writable map counts as memory, and the kernel may refuse to map a large model.
-_MAP_NORESERVE = 0x4000
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)

@@ -14,7 +14,7 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kale_dist import wire
@@ -26,6 +26,9 @@ MIN_INTERVAL_S = 0.1
 
 ALIVE = "alive"
 """Kind of the record by which a rank tells its agent that something moved. It goes no further."""
+
+SAVES = "saves"
+"""Kind of the record by which rank 0 tells its agent that it writes a checkpoint when it is asked to. It goes no further."""
 
 DISPENSABLE = "dispensable"
 """Kind of the record by which rank 0 tells its agent which ranks may be lost. It goes no further."""
@@ -52,6 +55,8 @@ class Context:
     """Whether this process is a rank of a job."""
     folder: pathlib.Path | None = None
     """The job's folder; None outside a job."""
+    resume: pathlib.Path | None = None
+    """The checkpoint of an earlier job from which the training resumes, in rank 0; None for none."""
 
     @property
     def files(self) -> JobFiles | None:
@@ -121,6 +126,7 @@ class _Channel:
 
 _current = Context()
 _channel: _Channel | None = None
+_asked: Callable[[], bool] = bool
 
 
 def context() -> Context:
@@ -181,6 +187,12 @@ def emit(kind: EventKind, **fields: Any) -> None:
         _channel.send({"event": str(kind), "time": time.time(), **fields})
 
 
+def say(text: str, *, warns: bool = False) -> None:
+    """Print a sentence for the user into the job's log, and send it as a note; a warning is repeated to who waits for the job."""
+    print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
+    emit(EventKind.NOTE, text=text, warns=warns)
+
+
 def mark_progress() -> None:
     """Tell the agent that something moved, so that it does not take the rank for stalled. Cheap enough for each batch."""
     if _channel is not None:
@@ -199,21 +211,33 @@ def may_lose(sets: Iterable[Iterable[int]]) -> None:
         _channel.send({"event": DISPENSABLE, "sets": [list(ranks) for ranks in sets]})
 
 
+def can_save() -> None:
+    """Tell the agent that the ranks write a checkpoint soon after `is_asked_to_save` is True in this one."""
+    if _channel is not None:
+        _channel.send({"event": SAVES})
+
+
+def is_asked_to_save() -> bool:
+    """Whether the agent has asked this rank for a checkpoint since the last call. Never waits."""
+    return _asked()
+
+
 def flush() -> None:
     """Send a progress event that was held back. For the end of the rank."""
     if _channel is not None:
         _channel.flush()
 
 
-def activate(place: Context, descriptor: int) -> None:
+def activate(place: Context, descriptor: int, asked: Callable[[], bool] = _asked) -> None:
     """Make this process a rank. Called once, by the worker.
 
     Args:
         place: Where the rank stands.
         descriptor: Write end of its event pipe.
+        asked: What `is_asked_to_save` calls.
     """
-    global _current, _channel  # noqa: PLW0603 - one process is one rank, for good
-    _current = place
+    global _current, _channel, _asked  # noqa: PLW0603 - one process is one rank, for good
+    _current, _asked = place, asked
     _channel = _Channel(descriptor, place.rank, place.attempt)
 
 

@@ -17,7 +17,7 @@ agent speaks of the whole job) and `attempt`; beyond these:
                 or None) and node (or None): what the rank uses, as its agent sees it. Kept like progress.
     checkpoint  epoch, step, path (relative to the job's folder), bytes
     resumed     epoch: training continues after this epoch from its checkpoint; 0: it starts from the beginning
-    note        text: a sentence for the user (how data is sharded, that a warning holds)
+    note        text: a sentence for the user (how data is sharded, say); warns: whether it is a warning
     display     data {MIME type: text, base64 for pictures}: what a rank shows in the notebook
     disk        problem: why ranks wait for the disk with the job's folder, as a sentence; "" if they do not. Kept like progress.
     waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress

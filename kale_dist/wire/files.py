@@ -25,6 +25,11 @@ class JobFiles:
         return self.folder / "record.json"
 
     @property
+    def arguments(self) -> pathlib.Path:
+        """JSON written by the notebook: plain arguments of a training, and the classes of its objects, by name."""
+        return self.folder / "arguments.json"
+
+    @property
     def key(self) -> pathlib.Path:
         """The job's 32 secret bytes; mode 0600."""
         return self.folder / "key"

@@ -14,17 +14,26 @@ VERSION = 3
 EXIT_TOLD_TO_END = 143
 """Exit code of a container that got SIGTERM: 128 + SIGTERM."""
 
+EXIT_LOST_HEAD = 144
+"""Exit code of a pod whose agent has lost the head. Controllers make pods again whose exit code is 128 or above."""
+
 EXIT_BROKEN = 70
 """Exit code of a rank or an agent in which our own code failed; as EX_SOFTWARE."""
 
-STACKS_SIGNAL = signal.SIGRTMAX - 3
-"""Asks a rank for its stacks. Real-time, so that nothing else uses it; answered even while C code holds the GIL."""
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 3
+"""Asks a rank for its stacks. Real-time, so that nothing else uses it; answered even while C code holds the GIL. Ranks run on Linux."""
 
 STALL_WARN_S = 300.0
 """Default of `stall_warn_s`."""
 
 CANCEL_GRACE_S = 5.0
 """Between SIGTERM and SIGKILL for the ranks of a job that is cancelled."""
+
+SAVE_LIMIT_S = 20.0
+"""How long the end of ranks that are asked for one more checkpoint waits for it."""
+
+SAVE = b"s"
+"""On a rank's control socket: write a checkpoint soon."""
 
 
 class Op(enum.StrEnum):
@@ -33,7 +42,7 @@ class Op(enum.StrEnum):
     TAKE = "take"
     """To the agent: run a job. Field `order`: an `Order` as a JSON object."""
     CANCEL = "cancel"
-    """To the agent: end a job. Fields `job`, `grace_s`."""
+    """To the agent: end a job. Fields `job`, `grace_s`, and `save` (whether one more checkpoint is written first)."""
     STOP = "stop"
     """To the agent: end when no job is left."""
     TAKEN = "taken"
@@ -146,7 +155,9 @@ class Order:
     """Name of the run's object: the job's own for the first run, `<name>-2` for the second."""
     run: int = 1
     number_of_processes: int
-    """How many were asked for; how many there are is what each `Attempt` says."""
+    """How many were asked for, at most; how many there are is what each `Attempt` says."""
+    sizes: tuple[int, ...] = ()
+    """World sizes that an attempt may have, from the least to `number_of_processes`: one of a fixed number, several of a range."""
     processes_per_agent: int
     """Ranks of each agent at most."""
     head: str = ""
@@ -162,7 +173,9 @@ class Order:
     snapshot: str
     """Digest of the snapshot's manifest."""
     blobs: tuple[str, ...] = ()
-    """Digests of all that the snapshot needs."""
+    """Digests of all that the snapshot needs, and `resume`."""
+    resume: str = ""
+    """Digest of an earlier job's checkpoint, from which rank 0 resumes where this job has none of its own; empty for none."""
     key: str = dataclasses.field(repr=False, default="")
     """The job's secret, in hexadecimal; empty in files, where it lies beside the order."""
     process: ProcessState | None = dataclasses.field(repr=False, default=None)
@@ -178,6 +191,8 @@ class Order:
     """Seed of rank 0; rank r gets seed + r. None: a random one, drawn by the head."""
     policy: Policy = dataclasses.field(default_factory=Policy)
     """Of the call, with the restarts that are left to this run."""
+    replaces_pods: bool = False
+    """Whether a pod that is lost is made again, by its controller, so that an attempt may wait for it."""
     ends_with: EndsWith = EndsWith.ANY_FAILURE
     servers: int = 0
     """How many of the last agents are parameter servers of TensorFlow."""
@@ -202,6 +217,11 @@ class Order:
     def agents(self) -> int:
         """How many agents were asked for; number 0 is the head."""
         return -(-self.number_of_processes // self.processes_per_agent)
+
+    def size_with(self, agents: int) -> int:
+        """World size of an attempt in so many agents: the largest that is allowed; 0 if there are too few of them."""
+        places = min(agents * self.processes_per_agent, self.number_of_processes)
+        return max((size for size in self.sizes or (self.number_of_processes,) if size <= places), default=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,17 +257,16 @@ class Attempt:
         """Number the ranks through agents, each of which gets as many as the order allows it.
 
         Args:
-            order: The job. The attempt has fewer ranks than it asks for if there are fewer agents.
-            agents: Numbers of the agents that are ready, the head's first.
+            order: The job. Its `sizes` say how many ranks there may be.
+            agents: Numbers of the agents that are ready, the head's first; the last ones may get no rank.
             number: The attempt's.
             port: Where rank 0's store listens.
             seed: Rank 0's.
         """
-        members = []
-        for place, agent in enumerate(agents):
-            first = place * order.processes_per_agent
-            processes = min(order.processes_per_agent, order.number_of_processes - first)
-            members.append(Member(agent=agent, first_rank=first, processes=processes))
+        ready, members, per = tuple(agents), [], order.processes_per_agent
+        size = order.size_with(len(ready))
+        for agent, first in zip(ready, range(0, size, per), strict=False):
+            members.append(Member(agent=agent, first_rank=first, processes=min(per, size - first)))
         return cls(number=number, members=tuple(members), port=port, seed=seed)
 
     @property

@@ -60,3 +60,8 @@ def reports_and_waits(folder):
 
 def be_steady():
     time.sleep(7)
+
+
+def save_where_another_user_may():
+    # As torch.save raises it, which names neither the file nor the user.
+    raise RuntimeError("[enforce fail at inline_container.cc:747] . open file failed with strerror: Permission denied")

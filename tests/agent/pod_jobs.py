@@ -135,7 +135,7 @@ class PodJob:
         values: dict[str, Any] = {
             "job": self.root.name, "number_of_processes": ranks, "processes_per_agent": 1, "head": "127.0.0.1",
             "port": free_ports(), "snapshot": snapshot.digest, "blobs": snapshot.blobs, "source": Source.INPUT,
-            "collect_wait_s": 20.0,
+            "collect_wait_s": 20.0, "replaces_pods": True,
         }  # fmt: skip
         limits = {field.name: options.pop(field.name) for field in dataclasses.fields(Policy) if field.name in options}
         self.order = Order(policy=Policy(**{"stall_warn_s": None, **limits}), **values | options)

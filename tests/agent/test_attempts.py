@@ -69,7 +69,7 @@ def how_many():
 
 def test_the_members_of_an_attempt_decide_the_world_size(jobs):
     # The order asks for two agents, and this one forms the attempt alone.
-    order = dataclasses.replace(jobs.order(how_many, ranks=4), processes_per_agent=2)
+    order = dataclasses.replace(jobs.order(how_many, ranks=4), processes_per_agent=2, sizes=(2, 4))
     jobs.client.take(order)
     job = RunningJob(order)
     assert job.wait()["state"] == "succeeded", job.log_text()
@@ -201,10 +201,81 @@ def test_ranks_of_all_pods_are_started_again(make, lost):
     assert job.pods[0].last_words["state"] == "succeeded"
 
 
-def test_a_lost_pod_is_not_waited_for(make_bare):
-    job = make_bare(speak_and_sleep, ranks=2, max_restarts=5).put_input().start_all()
+def test_without_restarts_a_lost_pod_is_not_waited_for(make_bare):
+    job = make_bare(speak_and_sleep, ranks=2).put_input().start_all()
     job.until_running()
     job.pods[1].process.send_signal(signal.SIGKILL)
     assert job.pods[0].end() == 1
     state = job.state()
     assert (state["state"], state["cause"], state["attempt"]) == ("failed", "lost", 0)
+
+
+def test_a_pod_that_no_controller_makes_again_is_not_waited_for(make_bare):
+    job = make_bare(speak_and_sleep, ranks=2, max_restarts=5, replaces_pods=False).put_input().start_all()
+    job.until_running()
+    job.pods[1].process.send_signal(signal.SIGKILL)
+    assert job.pods[0].end() == 1
+    state = job.state()
+    assert (state["state"], state["cause"], state["attempt"]) == ("failed", "lost", 0)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_pod_that_is_made_again_takes_its_place_and_all_ranks_start_again(make, how):
+    job = make(meet, 1, ranks=4, processes_per_agent=2, max_restarts=1).put_input().start_all()
+    job.until_running()
+    job.pods[1].process.send_signal(how)
+    assert job.pods[1].end() == (143 if how == signal.SIGTERM else -how)
+    waits = job.until(lambda: [event for event in job.events(EventKind.STATE) if "Waits" in event["reason"]])
+    assert waits[0]["state"] == "starting"
+    assert waits[0]["reason"].startswith(
+        "Waits for a pod: 1. Starting again, attempt 2 of 2: Pod 1 (ranks 2 and 3) is gone"
+    )
+    job.start(1)
+    assert [job.pods[0].end(), job.pods[2].end()] == [0, 0], job.text()
+    assert [job.outcome(rank, 1).value for rank in range(4)] == [(1, 4.0)] * 4
+    assert told(job)[2:] == [(1, "starting"), (1, "starting"), (1, "running"), (1, "succeeded")]
+    again = job.events(EventKind.STATE)[3]
+    assert again["reason"].startswith("Starting again, attempt 2 of 2: Pod 1 ")
+
+
+def test_a_pod_is_made_again_as_often_as_the_job_may_restart(make_bare):
+    job = make_bare(speak_and_sleep, ranks=2, max_restarts=1).put_input().start_all()
+    for lost in range(2):
+        job.until(lambda lost=lost: job.text().count("last words 1") == lost + 1)
+        job.pods[-1].process.kill()
+        job.pods[-1].end()
+        if not lost:
+            job.start(1)
+    job.until(lambda: job.state()["state"] == "failed")
+    assert job.state()["reason"].endswith("This was attempt 2 of 2")
+    # Its controller does not know of that yet, and this pod must not wait for a head that is gone.
+    assert job.start(1).end() == 0
+    assert job.pods[0].end() == 1
+
+
+def test_a_pod_that_is_lost_while_it_is_waited_for_counts(make_bare):
+    job = make_bare(speak_and_sleep, ranks=3, max_restarts=1).put_input()
+    for number in (0, 1, 1):
+        pod = job.start(number)
+        if number:
+            job.until(lambda pod=pod: (pod.folder / "work" / "job").exists())
+            time.sleep(1)
+            pod.process.kill()
+    job.until(lambda: job.state()["state"] == "failed")
+    assert job.start(1).end() == 0
+    assert job.start(2).end() == 0
+    assert job.pods[0].end() == 1
+    state = job.state()
+    assert (state["state"], state["cause"]) == ("failed", "lost")
+    assert state["reason"].startswith("Pod 1 is gone")
+
+
+def test_what_ends_a_job_ends_its_wait_for_a_pod(make_bare):
+    job = make_bare(speak_and_sleep, ranks=2, max_restarts=1).put_input().start_all()
+    job.until_running()
+    job.pods[1].process.kill()
+    job.until(lambda: "Waits for a pod" in job.state().get("reason", ""))
+    assert job.pods[0].ask("POST", "/cancel", b'{"grace_s": 0.2}')[0] == 200
+    assert job.start(1).end() == 0
+    assert job.pods[0].end() == 1
+    assert (job.state()["state"], job.state()["reason"]) == ("cancelled", "The job was cancelled")

@@ -69,7 +69,7 @@ def test_the_kernels_death_ends_its_jobs(bare_python, tmp_path):
     assert (state["state"], state["cause"], state["reason"]) == (
         "cancelled",
         "kernel-ended",
-        "The notebook's kernel ended",
+        "The notebook's kernel, or the script, that started it ended. Wait for the job there, or pass detach=True",
     )
     assert gone_within([agent], 30)
     assert not send(path, cancel_message("one"))

@@ -12,7 +12,15 @@ import time
 
 import pytest
 from agent_jobs import add_ranks, gone_within
-from plain_jobs import fail_on_last, large_result, rank, speak_and_sleep, sum_of, write_much
+from plain_jobs import (
+    fail_on_last,
+    large_result,
+    rank,
+    save_where_another_user_may,
+    speak_and_sleep,
+    sum_of,
+    write_much,
+)
 
 from kale_dist import wire
 from kale_dist.wire import BlockReader, EventBlock, EventKind, LineBlock, ProgressBlock, Source
@@ -55,6 +63,15 @@ def test_each_rank_gives_its_value_back(make_bare, ranks, per_pod):
     job = make_bare(rank, ranks=ranks, processes_per_agent=per_pod).put_input().start_all()
     assert job.end() == [0] * job.number_of_pods
     assert [job.outcome(number).value for number in range(ranks)] == list(range(ranks))
+
+
+def test_a_refused_write_in_a_pod_names_the_user_and_the_setting_that_chooses_it(make_bare):
+    job = make_bare(save_where_another_user_may, ranks=1).put_input().start_all()
+    job.end()
+    (note,) = job.outcome(0).error.__notes__
+    assert f"user {os.getuid()}" in note
+    assert "run_as_user=" in note
+    assert note in job.text()
 
 
 # -- endings ---------------------------------------------------------------------------------------------------------
@@ -131,7 +148,7 @@ def test_a_head_that_is_killed_ends_the_other_pods(make_bare):
     job.until_running()
     ranks = [pid for pod in job.pods for pid in pod.pids().values()]
     job.pods[0].process.kill()
-    assert job.end() == [-signal.SIGKILL, 1, 1]
+    assert job.end() == [-signal.SIGKILL, 144, 144]
     assert gone_within(ranks, 0.1)
 
 
@@ -141,7 +158,7 @@ def test_a_head_that_is_told_to_end_is_suspended_and_another_pod_is_lost(make_ba
     job.until_running()
     for number in told:
         job.pods[number].process.terminate()
-    assert job.end() == [143 if 0 in told else 1, 0]
+    assert job.end() == [143 if 0 in told else 1, 143 if 1 in told else 0]
     state = job.state()
     expected = ("cancelled", "suspended") if 0 in told else ("failed", "lost")
     assert (state["state"], state["cause"]) == expected

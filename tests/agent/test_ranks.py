@@ -477,6 +477,43 @@ def train_alone(exchanges):
         optimizer.step()
 
 
+def descend(model):
+    """A step of an optimizer that is not torch's, as fastai's."""
+    import torch
+
+    model.zero_grad()
+    model(torch.ones(1, 1)).sum().backward()
+    for parameter in model.parameters():
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_model_that_is_no_argument_is_named_where_it_was_trained(jobs, trains):
+    import torch
+
+    net = torch.nn.Linear(1, 1)
+
+    def train():
+        for _ in range(2):
+            descend(net) if trains else net(torch.ones(1, 1)).sum().backward()
+
+    job = jobs.run(train)
+    assert job.wait()["state"] == "succeeded", job.log_text()
+    assert ("net changed and stays in the ranks" in job.log_text()) == trains
+    assert ("The ranks made 2 backward passes and exchanged nothing" in job.log_text()) == trains
+
+
+def test_a_model_that_is_an_argument_comes_back_whatever_has_changed_it(jobs):
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    before = model.weight.item()
+    job = jobs.run(descend, model)
+    assert job.wait()["state"] == "succeeded", job.log_text()
+    assert "stays in the ranks" not in job.log_text()
+    assert job.outcome().value.model_state["weight"].item() == pytest.approx(before - 0.1)
+
+
 @pytest.mark.parametrize("exchanges", [False, True])
 def test_ranks_that_train_and_never_exchange_anything_are_told(jobs, exchanges):
     job = jobs.run(train_alone, exchanges)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from kale_dist import wire
-from kale_dist.wire import Attempt, BlockReader, EventKind, JobFiles, Order, Source, Stream, body_of
+from kale_dist.wire import Attempt, BlockReader, EventKind, JobFiles, Order, Policy, Source, Stream, body_of
 from kale_dist.worker.agent import writer as writer_module
 from kale_dist.worker.agent.job_run import open_port
 from kale_dist.worker.agent.near_rank import End
@@ -24,6 +24,7 @@ from kale_dist.worker.pod.relay import Relay, _Forwarder
 from kale_dist.worker.pod.relay_protocol import COUNT, NO_RANK, Channel, Op, is_signed, sign
 
 KEY = b"k" * 32
+RESTARTS = 2
 ENDED = {"exit_code": 0, "signal": None, "reason": "", "memory_limit": "", "tail": ["last"]}
 
 
@@ -43,17 +44,32 @@ class Head:
 
     def __init__(self, folder, agents):
         self.order = Order(
-            job="j", number_of_processes=agents, processes_per_agent=1, head="127.0.0.1", port=free_port(), snapshot=""
-        )
+            job="j", number_of_processes=agents, processes_per_agent=1, head="127.0.0.1", port=free_port(), snapshot="",
+            policy=Policy(max_restarts=RESTARTS), replaces_pods=True,
+        )  # fmt: skip
         self.files = JobFiles(folder)
         self.writer = JobWriter(self.files, asyncio.get_running_loop(), lambda: None)
         self.told = []
         self.played = []
         self.relays = HeadsRelays(
-            self.order, KEY, self.files, open_port("127.0.0.1", self.order.port + 1, 16),
-            fail=lambda cause, text: self.told.append(f"{cause}: {text}"),
-            say=self.writer.say,
-        )  # fmt: skip
+            self.order, KEY, self.files, open_port("127.0.0.1", self.order.port + 1, 16), say=self.writer.say
+        )
+
+    # -- what it is told of its relays, as a `JobRun` -------------------------------------------------------------------
+
+    def pod_is_ready(self):
+        pass
+
+    def lose_pod(self, reason, *, has_ranks):
+        self.told.append(f"lost{' with ranks' if has_ranks else ''}: {reason}")
+
+    def pod_leaves(self, reason):
+        self.told.append(f"leaves: {reason}")
+
+    def fail(self, cause, reason):
+        self.told.append(f"{cause}: {reason}")
+
+    # -- what a test does ---------------------------------------------------------------------------------------------
 
     def spawn(self):
         """Have the relays that are ready start an attempt; gives all its ranks."""
@@ -118,7 +134,7 @@ def play(tmp_path, agents, scene):
 
     async def run():
         head = Head(tmp_path, agents)
-        await head.relays.serve()
+        await head.relays.serve(head)
         try:
             await scene(head)
         finally:
@@ -144,7 +160,7 @@ def test_lines_of_all_relays_are_numbered_once_and_none_is_lost(tmp_path):
     async def scene(head):
         head.relays.deal_blobs()
         played = [await joined(head, agent) for agent in (1, 2, 3)]
-        await asyncio.wait_for(head.relays.all_ready.wait(), 20)
+        await until(lambda: not head.relays.missing)
         runs = head.spawn()[1:]
         for one in played:
             attempt = wire.decode(Attempt, (await one.next())["attempt"])
@@ -205,26 +221,90 @@ def test_a_relay_whose_connection_is_cut_is_lost_with_its_ranks(tmp_path, has_sp
         played[0].channel.close()
         await until(lambda: head.told)
         name = "Pod 1 (rank 1)" if has_spawned else "Pod 1"
-        assert head.told[0].startswith(f"lost: {name} is gone: its agent has ended")
-        assert head.relays.explain_loss().startswith(f"{name} is gone")
+        how = "lost with ranks" if has_spawned else "lost"
+        assert head.told[0].startswith(f"{how}: {name} is gone: its agent has ended")
+        assert head.relays.explain_loss().startswith(f"{name} is gone" if has_spawned else "")
         assert head.relays.connected == 1
         if run is not None:
             await until(lambda: run.is_gone)
             assert run.end.reason == "its pod was lost"
-        # A pod that the operator makes again is told that the run goes on without it.
-        again = await PlayedRelay(1).join(head)
-        assert (await again.next())["op"] == Op.OVER
-        assert await again.next() is None
 
     play(tmp_path, 3, scene)
 
 
-def test_a_relay_that_is_told_to_end_says_so(tmp_path):
+def test_a_pod_that_was_made_again_takes_the_place_of_the_one_before_it(tmp_path):
     async def scene(head):
-        played = await PlayedRelay(1).join(head)
+        head.relays.deal_blobs()
+        before = await joined(head, 1)
+        await until(lambda: head.relays.ready == [1])
+        run = head.spawn()[1]
+        assert (await before.next())["op"] == Op.SPAWN
+        # Its node is gone without a word, so that nothing is known of its end.
+        again = await joined(head, 1)
+        await until(lambda: head.told and head.relays.ready == [1])
+        assert head.told[0].startswith("lost with ranks: Pod 1 (rank 1) is gone")
+        assert run.end.reason == "its pod was lost"
+        assert await before.next() is None
+        # What the one before it has sent since counts no more.
+        before.put(b"from the dead")
+        run = head.spawn()[1]
+        assert (await again.next())["op"] == Op.SPAWN
+        again.put(b"alive")
+        again.end()
+        await until(lambda: run.end)
+        await head.close()
+        assert [line.text for line in head.lines()] == ["alive"]
+
+    play(tmp_path, 2, scene)
+
+
+def test_a_pod_is_lost_as_often_as_the_job_may_restart_and_then_sent_away(tmp_path):
+    async def scene(head):
+        for _ in range(RESTARTS + 1):
+            played = await PlayedRelay(1).join(head)
+            assert (await played.next())["op"] == Op.WELCOME
+            played.channel.close()
+            await until(lambda: not head.relays.connected)
+        again = await PlayedRelay(1).join(head)
+        assert (await again.next())["op"] == Op.OVER
+        assert await again.next() is None
+        assert len(head.told) == RESTARTS + 1
+
+    play(tmp_path, 2, scene)
+
+
+@pytest.mark.parametrize("has_ranks", [True, False])
+def test_a_relay_that_is_told_to_end_says_so_and_is_let_go_when_it_has_no_rank(tmp_path, has_ranks):
+    async def scene(head):
+        head.relays.deal_blobs()
+        played = await joined(head, 1)
+        await until(lambda: head.relays.ready == [1])
+        if has_ranks:
+            head.spawn()
+            assert (await played.next())["op"] == Op.SPAWN
         played.channel.say(Op.LEAVING, reason="it received SIGTERM")
         await until(lambda: head.told)
-        assert head.told == ["lost: Pod 1 is gone: it received SIGTERM"]
+        assert head.relays.ready == []
+        if has_ranks:
+            assert head.told == ["leaves: Pod 1 (rank 1) is gone: it received SIGTERM"]
+            played.end()
+            await until(lambda: head.relays._relays[1].ranks == [])
+            head.relays.dismiss_leavers()
+        else:
+            assert head.told == ["lost: Pod 1 is gone: it received SIGTERM"]
+        assert (await played.next())["op"] == Op.END
+        played.channel.close()
+        await until(lambda: not head.relays.connected)
+        # It was told before, and is expected again until the end.
+        assert len(head.told) == 1
+        assert head.relays.may_return == 1
+        again = await joined(head, 1)
+        assert head.relays.may_return == 0
+        head.relays.end()
+        assert (await again.next())["op"] == Op.END
+        again.channel.close()
+        await until(lambda: not head.relays.connected)
+        assert head.relays.may_return == 0
 
     play(tmp_path, 2, scene)
 
@@ -245,7 +325,10 @@ def test_a_relay_that_is_told_to_end_in_the_moment_in_which_it_has_joined_says_s
         mine._join = interrupted
         running = asyncio.ensure_future(mine.run())
         await until(lambda: head.told)
-        assert head.told[0].startswith("lost: Pod 1 is gone: it received SIGTERM")
+        assert (
+            head.told[0]
+            == "lost: Pod 1 is gone: it received SIGTERM: it was evicted, or the job was deleted or suspended"
+        )
         running.cancel()
 
     play(tmp_path, 2, scene)

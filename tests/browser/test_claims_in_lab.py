@@ -118,7 +118,7 @@ def test_a_claim_that_is_made_meanwhile_is_found(notebook, show, make_namespace)
     spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "fresh"}, "spec": spec}
     run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(claim))
-    form.get_by_role("button", name="Look again").click()
+    form.get_by_role("button", name="Refresh").click()
     expect(listed(form).get_by_role("button")).to_have_text(["fresh"])
     expect(listed(form)).not_to_contain_text("none")
 

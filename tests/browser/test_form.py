@@ -40,8 +40,8 @@ def test_a_training_is_chosen_checked_written_and_run(open_notebook):
         expect(button).to_be_disabled()
     notebook.run(NAMES)
     form.scroll_into_view_if_needed()
-    form.get_by_role("button", name="Look again").click()
-    expect(form.get_by_role("status").filter(has_text="Looked again")).to_be_visible()
+    form.get_by_role("button", name="Refresh").click()
+    expect(form.get_by_role("status").filter(has_text="Refreshed")).to_be_visible()
 
     # It offers the notebook's names and guesses which belong together.
     assert field("Model").locator("option").all_text_contents() == ["small", "large"]
@@ -93,7 +93,7 @@ def test_a_training_is_chosen_checked_written_and_run(open_notebook):
     press("c")
     expect(call).to_contain_text("large, train_loader, criterion, other_optimizer,")
     field("Processes").fill("1")
-    field("Name").focus()
+    field("Name", exact=True).focus()
     page.keyboard.type("written")
     expect(call).to_contain_text("name='written'")
     press("Tab")
@@ -113,7 +113,7 @@ def test_a_training_is_chosen_checked_written_and_run(open_notebook):
 
     # Run makes the call at once, and shows the job in the form.
     form.scroll_into_view_if_needed()
-    field("Name").fill("at-once")
+    field("Name", exact=True).fill("at-once")
     expect(call).to_contain_text("at-once")
     buttons[2].click()
     expect(form.get_by_text("Started as `job`: local://at-once")).to_be_visible()

@@ -141,3 +141,11 @@ def dying_sgd(model, kills):
             return super().step(closure)
 
     return Sgd(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def waits_in_its_first_attempt():
+    """Ends at once when it is started again in the same object."""
+    attempt = kd.context().attempt
+    print("ready", flush=True)
+    time.sleep(1 if attempt else 600)
+    return attempt

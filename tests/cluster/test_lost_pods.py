@@ -193,7 +193,7 @@ def test_a_job_under_a_full_quota_starts_as_soon_as_there_is_room(make_namespace
     run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(quota))
     on = pods_in(namespace, image=plain_image)
     first = started(kd.launch(waits, number_of_processes=1, on=on))
-    with pytest.warns(kd.errors.KaleDistWarning, match="waits until other jobs end"):
+    with pytest.warns(kd.errors.KaleDistWarning, match="The quota q"):
         second = kd.launch(waits, number_of_processes=1, on=on)
     wait_for(second, lambda status: "the quota q" in status.reason)
     # Long enough for the operator to look at it seldom.

@@ -9,7 +9,7 @@ from on_cluster import pods_in, run_kubectl, write_kubeconfig
 from rank_work import rank_and, summed
 
 import kale_dist as kd
-from kale_dist.errors import BackendError, ConfigError
+from kale_dist.errors import ConfigError
 from kale_dist.places.kubernetes import client
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
@@ -61,8 +61,10 @@ def test_a_secret_without_a_usable_kubeconfig_is_refused(mine, namespace, text, 
 
 
 def test_a_secret_that_does_not_exist_is_named(mine, namespace):
-    with pytest.raises((BackendError, ConfigError), match="no-such"):
+    with pytest.raises(ConfigError, match="no-such") as caught:
         client.connect(secret="no-such")
+    assert namespace in caught.value.problem
+    assert f"kubectl -n {namespace} create secret" in caught.value.remedy
 
 
 @pytest.mark.nightly

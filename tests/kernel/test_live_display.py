@@ -70,3 +70,44 @@ def test_an_ended_job_is_one_still_picture(kernel):
     reply = kernel("job = kd.launch(chatter, 0, number_of_processes=1); job.wait(); job")
     (shown,) = reply.shown
     assert "succeeded" in shown["text/html"]
+
+
+def test_a_cell_that_only_waits_shows_the_job_once_below_itself(kernel):
+    reply = kernel("job = kd.launch(chatter, 2, number_of_processes=1); job.result(); job.wait(); job")
+    (shown,) = reply.shown
+    assert job_name(kernel) in shown["text/plain"]
+
+
+def test_a_cell_that_waits_for_a_job_shown_before_does_not_show_it_again(kernel):
+    kernel("job = kd.launch(chatter, 2, number_of_processes=1)\njob")
+    assert not kernel("job.result()").shown
+
+
+def test_a_look_that_hardly_waits_shows_nothing(kernel):
+    kernel("job = kd.launch(chatter, 2, number_of_processes=1)")
+    reply = kernel("job.wait(timeout=0)")
+    assert not reply.shown
+    assert reply.error.startswith("WaitTimeoutError")
+    kernel("job.cancel()")
+
+
+def job_name(kernel):
+    return kernel.good("print(job.name)")
+
+
+def test_a_cell_that_runs_again_says_that_its_first_job_still_runs_and_how_to_cancel_it(kernel):
+    cell = "job = kd.launch(chatter, 30, number_of_processes=1)"
+    assert not kernel(cell).err
+    first = job_name(kernel)
+    said = kernel(cell).err
+    kernel.good("job.cancel()")
+    (remedy,) = [part for part in said.split() if part.startswith("kd.attach")]
+    assert first in remedy
+    kernel.good(remedy)
+    kernel.good("job.wait()")
+    assert not kernel(cell + "; job.cancel()").err
+
+
+def test_jobs_of_a_loop_in_one_cell_are_no_mistake(kernel):
+    assert not kernel("jobs = [kd.launch(chatter, 30, number_of_processes=1) for _ in range(2)]").err
+    kernel.good("for job in jobs: job.cancel(); job.wait()")

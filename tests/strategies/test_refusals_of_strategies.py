@@ -49,6 +49,22 @@ def test_a_line_search_needs_all_ranks(strategy, refusal):
     refusal(lambda: call(strategy, 2, make=torch.optim.LBFGS, train_step=own_step))
 
 
+class TwoSteps(torch.optim.SGD):
+    """As the usual package has SAM."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+    first_step = second_step = torch.optim.SGD.step
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
+def test_a_norm_of_all_gradients_needs_all_of_them(strategy, refusal):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    refusal(lambda: call(strategy, 2, make=TwoSteps, model=model))
+    call("fsdp", 2, make=TwoSteps, model=nn.Linear(3, 2))
+
+
 def test_servers_do_not_leave_out_steps(refusal):
     refusal(lambda: call("parameter-server", 2, precision="fp16"))
 

@@ -121,6 +121,31 @@ class Compiled(Case):
         return torch.compile(super().model(), backend="eager")
 
 
+class Tied(nn.Module):
+    """Source, target and scores share one weight, as in the original Transformer; the head is registered before them."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 12, bias=False)
+        self.source, self.target = nn.Embedding(12, 8), nn.Embedding(12, 8, padding_idx=0)
+        self.up, self.down, self.again = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.source.weight = self.target.weight = self.head.weight
+        self.again.weight = self.down.weight
+
+    def forward(self, x):
+        hidden = self.source(x) + self.target(x.flip(1))
+        up = torch.tanh(self.up(hidden))
+        return self.head(hidden + self.down(up) + self.again(up.square()))
+
+
+class SharedThrice(TiedAdamClippedInStep):
+    """Layers whose weight was divided already, for the layer before."""
+
+    def model(self):
+        torch.manual_seed(9)
+        return Tied().double()
+
+
 ATTENTION = {case.__name__: case for case in (Attentive, AttentiveAccumulated, Wide)}
 PLANNED = ("Attentive", "AttentiveAccumulated")
 PLAN = {
@@ -141,6 +166,11 @@ def test_two_ranks_equal_one_process_and_send_what_the_formula_says():
 @pytest.mark.parametrize("plan", [{}, {"0": "columns", "2": "rows"}], ids=repr)
 def test_losses_of_gradients_and_of_copies_equal_one_process(plan):
     compare(Tensor(plan=plan), names=("Penalised", "Copied"), cases={"Penalised": Penalised, "Copied": Copied})
+
+
+@pytest.mark.parametrize("plan", [{}, {"up": "columns", "down": "rows", "again": "rows"}], ids=repr)
+def test_layers_that_share_a_weight_of_a_layer_before_them_equal_one_process(plan):
+    compare(Tensor(plan=plan), names=("SharedThrice",), cases={"SharedThrice": SharedThrice})
 
 
 @pytest.mark.nightly

@@ -33,7 +33,7 @@ class Agent:
     def missing(self):
         return ["d"]
 
-    def cancel_requested(self, grace_s):
+    def cancel_requested(self, grace_s, save):
         self.told.append(("cancel", grace_s))
 
     def acknowledged(self):

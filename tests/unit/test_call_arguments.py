@@ -16,7 +16,8 @@ from kale_dist.worker.training.settings import Training
 
 OF_BOTH = set(options.NAMES)
 CARRIED = {
-    kd.distribute: OF_BOTH | {field.name for field in dataclasses.fields(Training)},
+    # The checkpoint that `resume_from` names is a part of the `JobSpec`.
+    kd.distribute: OF_BOTH | {field.name for field in dataclasses.fields(Training)} | {"resume_from"},
     kd.launch: OF_BOTH | {"fn", "args", "kwargs"},
 }
 

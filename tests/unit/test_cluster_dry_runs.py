@@ -127,6 +127,47 @@ def test_what_no_node_can_ever_hold_is_refused(monkeypatch, tmp_path):
         assert "wait_for_nodes=True" in str(found[0].trouble)
 
 
+def pod(cpu, owner="ReplicaSet", phase="Running", node="n"):
+    return {
+        "metadata": {"name": "p", "ownerReferences": [{"apiVersion": "v1", "kind": owner, "name": "o", "uid": "u"}]},
+        "spec": {"nodeName": node, "containers": [{"name": "c", "resources": {"requests": {"cpu": cpu}}}]},
+        "status": {"phase": phase},
+    }
+
+
+@pytest.mark.parametrize(
+    ("others", "cpu", "is_said"),
+    [
+        ([pod("100m")], 1, True),
+        ([pod("100m", "DaemonSet")], 1, True),
+        ([pod("100m")], 0.95, False),
+        ([pod("100m", node="another")], 1, False),
+        ([pod("100m", phase="Succeeded")], 1, False),
+        # Pods of jobs end.
+        ([pod("2", "PyTorchJob")], 1, False),
+    ],
+)
+def test_pods_that_never_fit_together_beside_those_that_stay_are_warned_of(monkeypatch, tmp_path, others, cpu, is_said):
+    answers = {NODES: nodes({"cpu": "2", "memory": "24Gi"}), "/api/v1/pods": (200, {"items": others})}
+    found, _ = check(
+        monkeypatch, tmp_path, answers=answers, resources=Resources(cpu=cpu), topology=Topology(number_of_processes=2)
+    )
+    assert [(item.name, item.is_fatal) for item in found] == [("no-room", False)] * is_said
+
+
+def test_a_sum_that_fits_does_not_hide_pods_of_which_none_fits_a_node(monkeypatch, tmp_path):
+    answers = {
+        NODES: nodes({"cpu": "2", "memory": "24Gi"}, {"cpu": "2", "memory": "24Gi"}),
+        "/api/v1/pods": (200, {"items": []}),
+    }
+    answers[NODES][1]["items"][1]["metadata"]["name"] = "m"
+    found, _ = check(
+        monkeypatch, tmp_path, answers=answers, resources=Resources(cpu=1.3), topology=Topology(number_of_processes=3)
+    )
+    assert [item.name for item in found] == ["no-room"]
+    assert "2 of them" in str(found[0].trouble)
+
+
 def quota(hard, used):
     spec = types.SimpleNamespace(hard=hard)
     return types.SimpleNamespace(

@@ -142,3 +142,10 @@ def test_the_page_names_all_settings():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     table = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("|"))
     assert {key for key in config.KEYS if f"`{key}`" not in table} == set()
+
+
+def test_how_long_ended_jobs_stay_is_configured_for_all_calls(tmp_path, file):
+    file.write_text("[kubernetes]\nttl_s = 3600\n")
+    assert load(tmp_path).kubernetes.ttl_s == 3600
+    assert load(tmp_path, KALE_DIST_KUBERNETES='{"ttl_s": null}').kubernetes.ttl_s is None
+    assert kd.Kubernetes().ttl_s == 604_800

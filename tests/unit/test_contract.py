@@ -160,7 +160,7 @@ def test_an_order_survives_its_journey_and_hides_its_key():
     )  # fmt: skip
     assert wire.decode(Order, json.loads(wire.encode_json(order))) == order
     assert "secret" not in repr(order)
-    given = Assignment(order=order, attempt=Attempt.form(order, [0, 2], number=1, port=5, seed=7), rank=3)
+    given = Assignment(order=order, attempt=Attempt.form(order, [0, 1, 2], number=1, port=5, seed=7), rank=3)
     assert wire.decode(Assignment, json.loads(wire.encode_json(given))) == given
 
 
@@ -177,7 +177,9 @@ def test_ranks_are_dealt_to_agents_in_order():
 
 
 def test_the_members_of_an_attempt_decide_its_world_size():
-    order = Order(job="j", number_of_processes=7, processes_per_agent=2, snapshot="", head="first")
+    sizes = (2, 4, 6, 7)
+    order = Order(job="j", number_of_processes=7, sizes=sizes, processes_per_agent=2, snapshot="", head="first")
+    assert [order.size_with(agents) for agents in range(5)] == [0, 2, 4, 6, 7]
     assert places(order, [0, 3]) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
     attempt = Attempt.form(order, [0, 3], number=2, port=5, seed=7)
     assert [(member.agent, list(member.ranks)) for member in attempt.members] == [(0, [0, 1]), (3, [2, 3])]
@@ -185,6 +187,15 @@ def test_the_members_of_an_attempt_decide_its_world_size():
     assert Assignment(order=order, attempt=attempt, rank=0).master_addr == "first"
     alone = Attempt.form(order, [0], number=3, port=5, seed=7)
     assert (alone.world_size, Assignment(order=order, attempt=alone, rank=0).master_addr) == (2, "127.0.0.1")
+
+
+def test_an_attempt_has_the_largest_size_that_is_allowed():
+    order = Order(job="j", number_of_processes=8, sizes=(4, 8), processes_per_agent=2, snapshot="", head="first")
+    assert [order.size_with(agents) for agents in range(5)] == [0, 0, 4, 4, 8]
+    attempt = Attempt.form(order, [0, 2, 3], number=0, port=5, seed=7)
+    assert [(member.agent, list(member.ranks)) for member in attempt.members] == [(0, [0, 1]), (2, [2, 3])]
+    fixed = Order(job="j", number_of_processes=5, processes_per_agent=2, snapshot="")
+    assert [fixed.size_with(agents) for agents in range(4)] == [0, 0, 0, 5]
 
 
 def test_files_of_a_job_lie_in_its_folder(tmp_path):

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import trainings
 
 import kale_dist as kd
-from kale_dist.calls import request
+from kale_dist.calls import request, verbs
 from kale_dist.errors import BackendError, ConfigError
 from kale_dist.job.spec.volumes import Volume, VolumeKind, of_containers
 
@@ -59,6 +60,15 @@ def test_what_an_engine_has_nothing_of_is_refused_before_anything_is_asked(given
     error = refused(**given)
     assert error.argument == argument
     assert said in str(error)
+
+
+@pytest.mark.parametrize("place", [kd.Docker, kd.Kubernetes])
+def test_a_training_with_too_little_memory_for_torch_is_refused_with_the_figure(place):
+    on = place(image="team/torch:2.13", resources={"memory": "50Mi"})
+    with pytest.raises(ConfigError, match="300 MiB") as caught:
+        verbs.check(*trainings.classifying(), on=on)
+    assert caught.value.argument == "resources.memory"
+    verbs.check(work, on=on)
 
 
 def test_without_an_image_both_ways_to_name_one_are_said(monkeypatch):

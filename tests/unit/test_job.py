@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import trainings
 from fake_backend import FakeBackend
 from torch import nn
 from torch.utils.data import DataLoader
@@ -392,3 +393,41 @@ def test_a_reason_that_a_widget_shows_is_not_printed(capsys):
     JobWidget(job)
     job.wait()
     assert REASONS[-1] not in capsys.readouterr().err
+
+
+def warns(run):
+    run.event(EventKind.STATE, state=StateName.RUNNING)
+    run.event(EventKind.NOTE, text="train: 100 samples")
+    run.event(EventKind.NOTE, text="The loss is nan", warns=True)
+    run.line(0, "The loss is nan")
+    run.returns(0, 7)
+
+
+@pytest.mark.parametrize(
+    ("wait", "where"),
+    [
+        (lambda job: job.wait(), "err"),
+        (lambda job: [job.result(), job.wait()], "err"),
+        (lambda job: [job.stream_logs(), job.result()], "out"),
+    ],
+    ids=["wait", "result", "stream_logs"],
+)
+def test_a_warning_of_a_rank_is_said_once_where_the_result_is_awaited(wait, where, capsys):
+    job = start(warns, 1)
+    wait(job)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("The loss is nan") == 1
+    assert "The loss is nan" in getattr(said, where)
+    assert "100 samples" not in said.err
+
+
+def test_a_second_job_on_a_model_in_training_is_said_in_one_line(capsys):
+    parts, backend = trainings.classifying(), FakeBackend(until_cancelled)
+    jobs = [kd.distribute(*parts, number_of_processes=1, on=backend) for _ in range(3)]
+    said = [line for line in capsys.readouterr().err.splitlines() if "kd.attach" in line]
+    assert [[job.ref in line for job in jobs] for line in said] == [[True, False, False], [True, True, False]]
+    for job in jobs:
+        job.cancel()
+        job.wait()
+    kd.distribute(*parts, number_of_processes=1, on=backend).cancel()
+    assert "kd.attach" not in capsys.readouterr().err

@@ -1,6 +1,10 @@
 """Commands for one job, and `job.save`: what they print, write and refuse."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -59,6 +63,27 @@ def test_what_a_function_returned_is_saved(spoken, tmp_path):
     nothing.delete()
 
 
+def test_what_a_function_returned_is_not_called_a_model(spoken, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert output(capsys, "fetch", spoken.ref) == f"{tmp_path / 'result.pt'}\n"
+
+
+def test_ctrl_c_in_a_script_shows_the_users_line_and_none_of_ours(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import time\nimport kale_dist as kd\ndef work():\n    time.sleep(60)\n"
+        "job = kd.launch(work, number_of_processes=1)\nprint('waits', flush=True)\njob.result()\n"
+    )
+    started = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started.stdout.readline()
+    time.sleep(0.5)
+    started.send_signal(signal.SIGINT)
+    _, said = started.communicate(timeout=60)
+    files = [line for line in said.splitlines() if line.startswith("  File")]
+    assert [str(script) in line for line in files] == [True]
+    assert "is cancelled" in said
+
+
 def test_files_that_cannot_be_written_are_refused(trained, tmp_path):
     with pytest.raises(ConfigError, match="there is no folder"):
         trained.save(tmp_path / "missing" / "model.pt")
@@ -68,8 +93,6 @@ def test_files_that_cannot_be_written_are_refused(trained, tmp_path):
 
 
 def test_a_running_job_has_nothing_to_fetch(capsys):
-    import time
-
     job = kd.launch(time.sleep, 60, number_of_processes=1)
     assert main(["fetch", job.name]) == 1
     assert "has not ended yet" in capsys.readouterr().err
@@ -99,6 +122,13 @@ def test_a_job_is_submitted_again_from_the_command_line(spoken, capsys):
     assert capsys.readouterr().out == "one\ntwo\n"
     assert main(["retry", spoken.name, "--detach"]) == 2
     assert "ends with this command" in capsys.readouterr().err
+
+
+def test_only_a_training_that_has_not_succeeded_is_resumed(trained, spoken, capsys):
+    assert main(["retry", "--resume", spoken.name]) != 0
+    assert "launch()" in capsys.readouterr().err
+    assert main(["retry", "--resume", trained.name]) != 0
+    assert "resume_from" in capsys.readouterr().err
 
 
 def test_events_of_a_cluster_are_shown(spoken, capsys, monkeypatch):

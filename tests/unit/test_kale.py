@@ -45,6 +45,11 @@ def test_a_notebook_of_kale_runs_on_the_cluster():
     assert '"envFrom":[{"configMapRef":{"name":"settings"}}]' in spec.cluster.patch
 
 
+def test_a_run_policy_that_says_nothing_of_the_end_leaves_the_default():
+    for policy, ttl_s in (({}, 604_800), ({"backoffLimit": 2}, 604_800), ({"ttlSecondsAfterFinished": None}, None)):
+        assert DistributedConfig(run_policy=policy).arguments(2)["on"].ttl_s == ttl_s
+
+
 def test_a_job_is_found_again_by_its_name(monkeypatch):
     monkeypatch.setattr(verbs, "attach", lambda ref: ref)
     assert PyTorchJob("train-net") == "kubernetes://train-net"

@@ -131,6 +131,21 @@ def test_what_only_a_runtime_can_say_is_refused_for_a_train_job(changes, refusal
     assert error.argument == next(iter(changes))
 
 
+@pytest.mark.parametrize("ttl", [{}, {"ttl_s": None}])
+def test_a_train_job_takes_the_default_ttl_without_a_word(ttl):
+    made = KINDS["train"].make(a_spec(cluster=ClusterOptions(kind="train", **ttl)), SETTINGS)
+    assert "ttlSecondsAfterFinished" not in json.dumps(made["spec"])
+
+
+@pytest.mark.parametrize("kind", ["pytorch", "job", "mpi", "tf"])
+def test_an_ended_job_is_deleted_after_a_week_unless_it_is_to_stay_for_ever(kind):
+    def policy(**ttl):
+        made = KINDS[kind].make(a_spec(cluster=ClusterOptions(kind=kind, **ttl)), SETTINGS)
+        return made["spec"].get("runPolicy", made["spec"]).get("ttlSecondsAfterFinished")
+
+    assert (policy(), policy(ttl_s=60), policy(ttl_s=None)) == (604_800, 60, None)
+
+
 def test_a_job_without_an_operator_has_no_gang(refusal):
     error = refusal(lambda: KINDS["job"].make(a_spec(cluster=ClusterOptions(kind="job", gang=True)), SETTINGS))
     assert error.argument == "gang"

@@ -89,6 +89,15 @@ def test_the_guessed_call_is_one_that_would_run(namespace):
             "on=kd.Docker(\n        packages=['einops', 'timm>=1,<2', 'kale[a,b]'],\n",
         ),
         ({"on": "docker", "packages": "auto"}, "packages='auto'"),
+        (
+            {"on": "kubernetes", "namespace": "team", "queue": "gpus", "kind": "job", "gpus": "2"},
+            "    on=kd.Kubernetes(\n        resources={'gpus': 2},\n        namespace='team',\n        queue='gpus',\n        kind='job',\n",
+        ),
+        (
+            {"on": "docker", "namespace": "left over", "gpus": "1"},
+            "on=kd.Docker(\n        resources={'gpus': 1},\n    )",
+        ),
+        ({"criterion": "torch.nn.MSELoss()"}, "None, None, torch.nn.MSELoss(), None,"),
         ({"name": "it's"}, 'name="it\'s"'),
         ({"epochs": "many"}, "epochs='many'"),
         ({"cuda": "yes"}, "cuda=True"),
@@ -138,3 +147,55 @@ def test_the_form_advises_a_strategy_and_writes_the_chosen_one():
     assert form.advice({**choice, "memory": "4 bananas"}, namespace) == ""
     assert form.advice({}, namespace) == ""
     assert "strategy='pipeline'" in form.code({**choice, "strategy": "pipeline"})
+
+
+def step_with_loss(model, data_loader, loss_fn, optimizer, device, args):
+    for inputs, targets in data_loader:
+        loss_fn(model(inputs), targets).backward()
+
+
+def step_with_or_without(model, data_loader, loss_fn, optimizer, device, args):
+    for inputs, targets in data_loader:
+        (loss_fn(model(inputs), targets) if loss_fn is not None else model(inputs).mean()).backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "criterion", "field"),
+    [
+        (step_with_loss, "", "criterion"),
+        (step_with_loss, "nn.MSELoss()", None),
+        (step_with_or_without, "", None),
+        (train_one_epoch, "", None),
+        (None, "", "criterion"),
+        (None, "torch.nn.MSELoss()", None),
+    ],
+)
+def test_a_loss_that_stands_inline_in_the_call_can_be_chosen_and_one_that_is_needed_is_asked_for(
+    namespace, step, criterion, field
+):
+    namespace = {**namespace, "step": step, "nn": nn}
+    launcher = form.LauncherForm(namespace)
+    launcher.choice = {**launcher.choice, "train_step": "step" if step else "", "criterion": criterion}
+    assert launcher.problem.get("field") == field
+    (losses,) = [one["options"] for one in launcher.fields if one["name"] == "criterion"]
+    assert "torch.nn.CrossEntropyLoss()" in [value for value, _ in losses]
+
+
+def test_places_with_images_say_that_one_is_needed(namespace, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for name in ("KALE_DIST_IMAGE", "KALE_DIST_REGISTRY", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    launcher = form.LauncherForm(namespace)
+    for on, image, field in (("docker", "", "image"), ("docker", "team/torch:2", None), ("local", "", None)):
+        launcher.choice = {**launcher.choice, "on": on, "image": image}
+        assert launcher.problem.get("field") == field
+    monkeypatch.setenv("KALE_DIST_IMAGE", "team/torch:2")
+    launcher.choice = {**launcher.choice, "on": "docker"}
+    assert not launcher.problem
+
+
+def test_only_a_cluster_has_namespaces_queues_and_kinds(namespace):
+    only = {one["name"]: one.get("only") for one in form.LauncherForm(namespace).fields}
+    assert [only[name] for name in ("namespace", "queue", "kind")] == [["kubernetes"]] * 3
+    assert only["image"] == only["gpus"] == ["docker", "kubernetes"]
+    assert only["epochs"] is None

@@ -95,6 +95,29 @@ def test_what_is_not_installed_in_the_rank_is_named_with_versions(store, tmp_pat
         loading.load(store, digest, fill_main=False)
 
 
+PACKAGE = {
+    "__init__": "names = []\ndef known():\n    return names\nclass Thing: pass",
+    "effects": "import kit_for_tests as kit\nkit.names.append('effects')\nkit.Thing.twice = lambda self: 2",
+    "gone": "",
+}
+"""An installed package, one of whose modules only the notebook has."""
+
+
+def test_imports_made_for_their_effect_are_made_in_the_rank(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "kit_for_tests"
+    package.mkdir(parents=True)
+    for name, text in PACKAGE.items():
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(package.parent))
+    printed = play(
+        tmp_path,
+        "import os, kit_for_tests.effects, kit_for_tests.gone\nos.remove(kit_for_tests.gone.__file__)",
+        "from kit_for_tests import known, Thing\ndef call():\n    return known(), Thing().twice()",
+        after="assert outcome.value == (['effects'], 2), outcome",
+    )
+    assert "cannot be imported in the ranks (kit_for_tests.gone: No module named 'kit_for_tests.gone')" in printed
+
+
 def test_without_fill_main_nothing_of_this_process_is_overwritten(store, monkeypatch):
     main = sys.modules["__main__"]
     namespace = {"__name__": "__main__"}

@@ -9,7 +9,7 @@ kubernetes = pytest.importorskip("kubernetes")
 from test_explain import look_of  # noqa: E402
 
 from kale_dist.job.backend import JobRef, RunHandle  # noqa: E402
-from kale_dist.job.spec.job_spec import JobSpec, Topology  # noqa: E402
+from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology  # noqa: E402
 from kale_dist.job.spec.place_settings import ClusterOptions  # noqa: E402
 from kale_dist.places.kubernetes import look  # noqa: E402
 from kale_dist.places.kubernetes.views import ContainerView, EventView, JobView, PodView, QueuePosition, is_about  # noqa: E402
@@ -20,10 +20,11 @@ CREATED = "1970-01-12T13:46:30Z"  # ten seconds before
 RUNS = ContainerView(name="pytorch", state="running")
 
 
-def spec(**cluster):
-    topology = Topology(number_of_processes=4, processes_per_pod=2)
-    options = ClusterOptions(master=True, **cluster)
-    return JobSpec(name="x", label="x", kind="call", snapshot="none", topology=topology, cluster=options)
+def spec(max_restarts=0, **cluster):
+    return JobSpec(
+        name="x", label="x", kind="call", snapshot="none", topology=Topology(number_of_processes=4, processes_per_pod=2),
+        cluster=ClusterOptions(**{"master": True, **cluster}), policy=Policy(max_restarts=max_restarts),
+    )  # fmt: skip
 
 
 def job(*, run_policy=None, annotations=None, labels=None, status=None, created=CREATED):
@@ -44,9 +45,9 @@ def ended(code, reason="Error", message="", at=NOW):
     return ContainerView(name="pytorch", state="terminated", exit_code=code, reason=reason, message=message, ended=at)
 
 
-def seen(*pods, of=None, **changes):
+def seen(*pods, of=None, asked=None, **changes):
     view = JobView(name="x", namespace="team", job=job() if of is None else of, pods=pods, **changes)
-    return look.look(view, spec(), NOW)
+    return look.look(view, asked or spec(), NOW)
 
 
 def test_parts_are_pods_by_their_numbers():
@@ -147,6 +148,22 @@ def test_a_worker_that_was_deleted_is_told_and_not_taken_for_its_successor():
     assert "Pod x-worker-0 was deleted while it ran" in found.trouble.sentence
 
 
+def test_a_worker_that_was_made_again_counts_where_its_head_waits_for_it():
+    old = pod("worker", uid="old", is_gone=True, container=ended(143))
+    new = pod("worker", uid="new", created=NOW, container=ContainerView(name="pytorch"), node="")
+    found = seen(pod(), old, new, asked=spec(max_restarts=1))
+    assert [part.uid for part in found.parts] == ["master0", "new"]
+    assert [(part.uid, part.lost) for part in found.replaced] == [("old", "deleted")]
+    assert str(found.trouble) == "Pod x-worker-0 waits for a node"
+    assert found.replaces
+    # Before it is made again, the lost one is all there is.
+    found = seen(pod(), old, asked=spec(max_restarts=1))
+    assert [part.uid for part in found.parts] == ["master0", "old"]
+    assert found.replaced == ()
+    # Where worker-0 is the head, the operator makes no pod again that has failed.
+    assert not seen(pod("worker", number=0), asked=spec(max_restarts=1, master=False)).replaces
+
+
 def test_a_head_that_the_operator_made_again_has_another_uid():
     found = seen(pod(uid="old", is_gone=True, container=ended(143)), pod(uid="new", created=NOW), pod("worker"))
     assert found.parts[0].uid == "new"
@@ -230,7 +247,7 @@ def test_a_deleted_job_is_gone():
     found = look.look(gone, spec(), NOW)
     assert found.gone
     assert "was deleted from the namespace team" in found.trouble.sentence
-    assert "deletes it 60 s after its end" in look.look(gone, spec(ttl_s=60), NOW).trouble.sentence
+    assert "60 s after its end" in look.look(gone, spec(ttl_s=60), NOW).trouble.sentence
 
 
 def test_an_operator_that_does_nothing_is_told_after_a_while():

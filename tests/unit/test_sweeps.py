@@ -1,6 +1,7 @@
 """Sweeps over real local jobs: the best trial, pruning, failures, and a sweep that is killed and continued."""
 
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -309,3 +310,35 @@ def test_the_picture_says_what_the_text_says_and_escapes_what_trials_contain():
     assert "<b>relu" not in drawn
     assert "best so far" in drawn
     assert drawn.count("<tr") == 1 + len(rows)
+
+
+def test_the_picture_has_the_metric_over_each_parameter_and_leads_to_the_jobs():
+    rows = tuple(
+        TrialRow(
+            number=number, state="complete", params={"lr": 10.0**-number, "width": 4 + number, "act": "relu"},
+            value=0.1 * number, reports=1, reason="", ref=f"kubernetes://team/train-net-{number}",
+        )
+        for number in range(4)
+    )  # fmt: skip
+    picture = SweepPicture(name="s", metric="eval/loss", wanted=4, is_maximised=False, is_over=True, rows=rows)
+    drawn = html(picture)
+    assert [len(re.findall(rf"<text [^>]*>{axis} ", drawn)) for axis in ("trial", "lr", "width", "act")] == [1, 1, 1, 0]
+    assert drawn.count("rotate(-90)") == 3
+    assert drawn.count("(log)") == 1
+    # Four trials, whose learning rates are equally far apart on a logarithmic axis.
+    places = [
+        float(x) for x in re.findall(r'<circle cx="([\d.]+)"', drawn.split(">eval/loss by lr<")[1].split("</svg>")[0])
+    ]
+    assert [round(b - a) for a, b in itertools.pairwise(places)] == [round((places[-1] - places[0]) / 3)] * 3
+    assert "train-net-3" in drawn
+    assert "sweep.trials[0].job" in drawn
+    assert "sweep.trials[0].job" in text(picture)
+
+
+def test_a_parameter_with_one_value_has_no_picture():
+    rows = tuple(
+        TrialRow(number=number, state="complete", params={"lr": 0.1}, value=0.5, reports=1, reason="")
+        for number in range(2)
+    )
+    picture = SweepPicture(name="s", metric="loss", wanted=2, is_maximised=False, is_over=True, rows=rows)
+    assert "by lr" not in html(picture)

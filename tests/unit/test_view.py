@@ -379,3 +379,13 @@ def test_a_profile_names_the_rank_that_others_wait_for():
     status = dataclasses.replace(status, metrics=(*rows, _profile(1, exchange=0.05)))
     assert facts.profile(status, 8).titles[-1] == "optimizer"
     assert facts.profile(dataclasses.replace(status, metrics=()), 8).rows == ()
+
+
+def test_a_job_that_waits_for_a_person_looks_other_than_one_in_a_queue():
+    queued = JobStatus(ref="local://x", reason="The image is absent")
+    stuck = dataclasses.replace(queued, needs_action=True)
+    heads = [view.parts(status)["head"] for status in (queued, stuck)]
+    assert ["needs you" in head for head in heads] == [False, True]
+    colours = [re.findall(r"background:(#\w{6})\"", head) for head in heads]
+    assert colours[0] != colours[1]
+    assert "pending, needs you" in view.text(stuck)

@@ -29,7 +29,9 @@ class Topology:
     """How many ranks there are and how they are laid out."""
 
     number_of_processes: int
-    """The world size."""
+    """The world size, or the largest one of a range."""
+    sizes: tuple[int, ...] = ()
+    """The allowed world sizes of a range, ascending; empty for a fixed number."""
     processes_per_pod: int = 1
     """Ranks in one pod or container. The local backend has all ranks on one machine."""
 
@@ -66,6 +68,8 @@ class Request:
     """Where snapshots, checkpoints and results are stored: empty (the notebook sends and fetches them itself), `pvc://claim/folder`, or a URL that fsspec opens."""
     cluster: ClusterOptions = dataclasses.field(default_factory=ClusterOptions)
     strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)
+    saves: bool = True
+    """Whether it writes checkpoints, from which a later call can resume."""
     policy: Policy = dataclasses.field(default_factory=Policy)
 
 
@@ -91,12 +95,16 @@ class Settled(Request):
         resources: Resources | None = None,
         store: str | None = None,
         cluster: ClusterOptions | None = None,
+        topology: Topology | None = None,
     ) -> Settled:
         """A request with what a backend has looked up: fields of this class, and None for those of the request itself.
 
         An image that is made has a `recipe`; that of the request is only what was asked for.
         """
-        found = {"image": image, "volumes": volumes, "resources": resources, "store": store, "cluster": cluster}
+        found = {
+            "image": image, "volumes": volumes, "resources": resources, "store": store, "cluster": cluster,
+            "topology": topology,
+        }  # fmt: skip
         settled = {key: value for key, value in found.items() if value is not None}
         return Settled(**{**_fields(request, Request), **settled, "name": name, "recipe": recipe})
 
@@ -112,9 +120,11 @@ class JobSpec(Settled):
     snapshot: str
     """Digest of the snapshot's manifest."""
     blobs: tuple[str, ...] = ()
-    """Digests of all that the snapshot needs, its manifest among them: what ranks must find in their store."""
+    """Digests of all that the snapshot needs, its manifest among them, and of `resume`: what ranks must find in their store."""
     snapshot_bytes: int = 0
     """Size of all blobs together."""
+    resume: str = ""
+    """Digest of an earlier job's checkpoint, from which the training resumes; empty for none."""
     version: int = VERSION
     """Version of the formats with which the job was submitted; 2 for those before this field."""
 
@@ -128,10 +138,9 @@ class JobSpec(Settled):
             raise ContractError(f"{ref} was submitted by another version of kale_dist: install it to fetch the result")
 
     @classmethod
-    def complete(cls, settled: Settled, *, snapshot: str, blobs: tuple[str, ...], snapshot_bytes: int) -> JobSpec:
-        """A settled request with its snapshot; see the fields of this class."""
-        fields = _fields(settled, Settled)
-        return cls(**fields, snapshot=snapshot, blobs=blobs, snapshot_bytes=snapshot_bytes)
+    def complete(cls, settled: Settled, **snapshot: Any) -> JobSpec:
+        """A settled request with its snapshot, given as the fields of this class."""
+        return cls(**_fields(settled, Settled), **snapshot)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:

@@ -30,6 +30,9 @@ OBJECT_KINDS = ("pytorch", "train", "job", "mpi", "tf")
 _OWN_PORTS = range(23456, 23459)
 """Ports that the agents of a job's pods use, from `manifests.settings.PORT` on."""
 _OWN_DOMAINS = ("app.kubernetes.io/", "kale-dist.dev/", "training.kubeflow.org/", "kueue.x-k8s.io/queue-name")
+TTL_S = 7 * 86400
+"""How long an ended job stays on a cluster unless its call says otherwise."""
+
 PENDING_TIMEOUT_S = 86_400.0
 """A day: what `pending_timeout_s` is unless it is given."""
 
@@ -207,8 +210,9 @@ class ClusterOptions:
     """Variables whose values come from Secrets: `{"VARIABLE": "secret/key"}`."""
     run_as_user: int | None = None
     """User and group of the processes; None: the notebook pod's own in a pod, else 1000. -1: left to the cluster."""
-    ttl_s: int | None = None
-    """Seconds after its end when the cluster deletes the job; None for never."""
+    ttl_s: int | None = TTL_S
+    """Seconds after its end when the cluster deletes the job with its pods, their logs and its Secret (snapshot and key); None
+    for never. What this machine has fetched and what is in a store stays. A TrainJob takes it from its runtime."""
     pending_timeout_s: float | None = PENDING_TIMEOUT_S
     """Seconds from submission after which a job that has not started fails; None for never. Left out, that is a day, and 5
     minutes if it waits for what only a person can mend, such as an image that does not exist."""
@@ -307,7 +311,7 @@ class Kubernetes(ClusterOptions):
             min_available: int | None = None,
             secret_environment: Mapping[str, str] | Sequence[tuple[str, str, str]] = (),
             run_as_user: int | None = None,
-            ttl_s: int | None = None,
+            ttl_s: int | None = ...,
             pending_timeout_s: float | None = ...,
             wait_for_nodes: bool = False,
             input_wait_s: float = ...,

@@ -36,6 +36,9 @@ _CHARACTER = 5.9
 """Approximate width of a digit at an axis."""
 
 _MARGIN = 6.0
+_LABEL = 12.0
+"""Width of what stands beside the vertical axis."""
+
 _PLAIN_STEPS = (1e-5, 1e7)
 """Smallest and largest step between numbers at an axis that are written without an exponent."""
 
@@ -63,6 +66,10 @@ class Curve:
 
     name: str
     series: tuple[Series, ...]
+    vertical: str = ""
+    """What stands beside the vertical axis; empty where the name above the picture says it."""
+    is_log: bool = False
+    """Whether the horizontal axis is logarithmic; all its values are above 0 then."""
 
     @property
     def summary(self) -> str:
@@ -85,9 +92,12 @@ class _Box:
     high: float
     margin: float
     """Width of the numbers at the vertical axis."""
+    is_log: bool = False
 
     def across(self, x: float) -> float:
         share = (x - self.left) / (self.right - self.left) if self.right > self.left else 0.5
+        if self.is_log:
+            share = math.log(x / self.left) / math.log(self.right / self.left)
         return self.margin + share * (_WIDTH - self.margin - _RIGHT)
 
     def down(self, y: float) -> float:
@@ -128,9 +138,15 @@ def svg(curve: Curve, *, has_titles: bool = True) -> str:
     low, high = _span(min(ys), max(ys))
     ticks = _ticks(low, high)
     margin = _MARGIN + _CHARACTER * max(len(text) for _, text in ticks)
-    box = _Box(min(xs), max(xs), low, high, margin)
+    margin += _LABEL if curve.vertical else 0.0
+    box = _Box(min(xs), max(xs), low, high, margin, curve.is_log)
     axes = {one.axis for one in series}
     parts = [_grid(box, ticks, axes.pop() if len(axes) == 1 else "")]
+    if curve.vertical:
+        parts.append(
+            f'<text transform="translate(9,{_TOP}) rotate(-90)" text-anchor="end" fill="currentColor" '
+            f'fill-opacity="0.78">{escape(facts.clean(curve.vertical))}</text>'
+        )
     for one in series:
         dashes = ' stroke-dasharray="5 3"' if one.label == "eval" else ""
         corners = [(box.across(x), box.down(y)) for x, y in one.points]
@@ -163,10 +179,12 @@ def _grid(box: _Box, ticks: Sequence[tuple[float, str]], axis: str) -> str:
         )
     if axis:
         first, last = facts.number(box.left), facts.number(box.right)
-        for x, anchor, text in ((box.margin, "start", f"{axis} {first}"), (_WIDTH - _RIGHT, "end", last)):
+        for x, anchor, text in (
+            (box.margin, "start", f"{axis} {first}"), (_WIDTH - _RIGHT, "end", f"{last}{' (log)' if box.is_log else ''}")
+        ):  # fmt: skip
             parts.append(
                 f'<text x="{x:.1f}" y="{_HEIGHT - 5}" text-anchor="{anchor}" fill="currentColor" '
-                f'fill-opacity="0.78">{text}</text>'
+                f'fill-opacity="0.78">{escape(text)}</text>'
             )
     return "".join(parts)
 

@@ -110,6 +110,11 @@ def name(status: JobStatus) -> str:
     return clean(status.ref.rpartition("://")[2] or status.ref)
 
 
+def state(status: JobStatus) -> str:
+    """The job's state, and whether a person has to act."""
+    return f"{status.state.value}, needs you" if status.needs_action else status.state.value
+
+
 def elapsed_s(status: JobStatus, now: float | None) -> float | None:
     """Seconds since the ranks started or, before that, since the job was created; None if not known."""
     start = status.started if status.started is not None else status.created

@@ -17,7 +17,7 @@ _MAX_RANKS = 64
 _OPEN_UP_TO_RANKS = 8
 """A table of more ranks is folded under a line with their number."""
 
-_BLUE, _GREEN, _RED, _AMBER, _GREY = "#3b82f6", "#30a46c", "#e5484d", "#e8930c", "#8a8f98"
+_BLUE, _GREEN, _RED, _AMBER, _GREY, _VIOLET = "#3b82f6", "#30a46c", "#e5484d", "#e8930c", "#8a8f98", "#8e4ec6"
 _STATE_COLOURS = {
     StateName.PENDING: _GREY,
     StateName.STARTING: _AMBER,
@@ -116,18 +116,23 @@ def _parts(status: JobStatus, now: float | None, *, is_frozen: bool, has_titles:
     }
 
 
+def colour(status: JobStatus) -> str:
+    """The colour of a job's state."""
+    return _VIOLET if status.needs_action else _STATE_COLOURS[status.state]
+
+
 def _text(value: object) -> str:
     return escape(str(value), quote=True)
 
 
 def _head(status: JobStatus, now: float | None, *, is_frozen: bool) -> str:
-    colour = _GREY if is_frozen else _STATE_COLOURS[status.state]
+    drawn = _GREY if is_frozen else colour(status)
     elapsed = facts.elapsed_s(status, now)
     time = f'<span style="{_MUTED};{_FIGURES}">{facts.duration(elapsed)}</span>' if elapsed is not None else ""
-    word = f"was {status.state.value}" if is_frozen else status.state.value
+    word = f"was {facts.state(status)}" if is_frozen else facts.state(status)
     pill = (
         f'<span style="display:inline-flex;align-items:center;gap:6px;padding:1px 10px 1px 8px;border-radius:999px;'
-        f'background:{colour}2b;white-space:nowrap">{_dot(colour)}{word}</span>'
+        f'background:{drawn}2b;white-space:nowrap">{_dot(drawn)}{word}</span>'
     )
     again = (
         f'<div style="margin-top:6px">As it was when it was last drawn. <code style="{_MONO};font-size:12px;'
@@ -198,6 +203,7 @@ def figure(curve: curves.Curve, *, has_titles: bool = True) -> str:
         f'<span style="{_MUTED}">{_text(one.label)}</span> '
         f'<span style="{_FIGURES};font-weight:600">{facts.number(one.last)}</span></span> '
         for one in curve.series
+        if one.label
     )
     return (
         '<div style="flex:1 1 240px;min-width:0;max-width:330px">'

@@ -25,7 +25,7 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     Returns:
         Lines without a newline at the end.
     """
-    lines = [f"{facts.clean(status.ref)}  {status.state.value}", facts.sentence(status, now)]
+    lines = [f"{facts.clean(status.ref)}  {facts.state(status)}", facts.sentence(status, now)]
     progress = progress_line(status, now)
     if progress:
         lines.append(progress)

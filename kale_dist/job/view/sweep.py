@@ -12,6 +12,12 @@ from kale_dist.job.view import curves, facts, markup, plain
 MAX_ROWS = 40
 """Rows of the table: the best trial and the newest ones. `sweep.trials` has all of them."""
 
+_MAX_PARAMETERS = 5
+"""Pictures of the metric over a parameter."""
+
+_LOG_FROM = 100.0
+"""A parameter whose largest value is more than so many times its smallest has a logarithmic axis."""
+
 _HEIGHT = 520
 """Pixels of the table: some twenty rows."""
 
@@ -32,6 +38,8 @@ class TrialRow:
     """How many values of the metric were reported."""
     reason: str
     """Why the trial failed; empty otherwise."""
+    ref: str | None = None
+    """The job's reference; None where the call returned no job."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,16 +96,16 @@ def text(picture: SweepPicture) -> str:
     table = _table(picture)
     numeric = frozenset(index for index, is_numeric in enumerate(table.numeric) if is_numeric)
     lines = plain.table(table.titles, table.rows, right=numeric)
-    return "\n".join([f"{facts.clean(picture.name)}: {sentence(picture)}", "", *lines, *_left_out(picture)])
+    return "\n".join([f"{facts.clean(picture.name)}: {sentence(picture)}", "", *lines, *_notes(picture)])
 
 
 def html(picture: SweepPicture) -> str:
     """Draw a sweep as one HTML element with inline styles and no script; all text of trials is escaped."""
     best = picture.best
-    notes = "".join(f'<div style="opacity:.72">{escape(line)}</div>' for line in _left_out(picture))
+    notes = "".join(f'<div style="margin-top:4px;opacity:.72">{escape(line)}</div>' for line in _notes(picture))
     table = markup.table(_table(picture), "Trials", bold=str(best.number) if best is not None else "", height=_HEIGHT)
-    curve = _curve(picture)
-    plot = f'<div style="margin-top:10px">{markup.figure(curve)}</div>' if curve.drawn else ""
+    figures = "".join(markup.figure(curve) for curve in (_curve(picture), *_by_parameter(picture)) if curve.drawn)
+    plot = f'<div style="display:flex;flex-wrap:wrap;gap:12px 20px;margin-top:10px">{figures}</div>' if figures else ""
     return markup.frame(
         f"Sweep {facts.clean(picture.name)}",
         f'<strong style="font-size:14px;font-weight:600">{escape(facts.clean(picture.name))}</strong> '
@@ -109,7 +117,9 @@ def html(picture: SweepPicture) -> str:
 
 def _table(picture: SweepPicture) -> facts.Table:
     has_reasons = any(row.reason for row in picture.rows)
-    header = ("trial", "state", picture.metric, "reports", *(("reason",) if has_reasons else ()), "parameters")
+    has_jobs = any(row.ref for row in picture.rows)
+    optional = (*(("reason",) if has_reasons else ()), "parameters", *(("job",) if has_jobs else ()))
+    header = ("trial", "state", picture.metric, "reports", *optional)
     rows = tuple(
         (
             str(row.number),
@@ -118,10 +128,11 @@ def _table(picture: SweepPicture) -> facts.Table:
             str(row.reports),
             *((facts.clean(row.reason),) if has_reasons else ()),
             _params(row),
+            *((facts.clean((row.ref or "").rpartition("/")[2]),) if has_jobs else ()),
         )
         for row in _shown(picture)
     )
-    numeric = (True, False, True, True, *((False,) if has_reasons else ()), False)
+    numeric = (True, False, True, True, *(False for _ in optional))
     return facts.Table(titles=tuple(map(facts.clean, header)), rows=rows, numeric=numeric, left_out=0)
 
 
@@ -133,9 +144,15 @@ def _shown(picture: SweepPicture) -> Iterator[TrialRow]:
     yield from newest
 
 
-def _left_out(picture: SweepPicture) -> list[str]:
+def _notes(picture: SweepPicture) -> list[str]:
     more = len(picture.rows) - MAX_ROWS
-    return [f"{more} older trials are in sweep.trials."] if more > 0 else []
+    notes = [f"{more} older trials are in sweep.trials."] if more > 0 else []
+    shown = next((row for row in (picture.best, *picture.rows) if row is not None and row.ref), None)
+    if shown is not None:
+        notes.append(
+            f"sweep.trials[{shown.number}].job on the last line of a cell shows the job of trial {shown.number}."
+        )
+    return notes
 
 
 def _params(row: TrialRow) -> str:
@@ -148,11 +165,7 @@ def _param(value: Any) -> str:
 
 def _curve(picture: SweepPicture) -> curves.Curve:
     """The curve of a sweep: each trial's value, and the best value so far."""
-    values = [
-        (float(row.number), row.value)
-        for row in picture.rows
-        if row.value is not None and row.state in ("complete", "pruned")
-    ]
+    values = [(float(row.number), row.value or 0.0) for row in _with_values(picture)]
     better = max if picture.is_maximised else min
     best: list[tuple[float, float]] = []
     for row in picture.rows:
@@ -168,4 +181,26 @@ def _curve(picture: SweepPicture) -> curves.Curve:
         )
         if points
     )
-    return curves.Curve(name=picture.metric, series=series)
+    return curves.Curve(name=picture.metric, series=series, vertical=picture.metric)
+
+
+def _with_values(picture: SweepPicture) -> list[TrialRow]:
+    return [row for row in picture.rows if row.value is not None and row.state in ("complete", "pruned")]
+
+
+def _by_parameter(picture: SweepPicture) -> Iterator[curves.Curve]:
+    """A picture for each of the first parameters that are numbers: the metric of each trial over the parameter's value."""
+    rows = _with_values(picture)
+    names = dict.fromkeys(name for row in rows for name in row.params)
+    numeric = [name for name in names if all(type(row.params.get(name, 0)) in (int, float) for row in rows)]
+    for name in numeric[:_MAX_PARAMETERS]:
+        points = sorted((float(row.params[name]), row.value or 0.0) for row in rows if name in row.params)
+        xs = [x for x, _ in points]
+        if xs and xs[0] < xs[-1]:
+            one = curves.Series(
+                label="", colour=curves.COLOURS[1], points=tuple(points), last=points[-1][1],
+                axis=facts.clean(name), is_joined=False,
+            )  # fmt: skip
+            is_log = xs[0] > 0 and xs[-1] > _LOG_FROM * xs[0]
+            title = facts.clean(f"{picture.metric} by {name}")
+            yield curves.Curve(name=title, series=(one,), vertical=picture.metric, is_log=is_log)

@@ -29,7 +29,7 @@ function render({ model, el }) {
   const inputs = new Map();
   const grid = element("div", { class: "kd-grid" });
   const problem = element("div", { class: "kd-problem", id: `${id}-problem`, role: "status" });
-  const advice = element("div", { class: "kd-quiet", role: "status" });
+  const advice = element("div", { class: "kd-quiet kd-advice", role: "status" });
   const code = element("pre", { class: "kd-code", tabindex: "0", "aria-label": "The call" });
   const said = element("div", { class: "kd-said", role: "status" });
   const claims = element("span", { class: "kd-chips" });
@@ -51,7 +51,7 @@ function render({ model, el }) {
   } }, "Write into a new cell");
   const take = element("button", { type: "button", onclick: () => copy(model.get("code")).then(() => announce("Copied")) }, "Copy");
   const run = element("button", { type: "button", onclick: () => model.send({ ask: "run" }) }, "Run");
-  const look = element("button", { type: "button", onclick: () => model.send({ ask: "look" }) }, "Look again");
+  const look = element("button", { type: "button", onclick: () => model.send({ ask: "look" }) }, "Refresh");
   const root = element("form", { class: "kd-form", "aria-label": "Distributed training", onsubmit: (event) => event.preventDefault() },
     element("strong", {}, "Distributed training"), grid, claimsRow, problem, advice, code,
     element("div", { class: "kd-actions" }, write, take, run, look, said), place);
@@ -73,7 +73,7 @@ function render({ model, el }) {
   function drawVisible(choice) {
     const here = (choice.on || "local") === "local";
     for (const { field, input, row } of inputs.values()) {
-      row.hidden = Boolean(field.is_elsewhere) && here;
+      row.hidden = Boolean(field.only) && !field.only.includes(choice.on || "local");
       if (field.hint_elsewhere) input.placeholder = here ? field.hint : field.hint_elsewhere;
     }
     claimsRow.hidden = choice.on !== "kubernetes";

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import docker.errors
 
 from kale_dist import config
-from kale_dist.errors import BackendError, ConfigError, StoreError, warn
+from kale_dist.errors import BackendError, ConfigError, StoreError, say, warn
 from kale_dist.image import engine, for_job
 from kale_dist.image.engine import Engine, ensure_image, explained, find_image
 from kale_dist.job import records
-from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, VolumeKind
+from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, Topology, VolumeKind
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.places.docker import containers
 from kale_dist.places.docker.containers import Facts
@@ -85,8 +85,10 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
     if recipe is None and not image and not configured.registry:
         # Raises before the engine is asked for anything.
         for_job.make(None, image="", settings=configured, cuda=request.cuda, in_engine=True)
+    topology = request.topology
     try:
         there = connect()
+        topology = _on_engine(there, request)
         _check_volumes(there, request)
         _check_size(there, request)
     except BackendError:
@@ -97,7 +99,20 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
             image = for_job.make(recipe, image=image, settings=configured, cuda=request.cuda, in_engine=True)
         ensure_image(there, image, say=for_job.say)
         _warn(there, request)
-    return Settled.of(request, name=name, image=image, recipe=recipe)
+    return Settled.of(request, name=name, image=image, recipe=recipe, topology=topology)
+
+
+def _on_engine(engine: Engine, request: Request) -> Topology:
+    """The layout of the ranks: of a range of processes, the most that the engine's machine has cores or GPUs for."""
+    topology, room = request.topology, int(engine.info.get("NCPU") or 0)
+    if not topology.sizes:
+        return topology
+    if request.cuda:
+        # An engine does not say how many it has.
+        room = len(list(pathlib.Path("/dev").glob("nvidia[0-9]*"))) if engine.is_local else 0
+    world = max((size for size in topology.sizes if size <= room), default=topology.sizes[0])
+    say(f"number_of_processes: {world}, for the whole job: a range is for the pods of a cluster")
+    return Topology(number_of_processes=world, processes_per_pod=min(topology.processes_per_pod, world))
 
 
 def _check_volumes(engine: Engine, spec: Request) -> None:

@@ -80,10 +80,10 @@ class FollowedBackend(FolderBackend):
             problem=follower.problem,
         )
 
-    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S) -> None:
+    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S, save: bool = True) -> None:
         """End a job: its head ends the ranks; if the head cannot be reached, the place ends the containers."""
         if not self._reader(ref).status().is_final:
-            self._follow(ref).cancel(grace_s)
+            self._follow(ref).cancel(grace_s, save=save)
 
     def delete(self, ref: JobRef) -> None:
         """End the job and remove every trace of it, at its place and here."""

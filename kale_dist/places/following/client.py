@@ -58,9 +58,9 @@ class HeadClient:
         """Tell the head that all outcomes have been fetched, so that its pod may end."""
         self._ask("POST", "/ack", b"{}")
 
-    def cancel(self, grace_s: float) -> None:
-        """Have the head end the job: SIGTERM to all ranks, SIGKILL after `grace_s` seconds."""
-        self._ask("POST", "/cancel", json.dumps({"grace_s": grace_s}).encode())
+    def cancel(self, grace_s: float, *, save: bool = False) -> None:
+        """Have the head end the job: one more checkpoint if wanted, SIGTERM to all ranks, SIGKILL after `grace_s` seconds."""
+        self._ask("POST", "/cancel", json.dumps({"grace_s": grace_s, "save": save}).encode())
 
     @contextlib.contextmanager
     def stream(self, line: int, event: int, silence_s: float) -> Iterator[tuple[Iterator[bytes], Callable[[], None]]]:

@@ -35,7 +35,7 @@ from kale_dist.places.following.verdict import (
     judge_trouble,
     lost_part,
 )
-from kale_dist.wire import EventKind, FailureCause, StateName, Verdict
+from kale_dist.wire import SAVE_LIMIT_S, EventKind, FailureCause, StateName, Verdict
 
 LOOK_S = 1.0
 """How often a follower looks at a place that reports no change."""
@@ -64,6 +64,9 @@ MAX_PODS, MAX_LINES, MAX_BYTES = 3, 20, 1 << 14
 
 _NAMED = 5
 _MIB = 1 << 20
+FIRST_SIGNAL = 128
+"""Pods with an exit code from here on may be made again: a signal has ended them, or they had lost the head."""
+
 _MADE_AGAIN = RETRIED - {"killed"}
 """Losses of pods that their controller may make again."""
 
@@ -164,18 +167,19 @@ class Follower:
         """Wait until the thread has ended."""
         self._thread.join(timeout_s)
 
-    def cancel(self, grace_s: float) -> None:
+    def cancel(self, grace_s: float, *, save: bool = False) -> None:
         """End the job: by its head, which gives the ranks their grace; else by its place.
 
         Args:
             grace_s: Seconds that ranks may take to end by themselves.
+            save: Whether ranks that can write one more checkpoint before.
 
         Raises:
             BackendError: Neither head nor place can be reached.
         """
         records.mark_cancelled(self._files)
-        self._kill_at = self._clock.monotonic() + grace_s + CANCEL_MARGIN_S
-        if not self._ask_head(lambda head: head.cancel(grace_s)):
+        self._kill_at = self._clock.monotonic() + (SAVE_LIMIT_S if save else 0.0) + grace_s + CANCEL_MARGIN_S
+        if not self._ask_head(lambda head: head.cancel(grace_s, save=save)):
             self._place.kill(self._handle, grace_s)
         self._woken.set()
 
@@ -431,7 +435,9 @@ class Follower:
             self._ask_head(lambda head: head.cancel(0.0))
             return judge(None, look, self._status.status())
         waits = look.head is None or any(part.state == "waiting" for part in look.parts)
-        trouble = look.trouble if waits and not (look.suspended or look.gone) else None
+        # A head whose ranks have run waits for pods that are made again, so long as it can go on with them.
+        head_waits = look.replaces and self._head_runs and self._copy.has_started
+        trouble = look.trouble if waits and not (look.suspended or look.gone or head_waits) else None
         limit_s = self._spec.cluster.pending_timeout_s
         waited_s = self._clock.time() - (self._run.began or self._record.created)
         if waits and limit_s is not None and waited_s > limit_s and not look.suspended and not self._copy.has_started:
@@ -445,6 +451,8 @@ class Follower:
             remedy = f"{trouble.remedy} Jobs wait {ACT_WITHIN_S / 60:.0f} minutes for that, or as long as pending_timeout_s= says."
             return judge_trouble(dataclasses.replace(trouble, remedy=remedy))
         part = lost_part(look)
+        if head_waits and part is not None and (part.lost in _MADE_AGAIN or (part.exit_code or 0) >= FIRST_SIGNAL):
+            part = None
         if self._lasts("part", HEAD_S, seen=part is not None) and part is not None:
             return judge_part(part, look, self._status.status())
         return None

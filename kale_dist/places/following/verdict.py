@@ -85,9 +85,15 @@ def judge_trouble(trouble: Trouble) -> Verdict:
     return Verdict(StateName.FAILED, trouble.cause or FailureCause.NOT_STARTED, str(trouble))
 
 
-def lost_part(look: Look) -> Part | None:
-    """The part whose end explains a failure best: first one that was OOM killed, then one that was lost, then any that failed."""
-    ended = [part for part in look.parts if part.state == "ended" and (part.lost or part.exit_code)]
+def lost_part(look: Look, *, is_over: bool = False) -> Part | None:
+    """The part whose end explains a failure best: first one that was OOM killed, then one that was lost, then any that failed.
+
+    Args:
+        look: The place's report.
+        is_over: Whether the run is over, so that parts explain its end that were made again.
+    """
+    parts = look.parts + look.replaced if is_over else look.parts
+    ended = [part for part in parts if part.state == "ended" and (part.lost or part.exit_code)]
 
     def order(part: Part) -> tuple[bool, bool, int]:
         return part.lost != "out of memory", not part.lost, part.number
@@ -105,7 +111,7 @@ def explains_loss(cause: FailureCause | None, look: Look, pods: int) -> bool:
     """
     head = look.head
     if cause is FailureCause.LOST:
-        return lost_part(look) is not None or len(look.parts) < pods
+        return lost_part(look, is_over=True) is not None or len(look.parts) < pods
     if cause is FailureCause.SUSPENDED:
         return bool(look.suspended or look.gone or look.finished == "cancelled" or head is None or head.lost)
     return True
@@ -140,8 +146,10 @@ def overlay(
     troubles = [part.trouble for part in look.parts if part.trouble is not None and part.state != "ended"]
     if look.trouble is not None:
         troubles.insert(0, look.trouble)
-    if troubles and (state is not StateName.RUNNING or not reason):
-        reason = str(troubles[0])
+    is_trouble = bool(troubles) and (state is not StateName.RUNNING or not reason)
+    if is_trouble:
+        # The head says which pod it waits for, and the place why that pod is not there.
+        reason = f"{reason}. {troubles[0]}" if status.attempt and reason and not look.suspended else str(troubles[0])
     elif not reason and state is not StateName.RUNNING and look.fresh:
         expected = spec.topology.number_of_pods
         shown = f"{running} of {expected} {noun}s run" if expected > 1 else f"The {noun} runs"
@@ -152,7 +160,10 @@ def overlay(
         reason = f"{reason}. {activity}" if reason and not reason.endswith(".") else f"{reason} {activity}".strip()
     if problem:
         reason = f"{problem} As last seen: {reason}" if reason else problem
-    return dataclasses.replace(status, state=state, reason=reason, queue_position=look.queue_position)
+    return dataclasses.replace(
+        status, state=state, reason=reason, queue_position=look.queue_position,
+        needs_action=is_trouble and (troubles[0].needs_action or not troubles[0].heals),
+    )  # fmt: skip
 
 
 def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float) -> Sequence[dict[str, Any]]:
@@ -181,7 +192,7 @@ def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float
 
 def _explained(verdict: Verdict, look: Look, status: JobStatus) -> Verdict:
     """A head's verdict, with the place's reason why a pod or the whole run is gone, which a head cannot know."""
-    head, part = look.head, lost_part(look)
+    head, part = look.head, lost_part(look, is_over=True)
     if verdict.cause is FailureCause.SUSPENDED:
         if look.suspended:
             return dataclasses.replace(verdict, reason=look.suspended)
@@ -196,7 +207,7 @@ def _explained(verdict: Verdict, look: Look, status: JobStatus) -> Verdict:
             rank = _first_rank(part, status) if verdict.rank is None else verdict.rank
             return dataclasses.replace(verdict, reason=reason, rank=rank)
         if is_lost:
-            return dataclasses.replace(verdict, may_restart=True, reason=_loss(part, look))
+            return dataclasses.replace(verdict, may_restart=True, reason=_loss(part, look) + _hindrance(look))
     if is_lost:
         # All the head knows is that a connection ended.
         return dataclasses.replace(verdict, may_restart=True, reason=str(look.trouble or verdict.reason))
@@ -210,6 +221,12 @@ def _loss(part: Part, look: Look) -> str:
     if part.lost:
         return f"{part.name} was {part.lost}" if part.lost != "node lost" else f"The node of {part.name} was lost"
     return f"{part.name} ended with exit code {part.exit_code} before it could say why"
+
+
+def _hindrance(look: Look) -> str:
+    """What keeps pods from running that the head has waited for, as further sentences."""
+    found = (part.trouble for part in look.parts if part.state == "waiting")
+    return "".join(f". {trouble}" for trouble in found if trouble is not None)
 
 
 def _first_rank(part: Part, status: JobStatus) -> int | None:

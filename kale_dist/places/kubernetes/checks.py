@@ -36,6 +36,8 @@ from kale_dist.wire import InputFiles
 _TIMEOUT_S = 10.0
 _AT_ONCE = 8
 _MANY_NODES = 500
+_MANY_PODS = 5000
+_ROUNDING = 1e-6
 _ENFORCE = "pod-security.kubernetes.io/enforce"
 _RESTRICTED = "restricted"
 
@@ -48,6 +50,9 @@ _ONLY_WARN = frozenset(("webhook", "webhook-unreachable", "quota"))
 HOST_LABEL = "kubernetes.io/hostname"
 _WORDS = {"cpu": "cores", "memory": "of memory"}
 """The words after an amount of a resource."""
+
+_STAYING = frozenset(("DaemonSet", "Node", "ReplicaSet", "StatefulSet"))
+"""Owners of pods that do not end by themselves, as those of jobs do."""
 
 _SECRETS = ("secrets", "count/secrets")
 
@@ -381,7 +386,39 @@ def _nodes(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
     found = _lookup(lambda: cluster.core.list_node(limit=_MANY_NODES, _request_timeout=_TIMEOUT_S).items)
     if found is None or found is _MISSING or len(found) >= _MANY_NODES:
         return []
-    return list(node_sums([node.status.allocatable or {} for node in found], groups))
+    never = list(node_sums([node.status.allocatable or {} for node in found], groups))
+    list_pods = functools.partial(cluster.core.list_pod_for_all_namespaces, limit=_MANY_PODS)
+    pods = None if never else _lookup(lambda: list_pods(_request_timeout=_TIMEOUT_S).items)
+    return never if pods is None or pods is _MISSING else list(_no_room(found, pods, groups))
+
+
+def _no_room(nodes: Sequence[Any], pods: Sequence[Any], groups: Sequence[PodGroup]) -> Iterator[Finding]:
+    """The resource of which the nodes hold too little for all pods of the job, beside the pods that do not end by themselves."""
+    free = {
+        node.metadata.name: {key: quantities.amount(text) for key, text in (node.status.allocatable or {}).items()}
+        for node in nodes
+    }
+    for pod in pods:
+        owners = {owner.kind for owner in pod.metadata.owner_references or ()}
+        if pod.spec.node_name in free and owners & _STAYING and pod.status.phase == "Running":
+            for container in pod.spec.containers:
+                for key, text in ((container.resources and container.resources.requests) or {}).items():
+                    left = free[pod.spec.node_name]
+                    left[key] = left.get(key, 0.0) - quantities.amount(text)
+    for key in sums_of(groups):
+        asked = sorted((_amounts(group).get(key, 0.0) for group in groups for _ in range(group.pods)), reverse=True)
+        room = [left.get(key, 0.0) for left in free.values()]
+        placed = 0
+        for amount in asked:
+            number = next((number for number, left in enumerate(room) if left >= amount - _ROUNDING), None)
+            if number is not None:
+                room[number] -= amount
+                placed += 1
+        if placed < len(asked):
+            texts = {"wanted": sum(asked), "largest": max(0.0, sum(left.get(key, 0.0) for left in free.values()))}
+            facts = {name: quantities.amount_text(key, amount) for name, amount in texts.items()}
+            facts |= {"pods": str(len(asked)), "placed": str(placed), "resource": _WORDS.get(key, f"of {key}")}
+            yield Finding(name="no-room", trouble=sentences.of("no-room", **facts), is_fatal=False)
 
 
 def node_sums(allocatable: Sequence[Mapping[str, str]], groups: Sequence[PodGroup]) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ from yaml import YAMLError
 
 from kale_dist import config as settings
 from kale_dist.config import Config
-from kale_dist.errors import BackendUnavailableError, ConfigError
+from kale_dist.errors import BackendError, BackendUnavailableError, ConfigError
 from kale_dist.job import records
 from kale_dist.places.kubernetes.explain import api as answers
 from kale_dist.wire.blobs import fresh
@@ -248,8 +248,15 @@ def _source(config: Config, context: str) -> _Source:
 def _source_in(secret: str, config: Config, context: str) -> _Source:
     """A kubeconfig out of a Secret, as a private file. It may not name programs, as anyone who can write the Secret could then run one here."""
     own = connect(config=config)
-    with answers.asking("get", "secrets", own.namespace, secret):
-        data = own.core.read_namespaced_secret(secret, own.namespace).data or {}
+    try:
+        with answers.asking("get", "secrets", own.namespace, secret):
+            data = own.core.read_namespaced_secret(secret, own.namespace).data or {}
+    except BackendError as error:
+        if answers.status_of(error.__cause__ or error) != answers.NOT_FOUND:
+            raise
+        problem = f"there is no Secret {secret!r} in the namespace {own.namespace!r}, the one that is configured here"
+        make = f"kubectl -n {own.namespace} create secret generic {secret} --from-file={_SECRET_KEYS[0]}=PATH"
+        raise ConfigError("cluster_secret", problem, f"Make it there ({make}), or set KALE_DIST_NAMESPACE") from None
     key = next((key for key in _SECRET_KEYS if key in data), next(iter(data), "") if len(data) == 1 else "")
     where = f"the Secret {secret!r} of the namespace {own.namespace!r}"
     if not key:

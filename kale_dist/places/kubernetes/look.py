@@ -47,7 +47,9 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
     """
     job, is_fresh, kind = view.job, view.is_complete and not view.problem, kind_of(spec)
     state = ObjectState() if job is None else kind.state(job)
-    pods = [(pod, _trouble_of(pod, view)) for pod in pods_of_run(view, state)]
+    replaces = kind.replaces_pods(spec)
+    current, replaced = pods_of_run(view, state, replaces=replaces)
+    pods = [(pod, _trouble_of(pod, view)) for pod in current]
     parts = tuple(_part(pod, found) for pod, found in pods)
     if view.is_deleted:
         is_late = spec.cluster.ttl_s is not None and not view.pods
@@ -75,31 +77,40 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
     if view.problem:
         last = "" if known is None else f"As last seen: {known}"
         known = Trouble(sentence=view.problem.rstrip("."), remedy=last, heals=True)
-    return Look(parts=parts, trouble=known, finished=state.finished, fresh=is_fresh)
+    before = tuple(_part(pod, _trouble_of(pod, view)) for pod in replaced)
+    return Look(parts=parts, replaces=replaces, replaced=before, trouble=known, finished=state.finished, fresh=is_fresh)
 
 
 def _annotation(job: Mapping[str, Any], name: str) -> str:
     return str(((job.get("metadata") or {}).get("annotations") or {}).get(name) or "")
 
 
-def pods_of_run(view: JobView, state: ObjectState) -> Sequence[PodView]:
+def pods_of_run(view: JobView, state: ObjectState, *, replaces: bool) -> tuple[Sequence[PodView], Sequence[PodView]]:
     """One pod of each number: the newest since the job was started or resumed, as a suspension ended those before.
 
-    A worker that was deleted stands for its number: the pod that the operator makes in its place comes too late for this run.
+    Args:
+        view: What the cluster says.
+        state: What the object says.
+        replaces: Whether the run goes on with the pod that its controller makes in the place of a worker that was lost. If not,
+            the lost one stands for its number.
+
+    Returns:
+        These pods, and the lost workers in whose places some of them are.
     """
     began = seconds(state.started) or 0.0
     head = view.latest_pods[0] if view.latest_pods else None
-    found = []
+    found, replaced = [], []
     for pod in view.latest_pods:
         since = began if pod is head or head is None else max(began, head.created)
-        lost = (
+        lost = [
             old for old in view.pods
             if old.number == pod.number and pod is not head
             and old.is_gone and old.has_started and old.created >= since - _START_SLACK_S
-        )  # fmt: skip
+        ]  # fmt: skip
         if pod.created >= began - _START_SLACK_S:
-            found.append(next(lost, pod))
-    return found
+            found.append(pod if replaces else next(iter(lost), pod))
+            replaced += [old for old in lost if old is not pod][-1:]
+    return found, replaced if replaces else ()
 
 
 def _trouble_of(pod: PodView, view: JobView) -> Found | None:

@@ -300,6 +300,7 @@ def _order(
         input_wait_s=spec.cluster.input_wait_s,
         collect_wait_s=spec.cluster.collect_wait_s,
         metrics_port=spec.cluster.metrics_port or 0,
+        replaces_pods=kind_of(spec).replaces_pods(spec),
         **kind_of(spec).order(spec),
     )
 

@@ -10,13 +10,15 @@ from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec.job_spec import Settled
+from kale_dist.places.manifests.bootstrap import EXIT_CODE
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup, headless_service, last_condition
 from kale_dist.places.manifests.pod_template import pod_template
 from kale_dist.places.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
+from kale_dist.wire import EXIT_BROKEN
 
 
 class BatchJob(Kind):
-    """A pod that fails is not made again, and the others continue: the head decides what that means."""
+    """A pod that fails is made again as often as the job may restart, and the others continue: the head decides what that means."""
 
     word = "job"
     name = "Job"
@@ -43,7 +45,7 @@ class BatchJob(Kind):
             template["spec"]["subdomain"] = object_name(spec.name, settings.run)
         ttl = spec.cluster.ttl_s
         return {
-            **({"completionMode": "Indexed", "backoffLimitPerIndex": 0} if pods > 1 else {"backoffLimit": 0}),
+            **(_indexed(spec.policy.max_restarts) if pods > 1 else {"backoffLimit": 0}),
             "completions": pods,
             "parallelism": pods,
             **({} if ttl is None else {"ttlSecondsAfterFinished": ttl}),
@@ -65,6 +67,10 @@ class BatchJob(Kind):
     def head_host(self, spec: Settled, run: int = 1) -> str:
         """A name that the headless Service gives it."""
         return f"{self.pod_names(spec, run)[0]}.{object_name(spec.name, run)}"
+
+    def replaces_pods(self, spec: Settled) -> bool:
+        """As often as the job may restart, and evicted ones as often as that happens."""
+        return spec.policy.max_restarts > 0
 
     def beside(self, spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
         """The headless Service; one pod needs none."""
@@ -89,3 +95,17 @@ class BatchJob(Kind):
             started=status.get("startTime"),
             ended=status.get("completionTime") or (condition.get("lastTransitionTime") if finished else None),
         )
+
+
+def _indexed(max_restarts: int) -> dict[str, Any]:
+    """How pods are told apart, and which of them are made again: those that were evicted, those killed, but none that has judged."""
+    indexed: dict[str, Any] = {"completionMode": "Indexed", "backoffLimitPerIndex": max_restarts}
+    if max_restarts:
+        for_good = {"containerName": BatchJob.container, "operator": "In", "values": [1, EXIT_BROKEN, EXIT_CODE]}
+        indexed["podFailurePolicy"] = {
+            "rules": [
+                {"action": "FailIndex", "onExitCodes": for_good},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        }
+    return indexed

@@ -186,6 +186,11 @@ class Kind(abc.ABC):
         if without:
             raise refuse(f"it removes the container {self.container!r} of the {without[0]}, in which the ranks run")
 
+    def replaces_pods(self, spec: Settled) -> bool:
+        """Whether the controller makes a relay's pod again that is lost, so that the head may wait for it."""
+        del spec
+        return False
+
     def order(self, spec: Settled) -> Mapping[str, Any]:
         """What its agents have to know beyond what all orders say: fields of `wire.Order`."""
         del spec

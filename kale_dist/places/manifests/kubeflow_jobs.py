@@ -105,7 +105,9 @@ class KubeflowJob(Kind):
         template = pod_template(
             spec, settings, container=self.container, first_pod=first_pod, ranks=ranks, index=index, role=role
         )
-        return {"replicas": pods, "restartPolicy": "Never", "template": template}
+        # The operator makes pods again whose exit code is 128 or above.
+        policy = "ExitCode" if first_pod and self.replaces_pods(spec) else "Never"
+        return {"replicas": pods, "restartPolicy": policy, "template": template}
 
 
 class PyTorchJob(KubeflowJob):
@@ -154,6 +156,10 @@ class PyTorchJob(KubeflowJob):
     def head_host(self, spec: Settled, run: int = 1) -> str:
         """The host name of the head's Service; the operator makes one for each pod."""
         return self.pod_names(spec, run)[0]
+
+    def replaces_pods(self, spec: Settled) -> bool:
+        """Beside a master. A head that was made again like its workers would not know of the attempts before it."""
+        return _has_master(spec) and spec.policy.max_restarts > 0
 
     def _replicas(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
         topology = spec.topology
@@ -222,6 +228,10 @@ class TFJob(KubeflowJob):
     def head_host(self, spec: Settled, run: int = 1) -> str:
         """The host name of the chief's Service; the operator makes one for each pod."""
         return self.pod_names(spec, run)[0]
+
+    def replaces_pods(self, spec: Settled) -> bool:
+        """Workers and servers alike."""
+        return spec.policy.max_restarts > 0
 
     def order(self, spec: Settled) -> Mapping[str, Any]:
         """With parameter servers, which wait for requests until they are ended, the chief's end is that of the job."""

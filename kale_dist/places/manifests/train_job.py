@@ -11,6 +11,7 @@ from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec.job_spec import Settled
+from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup
 from kale_dist.places.manifests.pod_template import pod_template
 from kale_dist.places.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
@@ -50,7 +51,7 @@ class TrainJob(Kind):
         options, topology = spec.cluster, spec.topology
         if not settings.command:
             for field in _OF_THE_RUNTIME:
-                if getattr(options, field):
+                if getattr(options, field) not in (getattr(ClusterOptions(), field), None):
                     problem = "a TrainJob takes this from its runtime"
                     raise ConfigError(
                         field, problem, "Leave it out and set it in a runtime (runtime=), or give kind='job'"
@@ -89,6 +90,10 @@ class TrainJob(Kind):
     def head_host(self, spec: Settled, run: int = 1) -> str:
         """A name that the Service of the JobSet gives it."""
         return f"{self.pod_names(spec, run)[0]}.{object_name(spec.name, run)}"
+
+    def replaces_pods(self, spec: Settled) -> bool:
+        """Pods that are deleted; a container that fails starts again in its pod, if the runtime says so."""
+        return spec.policy.max_restarts > 0
 
     def state(self, made: Mapping[str, Any]) -> ObjectState:
         """Its conditions tell how it ended or was resumed; that it runs, only its jobs do."""

@@ -25,7 +25,11 @@ _MAX_MESSAGE_BYTES = 1 << 30
 _MAX_UNSENT_BYTES = 1 << 20
 """At most this much is buffered for a peer that does not read."""
 
+_CANCELLED = "The job was cancelled"
 _LOOK_EACH_S = 0.1
+_KERNEL_ENDED = (
+    "The notebook's kernel, or the script, that started it ended. Wait for the job there, or pass detach=True"
+)
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group at the other end of a Unix socket."""
 
@@ -112,7 +116,7 @@ class Agent:
         self._is_stopping = True
         self._news.set()
         for job in list(self._jobs.values()):
-            job.cancel(FailureCause.USER, "The agent that ran the job received SIGTERM", FAILURE_GRACE_S)
+            job.cancel(FailureCause.USER, "The agent that ran the job received SIGTERM", FAILURE_GRACE_S, save=True)
 
     def _watch_kernel(self) -> int | None:
         """Watch the kernel's process; its connection alone would not do, as its children hold copies of it."""
@@ -138,7 +142,7 @@ class Agent:
             self._news.set()
             for job in list(self._jobs.values()):
                 if not job.order.policy.detach:
-                    job.cancel(FailureCause.KERNEL_ENDED, "The notebook's kernel ended", FAILURE_GRACE_S)
+                    job.cancel(FailureCause.KERNEL_ENDED, _KERNEL_ENDED, FAILURE_GRACE_S)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -170,7 +174,9 @@ class Agent:
             case Op.TAKE:
                 self._take(peer, message.get("order") or {})
             case Op.CANCEL:
-                self._cancel(str(message.get("job")), float(message.get("grace_s", CANCEL_GRACE_S)))
+                grace_s = max(0.0, float(message.get("grace_s", CANCEL_GRACE_S)))
+                if (job := self._jobs.get(str(message.get("job")))) is not None:
+                    job.cancel(FailureCause.USER, _CANCELLED, grace_s, save=bool(message.get("save")))
             case Op.STOP:
                 self._is_stopping = True
                 self._news.set()
@@ -196,10 +202,6 @@ class Agent:
         task = asyncio.ensure_future(self._run(job, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _cancel(self, name: str, grace_s: float) -> None:
-        if name in self._jobs:
-            self._jobs[name].cancel(FailureCause.USER, "The job was cancelled", max(0.0, grace_s))
 
     async def _run(self, job: JobRun, writer: JobWriter) -> None:
         job.write_end(await job.run())

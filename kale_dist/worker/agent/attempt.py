@@ -24,6 +24,7 @@ from kale_dist.wire import (
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.fork_pool import ForkPool
 from kale_dist.worker.agent.hang_watch import HangWatch
+from kale_dist.worker.agent.near_rank import NearRank
 from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.agent.usage import UsageWatch
 from kale_dist.worker.agent.writer import JobWriter
@@ -67,9 +68,10 @@ class RunningAttempt:
         site: What it works with.
         attempt: Its number and members.
         on_forked: Called once, when all ranks have a process.
+        is_last: Whether no other attempt may follow.
     """
 
-    def __init__(self, site: Site, attempt: Attempt, on_forked: Callable[[], None]) -> None:
+    def __init__(self, site: Site, attempt: Attempt, on_forked: Callable[[], None], *, is_last: bool) -> None:
         self.ranks = [
             Rank(number, site.writer, self._rank_changed, self._take_event) for number in range(attempt.world_size)
         ]
@@ -79,12 +81,16 @@ class RunningAttempt:
         """How the attempt ends, as soon as that is decided."""
         self._site = site
         self._attempt = attempt
+        self._is_last = is_last
         self._on_forked: Callable[[], None] | None = on_forked
         self._near = self.ranks[: attempt.members[0].processes]
         self._ends_with = site.order.ends_with
         self._failed: list[Rank] = []
         self._dispensable: list[set[int]] = []
         """From each set, all ranks but one may be lost: the others carry on."""
+        self.can_save = False
+        """Whether the ranks write a checkpoint when they are asked to."""
+        self._after_save: list[Callable[[], None]] = []
         self._grace_s = FAILURE_GRACE_S
         self._changed = asyncio.Event()
         self._watch: HangWatch | None = None
@@ -113,6 +119,7 @@ class RunningAttempt:
             usage.start()
             self._start_ranks(listener)
             verdict = await self._judge()
+            self._go_on()
         finally:
             self._watch.stop()
             await self._end_ranks()
@@ -133,14 +140,40 @@ class RunningAttempt:
             verdict: How it ends.
             grace_s: Seconds from SIGTERM to SIGKILL. If the attempt is ending already, they shorten its grace.
         """
-        is_last = self._attempt.number >= self._site.order.policy.max_restarts
         if self.verdict is None:
             self._grace_s = FAILURE_GRACE_S if grace_s is None else grace_s
         elif grace_s is not None:
             self._site.loop.call_later(grace_s, self._kill, self.ranks)
-        if self.verdict is None or (self.verdict.may_restart and not is_last):
+        if self.verdict is None or (self.verdict.may_restart and not self._is_last):
             self.verdict = verdict
         self._changed.set()
+
+    def save_first(self, then: Callable[[], None], limit_s: float) -> None:
+        """Have the ranks write a checkpoint, and call a function once it is written.
+
+        Args:
+            then: Called at once if the ranks cannot save, or their end is decided; else at the latest after `limit_s`, and
+                when the attempt ends in another way before.
+            limit_s: Seconds.
+        """
+        if not self.can_save or self.verdict is not None:
+            then()
+            return
+        self._after_save.append(then)
+        if isinstance(first := self.ranks[0].process, NearRank):
+            first.ask_to_save()
+        self._site.loop.call_later(limit_s, self._give_up_saving, then)
+
+    def _give_up_saving(self, then: Callable[[], None]) -> None:
+        if then in self._after_save:
+            self._site.writer.say("The ranks have not written the checkpoint in time that they were asked for")
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Do what waits for a checkpoint."""
+        waiting, self._after_save = self._after_save, []
+        for then in waiting:
+            then()
 
     # -- the task, step by step ---------------------------------------------------------------------------------------
 
@@ -233,6 +266,10 @@ class RunningAttempt:
         """A rank has sent an event."""
         if event.get("event") == context.DISPENSABLE:
             self._dispensable = [set(ranks) for ranks in event["sets"]]
+        elif event.get("event") == context.SAVES:
+            self.can_save = True
+        elif event.get("event") == EventKind.CHECKPOINT and event.get("asked"):
+            self._go_on()
         elif event.get("event") == EventKind.PROGRESS and self._watch is not None:
             self._watch.progressed(event)
 
@@ -260,7 +297,8 @@ class RunningAttempt:
         # If the ranks failed only because they missed a lost one, that one is to blame.
         are_followers = all(ending.lost_peer(rank) for rank in self._failed)
         if relays is not None and are_followers and (sentence := relays.explain_loss()):
-            return Verdict(StateName.FAILED, FailureCause.LOST, sentence)
+            may_restart = self._site.order.replaces_pods
+            return Verdict(StateName.FAILED, FailureCause.LOST, sentence, may_restart=may_restart)
         verdict = ending.blame([*self.lost, *self._failed] if are_followers else self._failed)
         if before := [rank.rank for rank in self.lost if rank.rank != verdict.rank]:
             return dataclasses.replace(verdict, reason=f"{verdict.reason}. Lost before: {ending.name_ranks(before)}")

@@ -21,6 +21,8 @@ REFILL_AFTER_S = 0.3
 LEFTOVER_GRACE_S = 0.3
 """What is left of a rank's process group has this long after SIGTERM: trackers of shared memory clean up in it."""
 
+_LOOK_EACH_S = 0.05
+
 MOST_ASKED = 16
 """Ranks that are being forked at once. Descriptors on their way count against the user's limit."""
 
@@ -57,6 +59,13 @@ class ForkPool:
     def is_clearing(self) -> bool:
         """Whether processes that ranks have left behind are still being ended."""
         return bool(self._reaping)
+
+    async def warm(self) -> None:
+        """Wait until a spare is forked, for which torch has to be imported, or until it is known that it cannot be."""
+        self._order_spares()
+        first = next(iter(self._spares), None)
+        while first is not None and not first.pid and first in self._spares:  # noqa: ASYNC110 - it takes seconds, once
+            await asyncio.sleep(_LOOK_EACH_S)
 
     def start(self) -> None:
         """Start the forkserver if there is none, and order spares."""

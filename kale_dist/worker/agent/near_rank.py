@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kale_dist import wire
-from kale_dist.wire import STACKS_SIGNAL, Assignment, Stream
+from kale_dist.wire import SAVE, STACKS_SIGNAL, Assignment, Stream
 from kale_dist.worker.agent import processes, usage
 from kale_dist.worker.agent.output import RankOutput, Sink, read_some
 
@@ -193,6 +193,10 @@ class NearRank:
         if number == signal.SIGTERM:
             # A stopped process gets no other signal before it continues.
             processes.signal_group(self.pid, signal.SIGCONT)
+
+    def ask_to_save(self) -> None:
+        """Ask for a checkpoint."""
+        self._send(SAVE)
 
     def ask_stacks(self) -> None:
         """Ask for the stacks; the listener has the answer `ANSWER_S` later."""

@@ -130,7 +130,7 @@ class Rank:
                 self.moved()
             self._count(event)
             self._on_event(event)
-            if event.get("event") not in (context.ALIVE, context.DISPENSABLE):
+            if event.get("event") not in (context.ALIVE, context.DISPENSABLE, context.SAVES):
                 self._writer.record(event)
 
     def message(self, message: dict[str, Any]) -> None:

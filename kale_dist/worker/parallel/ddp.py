@@ -329,8 +329,8 @@ def _checked(numbers: Sequence[float], here: int, world: int) -> list[bool]:
     """
     if numbers[_LEFT] not in (0, world):
         raise KaleDistError(
-            f"train_step left the loop over its loader on {numbers[_LEFT]:.0f} of {world} ranks only, here after or"
-            f" before batch {here}. All ranks must take the same steps: decide on a value that is equal on all,"
+            f"train_step left the loop over its loader on {numbers[_LEFT]:.0f} of {world} ranks only, about batch"
+            f" {here} on this one. All ranks must take the same steps: decide on a value that is equal on all,"
             ' or return {"stop": True} at the end of the epoch'
         )
     if numbers[here % _SLOTS] != world:

@@ -74,6 +74,7 @@ class FullySharded(Replica):
             parts.move()
             super().prepare(parts, stack)
             return
+        _write_data(stack)
         mesh = DeviceMesh.from_group(parts.column.world, parts.group.device.type)
         modules = dict(model.named_modules())
         names = [*select_units(modules, self.settings.units), ""]
@@ -334,6 +335,20 @@ class _ReduceScatter(_Allocates):
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002
     ) -> None:
         self._strategy.reduce_scatter(output_tensor, input_tensor, op)
+
+
+def _write_data(stack: contextlib.ExitStack) -> None:
+    """Make `p.data = values` copy the values of a DTensor: by itself it changes nothing, without an error (torch 2.13)."""
+    original: Any = Tensor.data
+
+    def write(tensor: Any, values: Any) -> None:
+        if isinstance(values, DTensor) and values.placements == tensor.placements and values.dtype == tensor.dtype:
+            tensor._local_tensor.detach().copy_(values._local_tensor)  # noqa: SLF001 - to_local() has no gradient to give here
+        else:
+            original.__set__(tensor, values)
+
+    setattr(DTensor, "data", property(original.__get__, write))  # noqa: B010 - mypy sees no such attribute
+    stack.callback(delattr, DTensor, "data")
 
 
 def _parameters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

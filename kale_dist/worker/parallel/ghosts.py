@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from kale_dist.errors import KaleDistError
-from kale_dist.worker.training.trained import alter
+from kale_dist.worker.training.trained import alter, own_parameters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,12 +98,12 @@ def owners_of(model: torch.nn.Module, units: Sequence[Unit], stages: int) -> dic
     inside: set[int] = set()
     for unit in units:
         inside.update(id(module) for module in unit.module.modules())
-        for parameter in unit.module.parameters():
+        for _, parameter in unit.module.named_parameters():
             found.setdefault(id(parameter), set()).add(unit.stage)
     for module in model.modules():
         if id(module) not in inside:
             # The code of the model itself runs everywhere.
-            found.update((id(parameter), set(range(stages))) for parameter in module.parameters(recurse=False))
+            found.update((id(parameter), set(range(stages))) for parameter in own_parameters(module))
     return {name: tuple(sorted(found[id(parameter)])) for name, parameter in model.named_parameters()}
 
 

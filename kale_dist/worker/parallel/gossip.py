@@ -111,6 +111,8 @@ class Neighbours(OwnSteps):
         """Measure how far the ranks' weights are apart, and average them."""
         if self._circle is not None:
             self._circle.end()
+            if not self.steps:
+                self.are_apart()
             own = Flat(self.weights())
             own.read()
             mean = self.average(self.weights())

@@ -19,7 +19,7 @@ from torch import Tensor
 from kale_dist.errors import KaleDistError
 from kale_dist.worker.parallel.flat import Flat
 from kale_dist.worker.parallel.replica import Replica
-from kale_dist.worker.training.group import LARGE, Group
+from kale_dist.worker.training.group import LARGE, Group, differing, fingerprint
 from kale_dist.worker.training.strategy import FullState, Parts
 
 OUTER_LEARNING_RATE = 0.7
@@ -33,6 +33,7 @@ class OwnSteps(Replica):
     """
 
     reduces = False
+    saves_within_epochs = False
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Put hooks on all parameters, and begin to count steps and bytes."""
@@ -81,6 +82,16 @@ class OwnSteps(Replica):
             self.bytes_sent += 2 * (world - 1) / world * flat.bytes
         return flat
 
+    def are_apart(self) -> bool:
+        """Whether the ranks' weights differ at the end of an epoch though no step of an optimizer was counted since they met."""
+        is_apart = bool(differing(self.group.gather(fingerprint(self.weights())), tolerance=0.0))
+        if is_apart and not self.steps:
+            self.group.say(
+                "train_step changes weights without optimizer.step(): they were averaged over all ranks at the end of the"
+                " epoch, and not within it."
+            )
+        return is_apart
+
     def end_epoch(self) -> None:
         """Copy rank 0's other buffers to all ranks, and begin to count the steps of the next epoch."""
         super().end_epoch()
@@ -96,7 +107,8 @@ class OwnSteps(Replica):
         for options in optimizer.param_groups:
             for parameter in options["params"]:
                 for name, value in sorted(state_of.get(parameter, {}).items()):
-                    if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape:
+                    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+                    if is_dense and value.is_floating_point() and value.shape == parameter.shape:
                         states.append((index, name, value))
                 index += 1
         everyone = self.group.gather([(index, name) for index, name, _ in states])
@@ -131,6 +143,13 @@ class LocalSteps(OwnSteps):
     DiLoCo (Douillard et al., 2023, algorithm 1) takes `w_before - mean(w)` as a gradient, for SGD with Nesterov momentum.
     """
 
+    saves_within_epochs = True
+
+    @property
+    def is_settled(self) -> bool:  # type: ignore[override]
+        """Only when weights have just been averaged are they equal in all ranks."""
+        return self.group.is_alone or not self._since
+
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Keep a copy of the weights where the outer step needs them."""
         super().prepare(parts, stack)
@@ -156,7 +175,7 @@ class LocalSteps(OwnSteps):
         if self.group.is_alone:
             return
         self.agree(at_end=at_end)
-        if not self._since:
+        if not self._since and not self.are_apart():
             return
         self._since = 0
         if self.settings.outer is None:

@@ -282,6 +282,7 @@ class PipelineParallel(DataParallel):
             shapes = [one for one in pytree.tree_leaves(described) if isinstance(one, Shape)]
             tensors = [self._links.receive(shape, last) for shape in shapes]
         if any(flags) and torch.is_grad_enabled():
+            self._is_called = True
             anchor = torch.zeros((), device="cpu", requires_grad=True)
             tensors = list(_Join.apply(anchor, self._once(passages), flags, *tensors))  # type: ignore[no-untyped-call]
         found = iter(tensors)
@@ -304,6 +305,7 @@ class PipelineParallel(DataParallel):
 
     def _backward(self, passages: list[_Passage], gradients: Sequence[Tensor | None]) -> None:
         """Run this stage backwards. Autograd calls this within the user's `backward()`."""
+        self._went_back = True
         with self._one_pass(), self._summed_over_stages(), self._ghosts.backward():
             sizes = [passage.size for passage in passages]
             for number, passage in enumerate(passages):
@@ -347,6 +349,8 @@ class PipelineParallel(DataParallel):
             self._is_within = False
 
     _is_within = False
+    _is_called = _went_back = False
+    """Whether the model was called with gradients since the last step, and whether a backward pass came."""
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self._is_within:
@@ -392,6 +396,20 @@ class PipelineParallel(DataParallel):
         return links.receive(shape, first) if links.receive_note("used", first)[0] else None
 
     # -- around a step ---------------------------------------------------------------------------------------------
+
+    def complete(self, correction: float) -> None:
+        """Refuse a step for which nothing went backwards through the stages, then complete the gradients.
+
+        Raises:
+            KaleDistError: The step has called the model, and made no backward pass.
+        """
+        if self._is_called and not self._went_back:
+            raise KaleDistError(
+                "strategy=Pipeline: train_step calls optimizer.step() without a backward() through the model. Gradients of"
+                " torch.autograd.grad end at this stage: call loss.backward(), or use strategy='ddp'"
+            )
+        self._is_called = self._went_back = False
+        super().complete(correction)
 
     def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
         """Return the norm over all stages; a parameter that several stages hold counts once."""

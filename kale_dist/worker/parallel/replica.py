@@ -9,14 +9,17 @@ that the step sets or changes by itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import Layout, Settings
+from kale_dist.worker.parallel.agreement import Agreement
 from kale_dist.worker.training.strategy import Parts, Strategy
 
 
@@ -43,6 +46,8 @@ class Replica(Strategy):
         self._holding = False
         self._marks: dict[int, tuple[int, int]] = {}
         self._reductions_of_batch = 0
+        self._passes_of_batch = 0
+        self._is_cleared = False
         self._is_weighed = False
         self._is_held_back = False
 
@@ -50,6 +55,7 @@ class Replica(Strategy):
         """Put hooks on all parameters."""
         super().prepare(parts, stack)
         stack.callback(self._take_hooks_off)
+        self._agreement = Agreement(parts.row)
         for parameter in parts.named.values():
             self._add(parameter)
 
@@ -107,7 +113,7 @@ class Replica(Strategy):
             parameter.requires_grad_(True)  # noqa: FBT003 - torch's own signature
         self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
         if self._weight_handles or self._accumulates:
-            self._weight_handles[id(parameter)] = parameter.register_hook(self._weigh)
+            self._weight_handles[id(parameter)] = parameter.register_hook(functools.partial(self._weigh, parameter))
         if frozen:
             parameter.requires_grad_(False)  # noqa: FBT003
 
@@ -135,7 +141,8 @@ class Replica(Strategy):
     def begin_batch(self, *, weight: float, due: bool) -> None:
         """Put on or take off the hooks that weight gradients, as the batch needs them."""
         self._weight, self._due = weight, due
-        self._reductions_of_batch = 0
+        self._reductions_of_batch = self._passes_of_batch = 0
+        self._is_cleared = False
         self._is_weighed = False
         if self._is_passive or self._accumulates:
             return
@@ -147,9 +154,13 @@ class Replica(Strategy):
         elif not self._weight_handles:
             for key, parameter in self.parameters.items():
                 if parameter.requires_grad:
-                    self._weight_handles[key] = parameter.register_hook(self._weigh)  # type: ignore[no-untyped-call]
+                    hook = functools.partial(self._weigh, parameter)
+                    self._weight_handles[key] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _weigh(self, gradient: Tensor) -> Tensor | None:
+    def _weigh(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        if torch.is_grad_enabled() and _is_returned(parameter):
+            # By `torch.autograd.grad(create_graph=True)`: it goes into a loss, whose own gradients are weighed.
+            return None
         weight = self._weight
         self._is_weighed = True
         if weight == 1.0:
@@ -176,6 +187,11 @@ class Replica(Strategy):
         nested = self._task is not None
         self._task = task
         self._holding = not self._due
+        if self._is_cleared:
+            raise KaleDistError(
+                "train_step clears gradients between two backward passes of one batch, and gradients that are accumulated over"
+                " several batches cannot be cleared. Leave `accumulate` out"
+            )
         if self._exchanges:
             self.pass_begins(nested=nested)
         if self._is_held_back:
@@ -187,6 +203,7 @@ class Replica(Strategy):
         if self._task is None:
             return
         self._task = None
+        self._passes_of_batch += 1
         if self._accumulates:
             self.has_pending = True
         if self._holding:
@@ -202,6 +219,10 @@ class Replica(Strategy):
             self.reduce(skipped=skipped, left=left)
         self._mark()
 
+    def passed(self, root: Tensor) -> None:
+        """Keep what ranks of the row have to agree on."""
+        self._agreement.passed(root, self.parameters.values())
+
     # -- before a step ---------------------------------------------------------------------------------------------
 
     def complete(self, correction: float) -> None:
@@ -215,7 +236,7 @@ class Replica(Strategy):
             if self._weight != 1.0 and not (self._is_weighed or self._accumulates):
                 for parameter in by_hand:
                     if (gradient := parameter.grad) is not None:
-                        parameter.grad = self._weigh(gradient)
+                        parameter.grad = self._weigh(parameter, gradient)
             if by_hand and not self._is_held_back:
                 self.parts.group.say(
                     "Gradients were set by the step itself, not by backward(): they are averaged over the ranks before"
@@ -223,12 +244,17 @@ class Replica(Strategy):
                 )
             if by_hand or self._is_held_back:
                 self._reduce()
+        self._agreement.check()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None] if correction != 1.0 else []
         with torch.no_grad():
             for gradient in gradients:
                 gradient.mul_(correction)
 
     # -- gradients changed behind our back -------------------------------------------------------------------------
+
+    def keep_gradients(self) -> None:
+        """Remember that the step has cleared gradients after a backward pass: another pass in the same batch is refused."""
+        self._is_cleared = self._passes_of_batch > 0
 
     def _mark(self) -> None:
         self._marks = {
@@ -248,10 +274,9 @@ class Replica(Strategy):
 
     def check_held(self, but: Tensor | None = None) -> None:
         """Refuse gradients that the user's code has changed while they are held back, except the one of `but`."""
-        for key, mark in self._marks.items():
-            parameter = self.parameters[key]
-            gradient = parameter.grad
-            if parameter is but:
+        for key, parameter in self.parameters.items():
+            gradient, mark = parameter.grad, self._marks.get(key)
+            if parameter is but or gradient is None is mark:
                 continue
             if gradient is None or (id(gradient), gradient._version) != mark:  # noqa: SLF001
                 raise KaleDistError(
@@ -259,3 +284,11 @@ class Replica(Strategy):
                     " `clip_norm=` instead of inside the step, clear gradients by optimizer.zero_grad() only, and leave"
                     " `accumulate` out if the step accumulates by itself"
                 )
+
+
+def _is_returned(parameter: Tensor) -> bool:
+    """Whether `torch.autograd.grad` is running and returns this gradient, rather than `backward()`, which adds it to `grad`."""
+    try:
+        return not torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)  # noqa: SLF001
+    except RuntimeError:  # what torch raises for the leaves that are asked for
+        return True

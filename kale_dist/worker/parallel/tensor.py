@@ -212,25 +212,25 @@ def divide_layers(
     for name, word in assign(modules, plan, peers.size).items():
         module: Any = modules[name]
         along, pieces = dimension(kind_of(module) or "", word)
-        inputs = module.weight.shape[1]
+        # A weight that layers share is divided with the first of them: only from here on is its shape the same for all.
+        division.divide(module.weight, along, pieces, optimizer)
         if isinstance(module, torch.nn.Linear):
             if word != "rows":
                 division.divide(module.bias, 0, pieces, optimizer)
-            forward = _linear(name, word, inputs, peers)
+            forward = _linear(name, word, module.weight.shape[1], peers)
         elif word == "vocabulary":
-            forward = _vocabulary(module.weight.shape[0] // peers.size, peers)
+            forward = _vocabulary(module.weight.shape[0], peers)
         else:
             forward = _embedding(peers)
-        division.divide(module.weight, along, pieces, optimizer)
         alter(module, stack, forward=types.MethodType(forward, module))
     return division
 
 
 def _linear(name: str, word: str, inputs: int, peers: Peers) -> Callable[[Any, Tensor], Tensor]:
     def rows(module: Any, given: Tensor) -> Tensor:
-        if given.shape[-1] != inputs // peers.size:
+        if given.shape[-1] != inputs:
             raise KaleDistError(
-                f"{name} is planned as 'rows' and got an input of width {given.shape[-1]}, not {inputs // peers.size}: what"
+                f"{name} is planned as 'rows' and got an input of width {given.shape[-1]}, not {inputs}: what"
                 " is before it has to be planned as 'columns' (attention has to use view(batch, time, -1, head_size))"
             )
         output = peers.whole_of_summands(functional.linear(given, module.weight))

@@ -13,7 +13,7 @@ but for bytes. What fails for another reason comes back as `{"error": sentence}`
                                   {"received"} if N is not where the last one ended. 422: wrong digest, begin again at 0
     GET  /files/<name>            outcome-A-R or checkpoint, like a blob
     POST /ack                     the notebook has all it wants
-    POST /cancel {"grace_s": s}   end the job
+    POST /cancel {"grace_s": s, "save": b}   end the job
 
 A PUT says in `wire.SIZE_HEADER` how large the whole is.
 """
@@ -63,7 +63,7 @@ class ByteServer:
         store: Where blobs go and come from.
         writer: What writes that folder.
         missing: Gives the digests of the blobs that the notebook has to send.
-        cancel: Ends the job, with a grace in seconds.
+        cancel: Ends the job, with a grace in seconds, and whether ranks that can save first.
         acknowledge: The notebook has all it wants.
 
     Raises:
@@ -80,7 +80,7 @@ class ByteServer:
         store: FolderStore,
         writer: JobWriter,
         missing: Callable[[], list[str]],
-        cancel: Callable[[float], None],
+        cancel: Callable[[float, bool], None],
         acknowledge: Callable[[], None],
     ) -> None:
         self.key = key
@@ -223,11 +223,12 @@ class _Request(http.server.BaseHTTPRequestHandler):
                 self._reply(200, {})
                 owner.acknowledge()
             case "POST", "cancel":
-                grace_s = float(json.loads(body)["grace_s"])
+                asked = json.loads(body)
+                grace_s = float(asked["grace_s"])
                 if not grace_s >= 0:
                     raise ValueError("grace_s has to be 0 or more")
                 self._reply(200, {})
-                owner.cancel(grace_s)
+                owner.cancel(grace_s, bool(asked.get("save")))
             case _:
                 raise FileNotFoundError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 import threading
@@ -23,9 +24,6 @@ from kale_dist.worker.pod.head_relays import HeadsRelays
 from kale_dist.worker.pod.mpi import Mpirun
 from kale_dist.worker.pod.pod import Pod
 from kale_dist.worker.pod.prometheus import Gauges, MetricsServer
-
-SAY_MISSING_EACH_S = 30.0
-"""The log says this often which pods have not joined yet."""
 
 LEAVE_LIMIT_S = 20.0
 """How long relays may take to leave once the job has ended."""
@@ -94,7 +92,6 @@ class Head:
                 pod.key,
                 pod.files,
                 open_port(pod.place.listen, order.port + 1, 1024),
-                fail=self._fail,
                 say=self.writer.say,
             )
         self._written: asyncio.Future[None] = pod.loop.create_future()
@@ -128,7 +125,7 @@ class Head:
     async def run(self) -> int:
         """Serve the job to its end; gives the exit code."""
         if self._relays is not None:
-            await self._relays.serve()
+            await self._relays.serve(self._job)
         self._serve_metrics()
         preparing = asyncio.ensure_future(self._prepare())
         verdict = await self._job.run()
@@ -171,10 +168,10 @@ class Head:
             f"Pod {socket.gethostname()} received SIGTERM: the job was suspended or deleted, or the pod was "
             "evicted or ran into its deadline"
         )
-        self._job.cancel(FailureCause.SUSPENDED, reason, 0.0 if again else TERM_GRACE_S)
+        self._job.cancel(FailureCause.SUSPENDED, reason, 0.0 if again else TERM_GRACE_S, save=True)
 
     async def _prepare(self) -> None:
-        """Bring the input, let the ranks start once all pods are ready, then put each checkpoint into the store."""
+        """Bring the input, let the ranks start, then put each checkpoint into the store."""
         try:
             await asyncio.to_thread(pod_input.bring, self._pod, received=self._server.received)
             problem = await asyncio.to_thread(pod_input.bring_checkpoint, self._pod)
@@ -189,28 +186,10 @@ class Head:
         self._pod.pool.wanted_spares = 0
         if self._relays is not None:
             self._relays.deal_blobs()
-            await self._wait_for_pods(self._relays)
         self._job.start()
         while self._store_works:
             await asyncio.sleep(_KEEP_EACH_S)
             await asyncio.to_thread(self._keep_checkpoint)
-
-    async def _wait_for_pods(self, relays: HeadsRelays) -> None:
-        """Wait until all pods are ready, and log which are not. If that takes too long, the job fails."""
-        limit_s = self._pod.order.start_wait_s
-        while missing := ", ".join(relays.missing):
-            left_s = limit_s - (time.monotonic() - self._began_at)
-            if left_s <= 0:
-                self._job.fail(
-                    FailureCause.NOT_STARTED,
-                    f"The job could not start: not all of its pods were there within {limit_s:.0f} s. Missing: {missing}. "
-                    "Look at their state: they may be waiting for a node, a GPU or their image",
-                )
-                return
-            try:
-                await asyncio.wait_for(relays.all_ready.wait(), min(SAY_MISSING_EACH_S, left_s))
-            except TimeoutError:
-                self.writer.say(f"Waiting for pods: {', '.join(relays.missing)}")
 
     # -- requests, in the server's threads --------------------------------------------------------------------------
 
@@ -218,9 +197,10 @@ class Head:
         """Digests of the blobs that the notebook has to send."""
         return pod_input.missing(self._pod) if self._pod.order.source is Source.STREAM and not self._has_blobs else []
 
-    def _cancel(self, grace_s: float) -> None:
+    def _cancel(self, grace_s: float, save: bool) -> None:  # noqa: FBT001 - called by position from the server's threads
         """The notebook wants the job to end."""
-        self._pod.loop.call_soon_threadsafe(self._job.cancel, FailureCause.USER, "The job was cancelled", grace_s)
+        cancel = functools.partial(self._job.cancel, FailureCause.USER, "The job was cancelled", grace_s, save=save)
+        self._pod.loop.call_soon_threadsafe(cancel)
 
     def _acknowledged(self) -> None:
         """The notebook has all it wants."""
@@ -250,11 +230,9 @@ class Head:
         while relays is not None:
             waited_s = time.monotonic() - ended_at
             may_come = time.monotonic() - self._began_at < self._pod.order.start_wait_s
+            may_come = bool(relays.may_return or (relays.never_came and may_come))
             may_come = may_come and not (self._is_told_to_end or self._is_acknowledged)
-            if not (
-                (relays.connected and waited_s < LEAVE_LIMIT_S)
-                or (relays.never_came and may_come and waited_s < STRAGGLER_LIMIT_S)
-            ):
+            if not ((relays.connected and waited_s < LEAVE_LIMIT_S) or (may_come and waited_s < STRAGGLER_LIMIT_S)):
                 return
             await asyncio.sleep(_LOOK_EACH_S)
 

@@ -16,6 +16,7 @@ from typing import Any
 from kale_dist import wire
 from kale_dist.wire import Attempt, FailureCause, JobFiles, Order
 from kale_dist.worker.agent.ending import name_ranks
+from kale_dist.worker.agent.job_run import JobRun
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.pod.relay_protocol import COUNT, READ_BYTES, TICKS, Channel, Op, is_signed, sign
@@ -65,8 +66,21 @@ class _Relay:
         self.channel: Channel | None = None
         self.has_joined = False
         self.is_ready = False
+        self.is_leaving = False
+        """Whether its pod got SIGTERM."""
+        self.was_lost = False
+        """Whether it was lost with ranks of the newest attempt."""
+        self.losses = 0
+        """How often it was lost."""
+        self.is_dismissed = False
+        """Whether it knows that the run goes on without it, or is over."""
         self.far: dict[int, _FarRank] = {}
         """Its ranks in the newest attempt."""
+
+    @property
+    def ranks(self) -> list[Rank]:
+        """Its ranks that have not ended."""
+        return [far.rank for far in self.far.values() if far.rank.end is None]
 
     def describe(self) -> str:
         """Its name, and its ranks if it has any yet."""
@@ -81,27 +95,18 @@ class HeadsRelays:
         key: Its secret.
         files: The job's folder.
         listener: Where relays connect to.
-        fail: Ends the job, with the cause and a sentence: a relay cannot run its ranks, or is lost.
         say: Writes a line into the log.
     """
 
     def __init__(
-        self,
-        order: Order,
-        key: bytes,
-        files: JobFiles,
-        listener: socket.socket,
-        *,
-        fail: Callable[[FailureCause, str], None],
-        say: Callable[[str], None],
+        self, order: Order, key: bytes, files: JobFiles, listener: socket.socket, *, say: Callable[[str], None]
     ) -> None:
-        self.all_ready = asyncio.Event()
-        """Set once all relays have had what they need."""
         self._key = key
         self._files = files
         self._listener = listener
-        self._fail = fail
         self._say = say
+        self._may_be_lost = order.policy.max_restarts if order.replaces_pods else 0
+        """How often each relay may be lost."""
         self._refusals = 0
         self._has_blobs = False
         self._has_room = True
@@ -109,15 +114,20 @@ class HeadsRelays:
         self._relays = {agent: _Relay(agent, pod_name(order, agent)) for agent in range(1, order.agents)}
         self._server: asyncio.Server | None = None
 
-    async def serve(self) -> None:
-        """Begin to accept relays."""
+    async def serve(self, job: JobRun) -> None:
+        """Begin to accept relays.
+
+        Args:
+            job: Is told which relays are ready, lost, or cannot run their ranks.
+        """
+        self._judge = job
         self._listener.settimeout(0)
         self._server = await asyncio.start_server(self._serve, sock=self._listener, backlog=1024, limit=READ_BYTES)
 
     @property
-    def missing(self) -> list[str]:
-        """Names of the pods that have not joined, or are not ready."""
-        return [relay.name for relay in self._relays.values() if not relay.is_ready]
+    def missing(self) -> dict[int, str]:
+        """Names of the pods that have not joined, or are not ready, by the numbers of their agents."""
+        return {relay.agent: relay.name for relay in self._relays.values() if not relay.is_ready}
 
     @property
     def ready(self) -> list[int]:
@@ -134,10 +144,16 @@ class HeadsRelays:
         """How many may still come and have to learn that the run is over."""
         return sum(not relay.has_joined for relay in self._relays.values())
 
+    @property
+    def may_return(self) -> int:
+        """How many were lost, and may be made again."""
+        lost = (relay for relay in self._relays.values() if relay.has_joined and relay.channel is None)
+        return sum(not relay.is_dismissed for relay in lost) if self._may_be_lost else 0
+
     def explain_loss(self) -> str:
         """Which relay is gone, as a sentence; empty if all are there."""
         for relay in self._relays.values():
-            if relay.has_joined and relay.channel is None:
+            if relay.was_lost:
                 return f"{relay.describe()} is gone: {_GONE}"
         return ""
 
@@ -158,6 +174,8 @@ class HeadsRelays:
 
     def spawn(self, attempt: Attempt, ranks: Sequence[Rank]) -> None:
         """Have relays start those ranks of an attempt that are theirs."""
+        for relay in self._relays.values():
+            relay.far, relay.was_lost = {}, False
         for member in attempt.members[1:]:
             relay = self._relays[member.agent]
             if relay.channel is not None:
@@ -180,11 +198,18 @@ class HeadsRelays:
             if there == host and relay.channel is not None:
                 relay.channel.say(Op.RUN, command=command, attempt=attempt)
 
+    def dismiss_leavers(self) -> None:
+        """Let pods end that got SIGTERM: no rank is left in them."""
+        for relay in self._relays.values():
+            if relay.is_leaving and relay.channel is not None:
+                relay.channel.say(Op.END)
+
     def end(self) -> None:
         """The run is over: relays may leave, and those that come later learn of it."""
         self._is_over = True
         for relay in self._relays.values():
             if relay.channel is not None:
+                relay.is_dismissed = True
                 relay.channel.say(Op.END)
 
     def close(self) -> None:
@@ -223,12 +248,14 @@ class HeadsRelays:
                 self._refusals += 1
                 self._say(f"A pod at {channel.peer_host} that does not hold this job's key was refused")
             return None
-        if self._is_over or relay.has_joined:
-            # Its pod was made again, or came too late: a run does not change its pods.
+        if self._is_over or relay.losses > self._may_be_lost:
             channel.say(Op.OVER)
-            relay.has_joined = True
+            relay.has_joined, relay.is_dismissed = True, True
             return None
-        relay.has_joined, relay.channel = True, channel
+        if relay.channel is not None:
+            # Its pod was made again, and the end of the old one is not known here yet.
+            self._lose(relay, relay.channel)
+        relay.has_joined, relay.is_leaving, relay.channel = True, False, channel
         channel.say(Op.WELCOME)
         if not self._has_room:
             channel.say(Op.ROOM, is_there=False)
@@ -238,16 +265,31 @@ class HeadsRelays:
 
     async def _listen(self, relay: _Relay, channel: Channel) -> None:
         try:
-            while (frame := await channel.read()) is not None:
+            while relay.channel is channel and (frame := await channel.read()) is not None:
                 await self._take(relay, *frame)
         finally:
-            # There is no other connection: a cut between pods ends the run.
-            relay.channel, relay.is_ready = None, False
-            if not self._is_over:
-                self._fail(FailureCause.LOST, f"{relay.describe()} is gone: {_GONE}")
-            for far in relay.far.values():
-                if far.rank.end is None:
-                    far.rank.ended(End(reason="its pod was lost"))
+            if relay.channel is channel:
+                self._lose(relay, channel)
+
+    def _lose(self, relay: _Relay, channel: Channel) -> None:
+        """A connection has ended, and with it the pod's ranks; the same process never connects again."""
+        relay.channel, relay.is_ready = None, False
+        channel.close()
+        relay.losses += not relay.is_leaving
+        lost = relay.ranks
+        relay.was_lost = bool(lost)
+        if not self._is_over and (lost or not relay.is_leaving):
+            self._judge.lose_pod(f"{relay.describe()} is gone: {_GONE}", has_ranks=bool(lost))
+        for rank in lost:
+            rank.ended(End(reason="its pod was lost"))
+
+    def _leave(self, relay: _Relay, reason: str) -> None:
+        """A pod got SIGTERM, and this one did not: the job was neither suspended nor deleted."""
+        if relay.ranks:
+            self._judge.pod_leaves(reason)
+        elif relay.is_leaving and relay.channel is not None:
+            relay.channel.say(Op.END)
+            self._judge.lose_pod(reason, has_ranks=False)
 
     async def _take(self, relay: _Relay, kind: bytes, rank: int, payload: bytes) -> None:
         far = relay.far.get(rank)
@@ -271,15 +313,15 @@ class HeadsRelays:
     async def _take_message(self, relay: _Relay, far: _FarRank | None, message: dict[str, Any]) -> None:
         op = message["op"]
         if op == Op.READY:
-            relay.is_ready = True
-            if not self.missing:
-                self.all_ready.set()
+            relay.is_ready = not relay.is_leaving
+            self._judge.pod_is_ready()
         elif op == Op.REFUSED:
             told = f"{relay.describe()} cannot run its part: {message['reason']}"
-            self._fail(FailureCause.NOT_STARTED, told)
+            self._judge.fail(FailureCause.NOT_STARTED, told)
         elif op == Op.LEAVING:
+            relay.is_ready, relay.is_leaving = False, True
             told = f"{relay.describe()} is gone: {message['reason']}"
-            asyncio.get_running_loop().call_later(LOST_AFTER_S, self._fail, FailureCause.LOST, told)
+            asyncio.get_running_loop().call_later(LOST_AFTER_S, self._leave, relay, told)
         elif far is None:
             return
         elif op == Op.FORKED:

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Mapping
 
 from kale_dist.wire import JobFiles, Order, PodVariable, ProcessState, Source
@@ -87,6 +88,13 @@ class Pod:
             order, folder=str(self.files.folder), store=str(self.store.root), key=key.hex(), process=state
         )
         """For the ranks of this pod."""
+        limits_s = order.start_wait_s + order.input_wait_s + order.collect_wait_s
+        self._over_at = None if order.policy.timeout_s is None else time.monotonic() + order.policy.timeout_s + limits_s
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the job should have ended long ago: the pod that gets SIGTERM now has passed its deadline."""
+        return self._over_at is not None and time.monotonic() > self._over_at
 
 
 class Problem(Exception):  # noqa: N818 - it never leaves this package

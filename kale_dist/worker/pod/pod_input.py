@@ -25,8 +25,9 @@ _PIECE_BYTES = 1 << 20
 
 
 def missing(pod: Pod) -> list[str]:
-    """Digests of the blobs that are not there yet."""
-    return [digest for digest in pod.order.blobs if not pod.store.exists(digest)]
+    """Digests of the blobs that this pod needs and that are not there yet; only the first pod's rank 0 reads a checkpoint."""
+    needed = (digest for digest in pod.order.blobs if digest != pod.order.resume or pod.place.pod == 0)
+    return [digest for digest in needed if not pod.store.exists(digest)]
 
 
 def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0) -> None:

@@ -69,7 +69,8 @@ async def serve(place: PodPlace, pool: ForkPool) -> int:
     order, key = await wait_for_input(place, told_to_end)
     pod = Pod(place, order, key, pool)
     try:
-        pod.files.folder.mkdir(mode=0o700, parents=True)
+        # A relay that was killed may join again from the folder that it had.
+        pod.files.folder.mkdir(mode=0o700, parents=True, exist_ok=place.pod > 0)
     except FileExistsError:
         raise Problem(
             "this pod's container was started a second time, and its job cannot continue in it: an agent serves one job once"
@@ -94,7 +95,8 @@ async def serve(place: PodPlace, pool: ForkPool) -> int:
     await asyncio.wait((running, broken), return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
         raise broken.result()
-    return running.result()
+    # A pod that was made again would only reach its deadline again.
+    return 1 if running.result() == wire.EXIT_TOLD_TO_END and pod.is_overdue else running.result()
 
 
 async def _main(place: PodPlace, launched: tuple[socket.socket, int]) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from kale_dist import wire
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
-from kale_dist.wire import EXIT_TOLD_TO_END, Assignment, Attempt, EventKind, Source
+from kale_dist.wire import EXIT_LOST_HEAD, EXIT_TOLD_TO_END, Assignment, Attempt, EventKind, Source
 from kale_dist.worker.agent.near_rank import End, NearRank
 from kale_dist.worker.agent.usage import UsageWatch
 from kale_dist.worker.pod import mpi, pod_input
@@ -80,7 +80,7 @@ class Relay:
         except asyncio.CancelledError:
             return EXIT_TOLD_TO_END
         if head is None:
-            sys.stderr.write("kale_dist: the run has begun or ended without this pod, which has nothing to do\n")
+            sys.stderr.write("kale_dist: the run goes on or has ended without this pod, which has nothing to do\n")
             return 0
         bringing = asyncio.ensure_future(self._bring(head))
         is_over = await self._serve(head)
@@ -89,10 +89,10 @@ class Relay:
         if self._usage is not None:
             self._usage.stop()
         if is_over:
-            return 0
-        # With the connection this pod's part of the run has ended: its ranks end with this process.
+            return EXIT_TOLD_TO_END if self._is_told_to_end else 0
+        # With the connection this pod's part of the attempt has ended: its ranks end with this process.
         sys.stderr.write("kale_dist: the connection to the first pod's agent has ended, and with it this pod's ranks\n")
-        return EXIT_TOLD_TO_END if self._is_told_to_end else 1
+        return EXIT_TOLD_TO_END if self._is_told_to_end else EXIT_LOST_HEAD
 
     # -- the connection ---------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Relay:
     # -- what the head wants ----------------------------------------------------------------------------------------
 
     async def _bring(self, head: Channel) -> None:
-        """Get the blobs, and tell the head."""
+        """Get the blobs, have the fork server import torch, and tell the head: others may be ended so that this pod can join."""
         try:
             if self._pod.order.source is Source.STREAM:
                 await self._may_fetch.wait()
@@ -174,6 +174,7 @@ class Relay:
         except Exception as error:  # noqa: BLE001 - this pod's ranks cannot start, and it has to say why
             _refuse(head, str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}")
             return
+        await self._pod.pool.warm()
         # From here no rank is forked that the job does not need.
         self._pod.pool.wanted_spares = 0
         head.say(Op.READY)

@@ -7,7 +7,9 @@ head sends only `M`. Before anything else:
     relay  {"op": "hello", "agent": n, "version": v, "nonce": a}
     head   {"op": "challenge", "nonce": b, "mac": ...}     so that a relay runs nothing for a head without the key
     relay  {"op": "proof", "mac": ...}
-    head   {"op": "welcome"}, or {"op": "over"} where the run has started without this relay
+    head   {"op": "welcome"}, or {"op": "over"} where the run is over, or its pod was lost too often
+
+A pod that was made again says the same, and takes the place of the one before it.
 """
 
 from __future__ import annotations
@@ -49,11 +51,11 @@ class Op(enum.StrEnum):
     FETCH = "fetch"
     """Head to relay: it has the blobs, which may be fetched there."""
     READY = "ready"
-    """Relay to head: it has the blobs, and can load them."""
+    """Relay to head: it has the blobs, and its fork server has imported torch."""
     REFUSED = "refused"
     """Relay to head: it cannot run its ranks; `reason`."""
     LEAVING = "leaving"
-    """Relay to head: its pod got SIGTERM; `reason`."""
+    """Relay to head: its pod got SIGTERM; `reason`. It gets `END` when no rank is left in it."""
     SPAWN = "spawn"
     """Head to relay: start its ranks of the `attempt`."""
     SIGNAL = "signal"

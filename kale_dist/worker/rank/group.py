@@ -22,7 +22,7 @@ from multiprocessing import util
 from typing import Any
 
 from kale_dist.errors import ConfigError, ContractError
-from kale_dist.wire import Assignment, EventKind, context
+from kale_dist.wire import Assignment, context
 
 _TIMEOUT = dt.timedelta(days=7)
 """Torch's own limits must not end a job: telling a hang from slow work is the agent's task."""
@@ -83,7 +83,7 @@ class KeptGroup:
         self.store: Any = None
         self.world: Any = None
         self._subgroups: list[Any] = []
-        self._steps = self._exchanges = 0
+        self._steps = self._passes = self._exchanges = 0
         self._has_other_store = False
         self._replace_functions()
 
@@ -94,6 +94,7 @@ class KeptGroup:
             listener: Descriptor of the store's listening socket, for rank 0; None for the others.
             give_up: Called in another thread, and not to return, if the ranks do not connect.
         """
+        import torch
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore, TCPStore
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -116,6 +117,14 @@ class KeptGroup:
         _mark_waits()
         self._exchanges = self._count_exchanges()
         register_optimizer_step_post_hook(self._count_step)
+        original: Any = torch.Tensor.backward
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            self._passes += 1
+            return original(*args, **kwargs)
+
+        setattr(torch.Tensor, "backward", backward)  # noqa: B010 - mypy sees no function of this type there
         if self._cuda:
             threading.Thread(target=self._report_exchanges, name="kale_dist exchanges", daemon=True).start()
 
@@ -126,8 +135,7 @@ class KeptGroup:
 
         device = torch.device(context.context().device)
         if not self._assignment.local_rank and (sentence := small_shm(self._assignment.local_world_size)):
-            print(sentence)  # noqa: T201 - the rank's output is the job's log
-            context.emit(EventKind.NOTE, text=sentence)
+            context.say(sentence)
         # The last rank may still load its snapshot, which may take long and is no hang.
         if store.add("here", 1) == self._world_size:
             store.set("all", "")
@@ -169,18 +177,22 @@ class KeptGroup:
         found = len(c10d._world.pg_map) + self._has_other_store  # noqa: SLF001 - there is no public list of groups
         return found + sum(self.exchanges())
 
-    def advise(self) -> None:
-        """After the user's function: say so if the ranks have trained and never exchanged anything."""
+    def advise(self, *, trained: bool) -> None:
+        """After the user's function: say so if the ranks have trained and never exchanged anything.
+
+        Args:
+            trained: Whether weights of known models changed, for functions without an optimizer of torch's.
+        """
         world = self._world_size
-        if self._rank or world == 1 or not self._steps or self._count_exchanges() != self._exchanges:
+        steps = self._steps or (self._passes if trained else 0)
+        if self._rank or world == 1 or not steps or self._count_exchanges() != self._exchanges:
             return
         text = (
-            f"The ranks made {self._steps:,} optimizer steps and exchanged nothing: has each of the {world} processes"
+            f"The ranks made {steps:,} {'optimizer steps' if self._steps else 'backward passes'} and exchanged nothing: has each of the {world} processes"
             " trained a copy of its own? Use distribute(), wrap the model in DistributedDataParallel, or give Lightning's"
             f" Trainer devices={self._assignment.local_world_size} and num_nodes={len(self._attempt.members)}."
         )
-        print(text)  # noqa: T201 - the rank's output is the job's log
-        context.emit(EventKind.NOTE, text=text)
+        context.say(text)
 
     def _replace_functions(self) -> None:
         import torch.distributed as dist

@@ -25,7 +25,7 @@ from kale_dist.errors import ContractError
 from kale_dist.snapshot import loading, sources
 from kale_dist.snapshot.given_models import GivenModels
 from kale_dist.snapshot.reducers import References
-from kale_dist.wire import STACKS_SIGNAL, Assignment, JobFiles, context
+from kale_dist.wire import SAVE, STACKS_SIGNAL, Assignment, JobFiles, context
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.pod import mpi
 from kale_dist.worker.rank import gpus, process_state, stand_ins
@@ -87,7 +87,7 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
 
     try:
         try:
-            _settle(assignment, events, files)
+            _settle(assignment, events, files, control)
             # An image of another framework may have no torch: then there is no group, and all the rest is the same.
             hidden = group.KeptGroup(assignment) if loading.has_torch() else None
             loaded = loading.load(FolderStore(pathlib.Path(order.store)), order.snapshot, modules=files.modules)
@@ -99,11 +99,18 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
             is_training = getattr(loaded.fn, "__module__", "").startswith("kale_dist.worker.training.")
             models = None
             if not is_training and "torch" in sys.modules:
-                models = GivenModels(loaded.args, loaded.kwargs, rank)
+                from kale_dist.worker.training.notices import used
+
+                models = GivenModels(loaded.args, loaded.kwargs, rank, dict(used(loaded.fn)))
             value = _call(loaded.fn, loaded.args, loaded.kwargs)
             value = value if models is None else models.with_weights(value)
             if kept is not None:
-                kept.advise()
+                kept.advise(trained=models is not None and models.are_trained())
+            if models is not None and (lost := models.lost()) and not rank:
+                context.say(
+                    f"{', '.join(lost)} changed and stays in the ranks: it is not an argument of the function. Pass it as one"
+                    " to launch(), and its weights come back."
+                )
             outcome.write_success(path, signer=signer, value=value, references=references)
         except BaseException as raised:  # noqa: BLE001 - anything that the user's code raises is the outcome
             error = stand_ins.clearer(raised)
@@ -133,7 +140,7 @@ def _account(error: BaseException | None, *, is_started: bool) -> dict[str, Any]
     return {"done": True, "ok": False, **told, "not_started": isinstance(error, ContractError) and not is_started}
 
 
-def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
+def _settle(assignment: Assignment, events: int, files: JobFiles, control: _Control) -> None:
     """All that has to be as it should before anything is unpickled."""
     order, rank, local_rank = assignment.order, assignment.rank, assignment.local_rank
     if order.version != wire.VERSION:
@@ -163,8 +170,9 @@ def _settle(assignment: Assignment, events: int, files: JobFiles) -> None:
         max_restarts=order.policy.max_restarts,
         in_job=True,
         folder=files.folder,
+        resume=FolderStore(pathlib.Path(order.store)).path(order.resume) if order.resume and rank == 0 else None,
     )
-    context.activate(place, events)
+    context.activate(place, events, control.is_asked_to_save)
     stand_ins.install(cuda=order.cuda)
 
 
@@ -200,10 +208,20 @@ class _Control:
         with contextlib.suppress(OSError):
             self._socket.sendall(wire.encode_json(message))
 
+    def is_asked_to_save(self) -> bool:
+        """Whether the agent has asked for a checkpoint since the last call."""
+        with contextlib.suppress(OSError):
+            # Another byte is left where it is: only `SAVE` may come before the rank is done.
+            if self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == SAVE:
+                self._socket.recv(1)
+                return True
+        return False
+
     def wait_for_go(self) -> None:
         """Wait until the agent has no more need of this process, or is gone."""
         with contextlib.suppress(OSError):
-            self._socket.recv(1)
+            while self._socket.recv(1) == SAVE:
+                pass
 
 
 def _reset_signals() -> None:

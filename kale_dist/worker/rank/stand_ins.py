@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from kale_dist.errors import ConfigError
-from kale_dist.wire import EventKind, context
+from kale_dist.wire import EventKind, PodVariable, context
 from kale_dist.worker.agent import gpu_faults
 
 MAX_PICTURE_BYTES = 512 << 10
@@ -164,9 +164,24 @@ _NO_GPU = ("cuda", "this code asks for a GPU, and the rank has none", _REMEDY)
 
 
 def clearer(error: BaseException) -> BaseException:
-    """An error of GPUs or NCCL with a sentence of ours; `.to(0)` without a GPU, which torch raises itself, in our words."""
+    """What the job reports in the place of an error of the user's code, or the error itself with a note.
+
+    The error of `.to(0)` on a machine without a GPU, which torch raises where nothing can be put in place, in our words. A note
+    to a name that is not registered, and, in a container, to a write that was refused: torch's own names neither file nor user.
+    """
     if isinstance(error, RuntimeError) and "Cannot access accelerator device" in str(error):
         return NoGpuError(*_NO_GPU).with_traceback(error.__traceback__)
+    if type(error).__name__.endswith("NotFound"):
+        # As gymnasium's of an environment whose package nothing of the call refers to.
+        error.add_note(
+            "Ranks import the packages that the function uses. If an import in your notebook registers this name, put the"
+            " import into the function, too."
+        )
+    if PodVariable.WORK in os.environ and "Permission denied" in str(error):
+        error.add_note(
+            f"The process is user {os.getuid()}, who may not do this here. On a cluster, give the user that the volume's "
+            "folders belong to as kd.Kubernetes(run_as_user=...), or have their owner open them to this user"
+        )
     if (
         isinstance(error, RuntimeError)
         and not isinstance(error, ConfigError)

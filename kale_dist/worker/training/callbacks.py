@@ -132,20 +132,14 @@ class Callbacks:
 
     # -- states ----------------------------------------------------------------------------------------------------
 
-    def state(self, *, resumable: bool) -> dict[str, Any]:
-        """Return the callbacks' part of a checkpoint; only rank 0's is whole.
-
-        Args:
-            resumable: Whether the training may resume from the checkpoint; else only the best weights matter.
-        """
+    def state(self) -> dict[str, Any]:
+        """Return the callbacks' part of a checkpoint; only rank 0's is whole."""
         kept = self._kept
-        state: dict[str, Any] = {}
-        if kept is not None:
-            state["best"] = {"epoch": kept.epoch, "value": kept.value, "model": self._best}
-        if resumable:
-            state["stops"] = [[stop.value, stop.epoch] for stop in self._stops]
-            state["average"] = None if self._average is None else self._average.state()
-        return state
+        return {
+            "best": None if kept is None else {"epoch": kept.epoch, "value": kept.value, "model": self._best},
+            "stops": [[stop.value, stop.epoch] for stop in self._stops],
+            "average": None if self._average is None else self._average.state(),
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. Called after `prepare`."""

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from kale_dist.errors import SnapshotDamagedError, StoreError
 from kale_dist.wire import EventKind, blobs, context
+from kale_dist.worker.training.given import Differences, Given
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.result import load_state, on_cpu, state_of
 from kale_dist.worker.training.trained import Progress, Trained
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Checkpoint:
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     resume: dict[str, Any] | None = None
-    """What a training needs beyond these states to resume (see `describe`); None if the job cannot restart."""
+    """What a training needs beyond these states to resume (see `describe`)."""
     callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
     """State of the callbacks: the best weights, and what the callbacks need to resume."""
     left_out: tuple[str, ...] = ()
@@ -59,11 +60,31 @@ def write(path: pathlib.Path, contents: Checkpoint) -> tuple[str, ...]:
     Raises:
         StoreError: The disk is full, or the folder cannot be written.
     """
-    left_out: list[str] = []
-    copies: dict[Any, Tensor] = {}
+    whole = collect(contents)
+    save(path, whole)
+    left_out: tuple[str, ...] = whole["left_out"]
+    return left_out
+
+
+def collect(contents: Checkpoint, copy: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Any]:
+    """Return what a file holds: no objects but tensors and plain values, and the places of those left out as `left_out`.
+
+    Args:
+        contents: The states.
+        copy: Copies a tensor, which has a place, to the CPU; None: those of the CPU are not copied.
+    """
+    keeper = _Keeper(copy)
     names = ("model", "optimizer", "scheduler", "resume", "callbacks")
-    tree = {name: _kept(getattr(contents, name), name, copies, left_out) for name in names}
-    whole = {"version": VERSION, "epoch": contents.epoch, "left_out": tuple(left_out), **tree}
+    tree = {name: keeper.keep(getattr(contents, name), name) for name in names}
+    return {"version": VERSION, "epoch": contents.epoch, "left_out": tuple(keeper.left_out), **tree}
+
+
+def save(path: pathlib.Path, whole: dict[str, Any]) -> None:
+    """Write what `collect` returned, replacing the file that is there by rename.
+
+    Raises:
+        StoreError: The disk is full, or the folder cannot be written.
+    """
     before = torch.serialization.get_crc32_options()
     # Sums take four times as long as writing.
     torch.serialization.set_crc32_options(False)
@@ -83,7 +104,6 @@ def write(path: pathlib.Path, contents: Checkpoint) -> tuple[str, ...]:
         ) from error
     finally:
         torch.serialization.set_crc32_options(before)
-    return tuple(left_out)
 
 
 def read(file: Any) -> Checkpoint:
@@ -105,51 +125,80 @@ def read(file: Any) -> Checkpoint:
         raise SnapshotDamagedError(f"{file} is not a checkpoint: {str(error).partition(chr(10))[0]}") from error
 
 
-def _kept(value: Any, place: str, copies: dict[Any, Tensor], left_out: list[str]) -> Any:
-    """Copy a value without the parts that `weights_only` cannot read; add the places of those to `left_out`."""
-    if value is None or type(value) in (bool, int, float):
-        return value
-    if isinstance(value, str):
-        # Of another class (an enumeration), the text alone.
-        return str.__str__(value)
-    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
-        # Tied weights are written once; of a view, the part that it shows.
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if not value.numel() or key not in copies:
-            whole = value.detach().cpu().as_subclass(Tensor)
-            is_part = whole.untyped_storage().nbytes() > whole.nbytes
-            copies[key] = whole.clone() if is_part else whole
-        return copies[key]
-    if isinstance(value, dict):
-        kept = {key: _kept(item, f"{place}.{key}", copies, left_out) for key, item in value.items()}
-        left_out += [
-            f"{place}.{key}" for key, item in kept.items() if type(key) not in (str, int) and item is not _LEFT_OUT
-        ]
-        return {key: item for key, item in kept.items() if type(key) in (str, int) and item is not _LEFT_OUT}
-    if type(value) in (list, tuple):
-        items = [_kept(item, f"{place}.{i}", copies, left_out) for i, item in enumerate(value)]
-        return type(value)(None if item is _LEFT_OUT else item for item in items)
-    left_out.append(place)
-    return _LEFT_OUT
+class _Keeper:
+    """Copies values without the parts that `weights_only` cannot read; `left_out` has the places of those."""
+
+    def __init__(self, copy: Callable[[str, Tensor], Tensor] | None) -> None:
+        self.left_out: list[str] = []
+        self._copy = copy
+        self._copies: dict[Any, Tensor] = {}
+
+    def keep(self, value: Any, place: str) -> Any:
+        """Return the copy; `_LEFT_OUT` where there is none."""
+        if value is None or type(value) in (bool, int, float):
+            return value
+        if isinstance(value, str):
+            # Of another class (an enumeration), the text alone.
+            return str.__str__(value)
+        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
+            # Tied weights are written once; of a view, the part that it shows.
+            key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            if not value.numel() or key not in self._copies:
+                self._copies[key] = self._tensor(value, place)
+            return self._copies[key]
+        if isinstance(value, dict):
+            kept = {key: self.keep(item, f"{place}.{key}") for key, item in value.items()}
+            self.left_out += [
+                f"{place}.{key}" for key, item in kept.items() if type(key) not in (str, int) and item is not _LEFT_OUT
+            ]
+            return {key: item for key, item in kept.items() if type(key) in (str, int) and item is not _LEFT_OUT}
+        if type(value) in (list, tuple):
+            items = [self.keep(item, f"{place}.{i}") for i, item in enumerate(value)]
+            return type(value)(None if item is _LEFT_OUT else item for item in items)
+        self.left_out.append(place)
+        return _LEFT_OUT
+
+    def _tensor(self, value: Tensor, place: str) -> Tensor:
+        if self._copy is not None:
+            return self._copy(place, value)
+        whole = value.detach().cpu().as_subclass(Tensor)
+        return whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole
 
 
 def describe(
-    group: Group, trained: Trained, progress: Progress, scaler: Any, own_state: dict[str, Any]
+    group: Group,
+    trained: Trained,
+    given: Given,
+    progress: Progress,
+    scaler: Any,
+    own_state: dict[str, Any],
+    seed: int,
+    steps: int,
+    mine: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Collect what `Checkpoint.resume` holds. All ranks have to call this.
 
     Args:
         group: The ranks.
         trained: The objects that are trained.
-        progress: How far the training is.
+        given: What the call sets.
+        progress: How far the training is; within an epoch with its position.
         scaler: The loss scaler of the ready-made step, or None.
         own_state: The `own_state` of the strategy in this rank.
+        seed: From which the seeds of this rank's workers are made.
+        steps: Real steps of the optimizer so far.
+        mine: This rank's part of the position; None between epochs.
     """
     # On the CPU: unpickled, a tensor of a GPU would be on that GPU in every rank.
-    ranks = group.gather((random_states(group.device, trained.loaders), on_cpu(own_state)))
+    ranks = group.gather((random_states(group.device, trained.loaders), on_cpu(own_state), seed, mine))
+    position = None if progress.position is None else {**progress.position, "ranks": [own for *_, own in ranks]}
     return {
-        "random": [states for states, _ in ranks],
-        "strategy": [state for _, state in ranks],
+        "given": {field.name: getattr(given, field.name) for field in dataclasses.fields(given)},
+        "random": [states for states, *_ in ranks],
+        "strategy": [state for _, state, *_ in ranks],
+        "seeds": [seed for *_, seed, _ in ranks],
+        "steps": steps,
+        "position": position,
         "criterion": trained.criterion.state_dict() if isinstance(trained.criterion, torch.nn.Module) else None,
         "evaluating": [name for name, module in trained.model.named_modules() if not module.training],
         "frozen": [name for name, parameter in trained.model.named_parameters() if not parameter.requires_grad],
@@ -161,33 +210,48 @@ def describe(
 
 
 class Resumption:
-    """Resumes from the last checkpoint of an earlier attempt. All ranks construct it together.
+    """Resumes from the last checkpoint of an earlier attempt, or from that of an earlier job. All ranks construct it together.
 
     Args:
         group: The ranks.
         trained: The objects that are trained, moved to the rank's device and otherwise as at the call.
+        given: What the call sets.
     """
 
-    def __init__(self, group: Group, trained: Trained) -> None:
+    def __init__(self, group: Group, trained: Trained, given: Given) -> None:
         self.progress = Progress()
         """How far the training is; nothing is done yet where there is no checkpoint to resume from."""
         self.callbacks: dict[str, Any] = {}
         """`Checkpoint.callbacks`."""
         self._group = group
         self._trained = trained
+        self._given = given
+        self._differences: Differences | None = None
+        self._notes: list[str] = []
         self._resume: dict[str, Any] | None = None
+        self._found: Checkpoint | None = None
         place = context.context()
         # Also at the first attempt: in new pods, after others were lost or suspended, attempts count from 0 again, and
         # there may be no restart left.
-        found = _shared(group, self._usable() if group.rank == 0 else None)
+        path = self._usable() if group.rank == 0 else None
+        is_earlier = bool(group.send(path is not None and path == place.resume))
+        found = _shared(group, path)
         if found is not None:
-            self._take(found)
+            self._take(found, is_earlier=is_earlier)
+        epochs, position = self.progress.epochs, self.progress.position
+        batches = 0 if position is None else position["batches"]
         if group.rank == 0:
-            context.emit(EventKind.RESUMED, epoch=self.progress.epochs)
-        epochs = self.progress.epochs
+            context.emit(EventKind.RESUMED, epoch=epochs, batches=batches)
         what = f"resumes after epoch {epochs}, from the last checkpoint" if epochs else "starts from the beginning"
+        if batches:
+            what = f"resumes in epoch {epochs + 1}, after {batches:,} batches, from the last checkpoint"
+        if is_earlier:
+            what += " of the earlier job"
         if place.attempt or found is not None:
-            group.say(f"{f'Attempt {place.attempt + 1}' if place.attempt else 'New run'}: the training {what}.")
+            who = f"Attempt {place.attempt + 1}" if place.attempt else "New job" if is_earlier else "New run"
+            group.say(f"{who}: the training {what}.")
+        for sentence in self._notes:
+            group.say(sentence)
 
     def restore_rest(self, scaler: Any, load_own_state: Callable[[dict[str, Any]], None]) -> None:
         """Restore the strategy's state, the scaler, and last the generators, so that nothing draws from them in between.
@@ -196,42 +260,87 @@ class Resumption:
             scaler: The loss scaler of the ready-made step, or None.
             load_own_state: The strategy's.
         """
-        if self._resume is None:
+        if self._resume is None or self._differences is None:
             return
         rank = self._group.rank
-        if rank < len(self._resume["strategy"]) and (own := self._resume["strategy"][rank]):
+        if self._differences.has_ranks and (own := self._resume["strategy"][rank]):
             load_own_state(own)
+            self._differences.apply(self._trained.optimizer)
         if scaler is not None and self._resume["scaler"] is not None:
             scaler.load_state_dict(self._resume["scaler"])
         # A rank that was lost before the checkpoint, while others carried on, starts with new generators.
         if rank < len(self._resume["random"]):
             set_random_states(self._group.device, self._trained.loaders, self._resume["random"][rank])
 
-    def _usable(self) -> pathlib.Path | None:
-        """Rank 0's path of the last checkpoint, if it can be read and fits the objects of the call."""
-        files = context.context().files
-        if files is None or not files.checkpoint.exists():
-            return None
-        try:
-            found = read(files.checkpoint)
-        except (SnapshotDamagedError, OSError, ValueError) as error:
-            self._group.say(f"The last checkpoint cannot be read ({error}).")
-            return None
-        problem = _misfit(found, self._trained)
-        if problem:
-            self._group.say(f"The last checkpoint does not fit the objects as they were at the call: {problem}.")
-            return None
-        return files.checkpoint
+    @property
+    def steps(self) -> int:
+        """Real steps of the optimizer before."""
+        return 0 if self._resume is None else int(self._resume["steps"])
 
-    def _take(self, found: Checkpoint) -> None:
+    @property
+    def seed(self) -> int | None:
+        """From which the seeds of this rank's workers are made; None for a new one."""
+        seeds = [] if self._resume is None else self._resume["seeds"]
+        return int(seeds[self._group.rank]) if self._group.rank < len(seeds) else None
+
+    @property
+    def random(self) -> dict[str, Any]:
+        """This rank's generators at the checkpoint."""
+        found: dict[str, Any] = (self._resume or {})["random"][self._group.rank]
+        return found
+
+    def load_again(self) -> None:
+        """Restore what a step may set before its loop: it did so before the checkpoint, too."""
+        if self._found is None or self._differences is None:
+            return
+        saved = (self._found.optimizer or {}).get("param_groups", ()) if self._differences.has_optimizer else ()
+        for options, before in zip(self._trained.optimizer.param_groups, saved, strict=False):
+            options.update({name: value for name, value in before.items() if name != "params"})
+        self._differences.apply(self._trained.optimizer)
+        self._load_rest(self._differences)
+
+    def _usable(self) -> pathlib.Path | None:
+        """Rank 0's path of the last checkpoint, or of the earlier job's, if it can be read and fits the call's objects."""
+        place = context.context()
+        for path in (place.files.checkpoint if place.files is not None else None, place.resume):
+            if path is None or not path.exists():
+                continue
+            try:
+                problem = misfit(read(path), self._trained, self._given)
+            except (SnapshotDamagedError, OSError, ValueError) as error:
+                self._group.say(f"The last checkpoint cannot be read ({error}).")
+                continue
+            if not problem:
+                return path
+            self._group.say(f"The last checkpoint does not fit the objects as they were at the call: {problem}.")
+        return None
+
+    def _take(self, found: Checkpoint, *, is_earlier: bool) -> None:
         trained, resume = self._trained, found.resume or {}
+        differences = differences_of(found, self._given)
         _load_module(trained.model, found.model)
         if isinstance(trained.criterion, torch.nn.Module):
-            _load_module(trained.criterion, resume["criterion"])
-        trained.optimizer.load_state_dict(found.optimizer or {})
-        if trained.scheduler is not None and found.scheduler is not None:
-            trained.scheduler.load_state_dict(_of_kinds(found.scheduler, trained.scheduler.state_dict()))
-        for value, state in zip(trained.state, resume["state"], strict=False):
+            _load_module(trained.criterion, resume["criterion"] or {})
+        if differences.has_optimizer:
+            trained.optimizer.load_state_dict(found.optimizer or {})
+            differences.apply(trained.optimizer)
+        # A later call is made to train on, also where the earlier training was stopped.
+        is_stopped = bool(resume["stopped"]) and not is_earlier
+        self.progress = Progress(
+            epochs=found.epoch, values=dict(resume["values"]), stopped=is_stopped, position=resume["position"]
+        )
+        self.callbacks = dict(found.callbacks) if differences.has_callbacks else {}
+        if not differences.has_average:
+            self.callbacks.pop("average", None)
+        self._resume, self._found, self._differences = resume, found, differences
+        self._notes = differences.sentences
+        self._load_rest(differences)
+
+    def _load_rest(self, differences: Differences) -> None:
+        trained, resume = self._trained, self._resume or {}
+        if trained.scheduler is not None and differences.has_scheduler:
+            trained.scheduler.load_state_dict(_of_kinds(differences.schedule, trained.scheduler.state_dict()))
+        for value, state in zip(trained.state, resume["state"] if differences.has_state else (), strict=False):
             # Sets cannot be kept: `write` left them out, and the log named them.
             if state is not None:
                 load_state(value, state)
@@ -239,33 +348,57 @@ class Resumption:
         for name, module in trained.model.named_modules():
             module.training = name not in resume["evaluating"]
         for name, parameter in trained.model.named_parameters():
-            parameter.requires_grad_(name not in resume["frozen"])
-        self.progress = Progress(epochs=found.epoch, values=dict(resume["values"]), stopped=bool(resume["stopped"]))
-        self.callbacks = found.callbacks
-        self._resume = resume
+            if differences.has_frozen:
+                parameter.requires_grad_(name not in resume["frozen"])
 
 
-def _misfit(found: Checkpoint, trained: Trained) -> str:
-    """Say why a training cannot resume from a checkpoint, as the end of a sentence; empty if it can."""
+def differences_of(found: Checkpoint, given: Given) -> Differences:
+    """What a call sets otherwise than the one that has written the checkpoint."""
+    resume = found.resume or {}
+    average = found.callbacks.get("average") or {}
+    return Differences(
+        Given(**resume["given"]), given, found.optimizer or {}, found.scheduler or {}, has_own=any(resume["strategy"]),
+        averages=len(average.get("parts", ())),
+    )  # fmt: skip
+
+
+def misfit(found: Checkpoint, trained: Trained, given: Given) -> str:
+    """Say why a training cannot resume from a checkpoint, as the end of a sentence; empty if it can.
+
+    Args:
+        found: The checkpoint.
+        trained: The objects of the call that is to resume.
+        given: What this call sets.
+    """
     if found.resume is None:
         return "it holds only what a result needs"
     modules = [("model", trained.model, found.model)]
     if isinstance(trained.criterion, torch.nn.Module):
-        modules.append(("criterion", trained.criterion, found.resume["criterion"]))
+        modules.append(("criterion", trained.criterion, found.resume["criterion"] or {}))
     for what, module, state in modules:
-        before = module.state_dict(keep_vars=True)
-        if before.keys() != state.keys():
-            name = min(before.keys() ^ state.keys())
-            return f"{name} of the {what} was {'added' if name in state else 'left out or removed'} later"
-        for name, value in before.items():
+        mine = module.state_dict(keep_vars=True)
+        if mine.keys() != state.keys():
+            name = min(mine.keys() ^ state.keys())
+            return f"{name} of the {what} is {'only in the checkpoint' if name in state else 'not in the checkpoint'}"
+        for name, value in mine.items():
             is_tensor = isinstance(value, Tensor) and not torch.nn.parameter.is_lazy(value)
-            if is_tensor and value.shape != getattr(state[name], "shape", None):
-                return f"{name} of the {what} changed its shape later"
-    groups = trained.optimizer.param_groups
-    saved = (found.optimizer or {}).get("param_groups", [])
-    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
-        return "the optimizer got other parameters later"
+            if is_tensor and value.shape != (saved := getattr(state[name], "shape", None)):
+                return (
+                    f"{name} of the {what} has the shape {_shape(value.shape)}, and {_shape(saved)} in the checkpoint"
+                )
+    counts = [len(group["params"]) for group in trained.optimizer.param_groups]
+    saved_counts = [len(group["params"]) for group in (found.optimizer or {}).get("param_groups", [])]
+    if counts != saved_counts and tuple(found.resume["given"]["optimizer"]) == given.optimizer:
+        return f"the optimizer has other parameters: {_count(counts)}, and {_count(saved_counts)} in the checkpoint"
     return ""
+
+
+def _shape(shape: Any) -> str:
+    return str(tuple(shape or ()))
+
+
+def _count(groups: list[int]) -> str:
+    return f"{' + '.join(map(str, groups))} in {len(groups)} groups" if len(groups) > 1 else f"{sum(groups)}"
 
 
 def _load_module(module: torch.nn.Module, state: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kale_dist.errors import KaleDistError
-from kale_dist.wire import EventKind, context
+from kale_dist.wire import context
 
 _torch: Any = dist
 all_gather_single = getattr(_torch, "all_gather_single", None) or _torch.all_gather_into_tensor
@@ -97,16 +97,15 @@ class Group:
         """Whether this is the only rank."""
         return self.world_size == 1
 
-    def say(self, text: str, *, ranks: int = 1) -> None:
+    def say(self, text: str, *, ranks: int = 1, warns: bool = False) -> None:
         """Print a sentence for the user once in the whole job, and send it as a note. Ranks from `ranks` on stay silent."""
         if self.rank < ranks and text not in self._said:
             self._said.add(text)
-            self.tell(text)
+            self.tell(text, warns=warns)
 
-    def tell(self, text: str) -> None:
-        """Print a sentence that holds for this rank alone, and send it as a note."""
-        print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
-        context.emit(EventKind.NOTE, text=text)
+    def tell(self, text: str, *, warns: bool = False) -> None:
+        """Print a sentence that holds for this rank alone, and send it as a note; a warning is repeated to who waits for the job."""
+        context.say(text, warns=warns)
 
     def gather(self, value: object) -> list[Any]:
         """Return every rank's value, in the order of the ranks, without those of lost ranks.
@@ -268,7 +267,7 @@ def copy_where_differing(
         for _, tensor in named:
             if not torch.nn.parameter.is_lazy(tensor):
                 group.send_tensor(tensor)
-    group.say(f"Weights were not equal on all ranks {when} ({names}): rank 0's were copied to all.{hint}")
+    group.say(f"Weights were not equal on all ranks {when} ({names}): rank 0's were copied to all.{hint}", warns=True)
 
 
 class Buffers:

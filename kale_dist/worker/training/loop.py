@@ -23,6 +23,7 @@ from kale_dist.worker.training.checkpoint import Checkpoint, Resumption, describ
 from kale_dist.worker.training.data.batches import Feed
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
+from kale_dist.worker.training.given import Given
 from kale_dist.worker.training.group import Group, copy_where_differing, differing, fingerprint
 from kale_dist.worker.training.notices import Captured, Losses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
@@ -39,12 +40,14 @@ from kale_dist.worker.training.result import (
 )
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import FullState, Parts, Strategy
-from kale_dist.worker.training.trained import Progress, Trained
+from kale_dist.worker.training.trained import Progress, Trained, own_parameters
+from kale_dist.worker.training.within import Within
 
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _DRIFT_HINT = (
-    " A step that changes weights or gradients by random numbers, or otherwise differently on each rank, does this."
+    " A step does this that changes weights or gradients by random numbers, by gradients of torch.autograd.grad, which are"
+    " those of its own samples, or otherwise differently on each rank."
 )
 
 
@@ -108,6 +111,7 @@ class Setup:
 
     training: Training
     trained: Trained
+    given: Given
     structure: Structure
     """The model's, as it was at the call."""
     layouts: Sequence[Layout]
@@ -134,12 +138,13 @@ class Setup:
         if training.seed is not None:
             _seed(training.seed + (group.rank if layout.shard is None else layout.shard))
         trained = Trained.of(training)
+        given = Given.of(training, trained, group.world_size)
         structure = Structure.of(trained.model)
         stack.enter_context(CLOCK.watching_collectives())
         strategy = _made(training.strategy, layout)
         if not strategy.divides:
             trained.move_to(group.device)
-        resumption = Resumption(group, trained)
+        resumption = Resumption(group, trained, given)
         named = trained.tensors()
         prints = group.gather(fingerprint(named.values())) if not group.is_alone else []
         copy_where_differing(group, list(named.items()), prints, "at the start")
@@ -161,6 +166,7 @@ class Setup:
         return cls(
             training=training,
             trained=trained,
+            given=given,
             structure=structure,
             layouts=layouts,
             layout=layout,
@@ -196,6 +202,9 @@ class Session:
     """In rank 0 until the end of the first epoch."""
     strategy_totals: dict[str, float] = dataclasses.field(default_factory=dict)
     """The strategy's numbers, added up over ranks and epochs."""
+    within: Within = dataclasses.field(init=False)
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    """The finished epochs."""
 
     @classmethod
     def build(cls, setup: Setup, stack: contextlib.ExitStack) -> Session:
@@ -217,7 +226,8 @@ class Session:
         callbacks = Callbacks(training.callbacks, training.epochs, training.model)
         control = _control(setup, loaders, callbacks)
         stack.enter_context(control.installed())
-        stack.enter_context(losses.watched(trained.criterion, lambda: (loaders.train.epoch, loaders.train.step)))
+        place = lambda: (loaders.train.epoch, loaders.train.step)  # noqa: E731
+        stack.enter_context(losses.watched(trained.criterion, place, strategy.passed))
         stack.callback(loaders.restore)
         loaders.divide()
         callbacks.prepare(trained.model, strategy, setup.layouts, group)
@@ -227,7 +237,7 @@ class Session:
             # Peers draw alike, or their dropout would differ.
             states = checkpoint.random_states(group.device, trained.loaders)
             checkpoint.set_random_states(group.device, trained.loaders, setup.parts.row.send(states))
-        return cls(
+        session = cls(
             setup=setup,
             training=training,
             trained=trained,
@@ -238,19 +248,46 @@ class Session:
             control=control,
             callbacks=callbacks,
             profiler=profiler,
-            captured=_captured(training, trained) if group.rank == 0 else None,
+            captured=_captured(training, trained, training.train_step, training.eval_step) if group.rank == 0 else None,
         )
+        resumption = setup.resumption
+        control.real_steps = resumption.steps
+        seed = torch.initial_seed() if resumption.seed is None else resumption.seed
+        for feed in (loaders.train, loaders.evaluation):
+            feed.seed, feed.was_read = seed, resumption.progress.epochs > 0
+        session.within = Within(
+            training.checkpoint_every,
+            trained=trained,
+            group=group,
+            strategy=strategy,
+            control=control,
+            feed=loaders.train,
+            captured=_captured(training, trained, training.train_step),
+            resumption=resumption,
+            write=session.write_checkpoint,
+        )
+        return session
 
     def run(self) -> Progress:
         """Train the epochs that are left, and write the checkpoints that are due."""
-        progress, epochs, every = self.setup.resumption.progress, self.training.epochs, self.training.checkpoint_every
-        for epoch in range(progress.epochs + 1, epochs + 1):
-            if progress.stopped:
+        self.progress, epochs, every = (
+            self.setup.resumption.progress,
+            self.training.epochs,
+            self.training.checkpoint_every,
+        )
+        for epoch in range(self.progress.epochs + 1, epochs + 1):
+            if self.progress.stopped:
                 break
-            progress = self.epoch(epoch)
-            if every and (epoch % every == 0 or epoch == epochs or progress.stopped):
-                self.write_checkpoint(progress)
-        return progress
+            self.progress = self.epoch(epoch)
+            is_last = epoch == epochs or self.progress.stopped
+            if isinstance(every, int) and every:
+                is_due = is_last or epoch % every == 0
+            else:
+                is_due = self.within.ends_epoch(is_last=is_last)
+            if is_due:
+                self.write_checkpoint()
+        self.within.writing.wait()
+        return self.progress
 
     # -- an epoch --------------------------------------------------------------------------------------------------
 
@@ -289,6 +326,8 @@ class Session:
             )
         if len(objects) < len(changed):
             text += " Keep numbers in a dict, and name that in state=[...], to get them back."
+        if context.context().max_restarts:
+            text += " A restart begins with them as they were at the call."
         self.group.say(text)
 
     def _train(self, epoch: int) -> Averaged:
@@ -311,6 +350,7 @@ class Session:
                 " divided over the ranks, and ranks that do iterate it wait for this one. A loader made in the step over"
                 " data_loader.dataset gives all ranks the same first samples; change the loader before the call instead.",
                 ranks=2,
+                warns=True,
             )
         if self.profiler is not None:
             self.profiler.end(epoch)
@@ -329,10 +369,11 @@ class Session:
         if returned is None:
             self.group.say(
                 "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
-                " {'loss': total / len(data_loader)}; they are averaged over the ranks."
+                " {'loss': total / len(data_loader)}; they are averaged over the ranks.",
+                warns=True,
             )
         if self.setup.first_print == prints and not self.control.real_steps:
-            self.group.say("Training has changed no weight: train_step made no step of the optimizer.")
+            self.group.say("Training has changed no weight: train_step made no step of the optimizer.", warns=True)
         self._emit(outcome, epoch, feed.name)
         return outcome
 
@@ -351,8 +392,9 @@ class Session:
         """Call a step with what it is given, the device and its `args`; return what it returns."""
         feed.begin(epoch)
         self.loaders.running = feed
+        within = self.within.epoch(Session._call.__code__) if feed.is_training else contextlib.nullcontext()
         try:
-            with self._autocast():
+            with self._autocast(), within:
                 returned = step(*given, self.group.device, args)
         except Exception as error:
             if not isinstance(error, KaleDistError):
@@ -379,6 +421,12 @@ class Session:
         """Make weights equal again where they drifted apart, or raise an error where no rank holds all of them."""
         replicas, when = self.setup.layout.replicas, f"after epoch {epoch}"
         if len(replicas) == len(self.setup.layouts):
+            if not self.control.real_steps and (positions := differing(prints)):
+                raise KaleDistError(
+                    f"train_step changed weights without optimizer.step(), on each rank by its own data ({list(self.named)[positions[0]]}"
+                    f" differs {when}). Compute the gradients by loss.backward(), which averages them over the ranks, or"
+                    " assign them to p.grad and call optimizer.step()"
+                )
             copy_where_differing(self.group, list(self.named.items()), prints, when, _DRIFT_HINT)
         elif len(replicas) > 1 and (positions := differing([p for rank, p in enumerate(prints) if rank in replicas])):
             raise KaleDistError(
@@ -400,7 +448,8 @@ class Session:
         self.group.say(
             f"Learning rates were not equal on all ranks after epoch {epoch}: rank 0's were copied to all. A step that sets"
             " them by the loss of its own samples does this: pass scheduler= to the call, or average the loss over the"
-            " ranks first."
+            " ranks first.",
+            warns=True,
         )
 
     def _report_strategy(self, everyone: Sequence[Mapping[str, float]], epoch: int) -> None:
@@ -448,42 +497,51 @@ class Session:
 
     # -- what remains ----------------------------------------------------------------------------------------------
 
-    def write_checkpoint(self, progress: Progress) -> None:
-        """Write the states of rank 0 into the job's folder, if there is one. All ranks have to call this."""
-        files = context.context().files
+    def write_checkpoint(self, position: dict[str, Any] | None = None, mine: dict[str, Any] | None = None) -> None:
+        """Write the states of rank 0 into the job's folder, if there is one. All ranks have to call this.
+
+        Args:
+            position: Where the epoch is that has begun; None between epochs.
+            mine: This rank's part of that.
+        """
+        files, within = context.context().files, self.within
         if files is None:
             return
-        rest = None
-        # Only a job that may be started again needs checkpoints from which a training can resume.
-        is_resumable = context.context().max_restarts > 0
-        if is_resumable:
-            own = self.strategy.own_state()
-            rest = describe(self.group, self.trained, progress, self.control.scaler, own)
-        calls = self.callbacks.state(resumable=is_resumable)
-        state = self.strategy.full_state()
+        progress, steps = dataclasses.replace(self.progress, position=position), self.control.real_steps
+        own, seed = self.strategy.own_state(), self.loaders.train.seed
+        given, scaler = self.setup.given, self.control.scaler
+        rest = describe(self.group, self.trained, given, progress, scaler, own, seed, steps, mine)
+        calls = self.callbacks.state()
+        state, is_asked = self.strategy.full_state(), within.is_asked
         if state is None:
             return
-        epoch = progress.epochs
         contents = Checkpoint(
             model=state.model,
             optimizer=state.optimizer,
             scheduler=None if self.trained.scheduler is None else self.trained.scheduler.state_dict(),
-            epoch=epoch,
+            epoch=progress.epochs,
             resume=rest,
             callbacks=calls,
         )
-        left_out = checkpoint.write(files.checkpoint, contents)
+
+        def write(whole: dict[str, Any]) -> None:
+            checkpoint.save(files.checkpoint, whole)
+            context.emit(
+                EventKind.CHECKPOINT,
+                epoch=progress.epochs,
+                step=steps,
+                batches=0 if position is None else position["batches"],
+                asked=is_asked,
+                path=files.checkpoint.name,
+                bytes=files.checkpoint.stat().st_size,
+            )
+
+        left_out = within.writing.write(contents, write, at_once=is_asked)
         if left_out:
             self.group.say(
-                f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values."
+                f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values.",
+                warns=True,
             )
-        context.emit(
-            EventKind.CHECKPOINT,
-            epoch=epoch,
-            step=self.control.real_steps,
-            path=files.checkpoint.name,
-            bytes=files.checkpoint.stat().st_size,
-        )
         context.mark_progress()
 
     def result(self, progress: Progress, state: FullState | None, extra: Mapping[str, Any]) -> TrainingResult:
@@ -552,19 +610,23 @@ def _control(setup: Setup, loaders: Loaders, callbacks: Callbacks) -> OptimizerC
     )
 
 
-def _captured(training: Training, trained: Trained) -> Captured:
-    """Note the values of the names that the user's steps use, to say after the first epoch which of them changed."""
+def _captured(training: Training, trained: Trained, *steps: Any) -> Captured:
+    """Note the values of the names that the user's steps use, to find out later which of them changed."""
     known = (
         trained.model,
         *trained.model.modules(),
         *trained.model.parameters(),
+        *trained.model.buffers(),
         trained.criterion,
+        *(trained.criterion.parameters() if isinstance(trained.criterion, torch.nn.Module) else ()),
         trained.optimizer,
         *trained.optimizers,
+        trained.scheduler,
+        *trained.loaders,
         *trained.state,
     )
     given = {"train_args": training.train_args, "eval_args": training.eval_args}
-    return Captured((training.train_step, training.eval_step), known, given)
+    return Captured(steps, known, given)
 
 
 def _made(settings: Settings, layout: Layout) -> Strategy:
@@ -589,12 +651,12 @@ def _follow_lazy_modules(roots: Iterable[Any], strategy: Strategy) -> None:
     Ranks draw from different seeds, so their own initial values would differ.
     """
     for module in (module for root in roots if isinstance(root, torch.nn.Module) for module in root.modules()):
-        if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+        if any(map(torch.nn.parameter.is_lazy, own_parameters(module))):
             handle: list[Any] = []
 
             def adopt(module: torch.nn.Module, _: Any, handle: list[Any] = handle) -> None:
-                if not any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
-                    strategy.adopt(module.parameters(recurse=False))
+                if not any(map(torch.nn.parameter.is_lazy, own_parameters(module))):
+                    strategy.adopt(own_parameters(module))
                     handle.pop().remove()
 
             # Torch's own hook, which makes the parameters, was registered by the constructor and so runs before.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.group import Group, fingerprint
 
 _CALL = torch.nn.Module._call_impl.__code__  # noqa: SLF001 - the frame that has a layer and what it was given
 
@@ -70,7 +70,7 @@ class Captured:
 
     @_harmless
     def _marks(self) -> dict[str, Any]:
-        found = {name: value for function in self._functions for name, value in _used(function, _DEPTH)}
+        found = {name: value for function in self._functions for name, value in used(function)}
         found |= self._given
         return {name: _mark(value, 2, self._known) for name, value in found.items()}
 
@@ -87,7 +87,7 @@ def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
         address = value.data_ptr() if value.layout is torch.strided else id(value)
         return address, value._version  # noqa: SLF001 - no public name
     if isinstance(value, torch.nn.Module):
-        return [_mark(tensor, 0) for tensor in (*value.parameters(), *value.buffers())]
+        return [_mark(tensor, 0, known) for tensor in (*value.parameters(), *value.buffers())]
     if isinstance(value, list | dict | set):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         is_looked_into = depth and not isinstance(value, set) and len(value) <= _LOOKED_INTO
@@ -96,13 +96,31 @@ def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
             len(value),
             [(name, _mark(part, depth - 1, known)) for name, part in parts] if is_looked_into else (),
         )
+    mark: list[Any] = [id(value)]
+    if not isinstance(value, type | types.ModuleType) and callable(getattr(value, "load_state_dict", None)):
+        mark.append(_contents(value.state_dict()))
     if dataclasses.is_dataclass(value) or isinstance(value, _OF_FIELDS) or type(value).__module__ == "__main__":
-        return id(value), _mark(dict(getattr(value, "__dict__", {})), depth, known)[1:] if depth else ()
-    return (id(value),)
+        mark.append(_mark(dict(getattr(value, "__dict__", {})), depth, known)[1:] if depth else ())
+    return mark
 
 
-def _used(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """Names and values that a function and the notebook's functions that it calls find outside their own bodies."""
+@_harmless
+def _contents(value: Any) -> Any:
+    """Return a mark of what a state dict contains, whose tensors may be new copies in each call."""
+    if isinstance(value, Tensor):
+        return fingerprint([value])
+    if isinstance(value, dict | list | tuple):
+        return [_contents(one) for one in (value.values() if isinstance(value, dict) else value)]
+    return value if isinstance(value, _PLAIN) else None
+
+
+def used(function: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+    """Names and values that a function and the notebook's functions that it calls find outside their own bodies.
+
+    Args:
+        function: The function.
+        depth: How far functions that call each other are followed.
+    """
     if not isinstance(function, types.FunctionType) or not depth:
         return
     try:
@@ -110,10 +128,10 @@ def _used(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
     except ValueError:  # a name of the enclosing function that is not bound yet
         return
     for name, value in {**names.globals, **names.nonlocals}.items():
-        if not isinstance(value, types.FunctionType):
+        if type(value) is not types.FunctionType:
             yield name, value
         elif value.__module__ in ("__main__", function.__module__):
-            yield from _used(value, depth - 1)
+            yield from used(value, depth - 1)
 
 
 class Losses:
@@ -137,12 +155,15 @@ class Losses:
         self._numbers: list[float | None] = [None, None]
 
     @contextlib.contextmanager
-    def watched(self, criterion: Any, place: Callable[[], tuple[int, int]]) -> Iterator[None]:
+    def watched(
+        self, criterion: Any, place: Callable[[], tuple[int, int]], passed: Callable[[Tensor], None]
+    ) -> Iterator[None]:
         """Look at the losses that a criterion returns, and at the tensors whose `backward()` is called.
 
         Args:
             criterion: Passed to the steps.
             place: Returns epoch and step, both from 1.
+            passed: Called with such a tensor when its `backward()` is over.
         """
         self._place = place
         original: Any = torch.Tensor.backward
@@ -150,7 +171,8 @@ class Losses:
         @functools.wraps(original)
         def backward(root: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._note_root(root)
-            return original(root, *args, **kwargs)
+            original(root, *args, **kwargs)
+            passed(root)
 
         hook = criterion.register_forward_hook(self._note) if isinstance(criterion, torch.nn.Module) else None
         setattr(torch.Tensor, "backward", backward)  # noqa: B010 - mypy sees no function of this type there
@@ -210,7 +232,9 @@ class Losses:
             return
         epoch, step = self._place()
         cause = ", and the weights hold nan already" if is_spread else ""
-        self._group.tell(f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.")
+        self._group.tell(
+            f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.", warns=True
+        )
 
 
 @_harmless

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kale_dist.errors import ConfigError
 from kale_dist.wire import context
@@ -153,6 +153,7 @@ class OptimizerControl:
         self._stepped = stepped
         self._needs_scaler = precision == "fp16" and scaler is None
         self._in_step = False
+        self._is_stepping = False
         self._in_scheduler = False
         self._in_user_scaler = False
         self._is_held = False
@@ -174,8 +175,8 @@ class OptimizerControl:
             _patch(stack, torch.amp.GradScaler, "step", self._wrap_scaler_step)
             stack.callback(setattr, clip_grad, "_get_total_norm", clip_grad._get_total_norm)  # noqa: SLF001
             clip_grad._get_total_norm = self._total_norm  # noqa: SLF001 - a name that a step has imported calls it, too
-            hook = register_optimizer_step_pre_hook(self._before_any_step)
-            stack.callback(hook.remove)
+            stack.callback(register_optimizer_step_pre_hook(self._before_any_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_any_step).remove)
             yield
 
     def _take_optimizer(self, stack: contextlib.ExitStack) -> None:
@@ -188,7 +189,9 @@ class OptimizerControl:
             return self.step(closure)
 
         def zero_grad(_: Any, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-            if not self._strategy.has_pending:
+            if self._strategy.has_pending:
+                self._strategy.keep_gradients()
+            else:
                 self._zero_grad(set_to_none=set_to_none)
 
         # Schedulers look for this mark, and wrap or warn where it is missing.
@@ -220,16 +223,19 @@ class OptimizerControl:
                 self._is_held = True
                 return None
         self._is_held = False
-        if closure is not None:
-            result = self._step(self._averaged(closure))
-            self._done()
-            return result
-        self.commit()
-        if self.scaler is not None:
-            result = self._scaled_step()
-        else:
-            self._clip()
-            result = self._real_step()
+        if closure is None:
+            self.commit()
+        self._is_stepping = True
+        try:
+            if closure is not None:
+                result = self._step(self._averaged(closure))
+            elif self.scaler is not None:
+                result = self._scaled_step()
+            else:
+                self._clip()
+                result = self._real_step()
+        finally:
+            self._is_stepping = False
         self._done()
         return result
 
@@ -339,6 +345,8 @@ class OptimizerControl:
                 )
             self._strategy.adopt(parameters)
             self._strategy.complete(1.0)
+            if self._steps_for_ours(optimizer):
+                self._clip()
         elif any(torch.nn.parameter.is_lazy(p) for p in parameters):
             raise ConfigError(
                 "model",
@@ -347,6 +355,18 @@ class OptimizerControl:
             )
         else:
             self._strategy.adopt(parameters)
+
+    def _after_any_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Torch calls this after the real step of any optimizer of the process."""
+        if self._steps_for_ours(optimizer):
+            self._done()
+
+    def _steps_for_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether another optimizer makes the step of the one that is controlled, which wraps it (as SAM's `second_step`)."""
+        if optimizer is self.optimizer or self._is_stepping:
+            return False
+        ours = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
 
     def _wrap_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -401,7 +421,9 @@ class OptimizerControl:
     def _wrap_module_zero_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
-            if not (self._strategy.has_pending and self._shares_parameters(module)):
+            if self._strategy.has_pending and self._shares_parameters(module):
+                self._strategy.keep_gradients()
+            else:
                 original(module, set_to_none)
 
         return zero_grad

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import numbers
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,7 +88,8 @@ def on_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
-        return type(value)((key, on_cpu(item)) for key, item in value.items())
+        # Not from pairs, which a Counter (milestones of MultiStepLR) would count.
+        return type(value)({key: on_cpu(item) for key, item in value.items()})
     if isinstance(value, list):
         return [on_cpu(item) for item in value]
     if isinstance(value, tuple) and type(value) is tuple:
@@ -156,14 +158,9 @@ def _number(step: str, place: str, value: Any) -> float:
             return float(number)
     raise ConfigError(
         step,
-        f"{f'returned{place} is' if place else 'returned'} {_shown(value)}, a {type(value).__name__}",
+        f"{f'returned{place} is' if place else 'returned'} {reprlib.repr(value)}, a {type(value).__name__}",
         "Return a number, or a dict of numbers such as {'loss': 0.5, 'accuracy': 0.9}",
     )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."  # noqa: PLR2004 - a line of an error
 
 
 def average(group: Group, values: Mapping[str, float], weight: float, extra: Any = None) -> Averaged:

@@ -30,7 +30,8 @@ class Training:
     split_batches: bool = False
     shard: bool = True
     eval_sharding: str = "samples"
-    checkpoint_every: int | None = 1
+    checkpoint_every: int | str | None = "auto"
+    """Epochs, or text as `wording.interval` reads it."""
     seed: int | None = None
     """None also where the rank has been seeded."""
     strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)

@@ -72,6 +72,10 @@ class Strategy:
     """Names of `metrics` that are not added up over epochs, such as a distance."""
     divides = False
     """Whether no rank has the whole model: then it is divided on the CPU, where it fits."""
+    saves_within_epochs = True
+    """Whether there are moments within an epoch at which all ranks are at the same step and `is_settled`."""
+    is_settled = True
+    """Whether, between two batches, `full_state` and `own_state` hold all that the ranks need to go on."""
     average_buffers = True
     """Whether floating-point buffers are averaged over shards after each epoch."""
 
@@ -119,12 +123,22 @@ class Strategy:
             KaleDistError: The ranks are not at the same place.
         """
 
+    def passed(self, root: Tensor) -> None:
+        """Called when a `backward()` of the step is over. Local.
+
+        Args:
+            root: Its tensor, such as the loss.
+        """
+
     def check_held(self) -> None:
         """Called where a step of the optimizer is held back. Local.
 
         Raises:
             KaleDistError: The user's code has changed or dropped gradients that are being accumulated.
         """
+
+    def keep_gradients(self) -> None:
+        """Called where the user's code clears gradients that are being accumulated; they stay. Local."""
 
     def complete(self, correction: float) -> None:
         """Called before a real step: make gradients those of the whole window, for the parameters that this rank steps.
@@ -156,7 +170,7 @@ class Strategy:
         """Called after the user's eval_step, in which ranks may have taken different numbers of batches."""
 
     def full_state(self) -> FullState | None:
-        """Return the states of one process in rank 0, None in the others. Called between epochs, and before all is undone."""
+        """Return the states of one process in rank 0, None in the others. Called between two batches or epochs, and before all is undone."""
         if self.parts.group.rank:
             return None
         return FullState(model=self.parts.model.state_dict(), optimizer=self.parts.optimizer.state_dict())

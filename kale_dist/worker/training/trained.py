@@ -54,6 +54,16 @@ class Trained:
         """The optimizers of the call, in its order."""
         return optimizers_of(self.optimizer)
 
+    def parts(self) -> list[Any]:
+        """All objects whose states a checkpoint holds, and the data, which the call gives again."""
+        modules = [one for one in (self.model, self.criterion) if isinstance(one, torch.nn.Module)]
+        found = [part for module in modules for part in (*module.modules(), *module.parameters(), *module.buffers())]
+        found += [self.optimizer, *self.optimizers, self.scheduler, *self.state]
+        for loader in self.loaders:
+            batches = loader.batch_sampler
+            found += [loader, loader.dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
+        return [one for one in found if one is not None]
+
     def tensors(self) -> dict[str, Tensor]:
         """All parameters that training may change, by name, each once: the model's, the criterion's, the optimizer's."""
         found: dict[int, tuple[str, Tensor]] = {}
@@ -100,6 +110,13 @@ class Progress:
     """Metrics of the last finished epoch."""
     stopped: bool = False
     """Whether a step or a callback ended the training in that epoch."""
+    position: dict[str, Any] | None = None
+    """Where the next epoch is, if it has begun; see `worker/training/within.py`."""
+
+
+def own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """A module's parameters without its children's. A class of the user's may have a `parameters()` without `recurse`."""
+    return [p for p in module._parameters.values() if p is not None]  # noqa: SLF001 - what `parameters()` reads
 
 
 def alter(target: Any, stack: contextlib.ExitStack, **attributes: Any) -> None:

@@ -303,6 +303,15 @@ def test_a_trouble_that_heals_is_shown_and_waited_for(backend, submit, place, cl
 ABSENT = Trouble(sentence="There is no image torch:9", remedy="Push it.", heals=True, needs_action=True)
 
 
+def test_a_job_that_waits_for_a_person_says_so_and_one_that_waits_for_room_does_not(backend, submit, place):
+    ref, head = submit()
+    head.state = "waiting"
+    for trouble in (ABSENT, Trouble(sentence="No node is free", heals=True), ABSENT):
+        place.runs[1].trouble = trouble
+        wait_for(lambda: trouble.sentence in backend.status(ref).reason)  # noqa: B023 - it is called at once
+        assert backend.status(ref).needs_action is trouble.needs_action
+
+
 @pytest.mark.parametrize(
     ("given", "waits_s"), [({}, 300), ({"pending_timeout_s": 60}, 60), ({"pending_timeout_s": 900}, 900)]
 )
@@ -627,6 +636,57 @@ def test_a_head_that_was_told_to_end_is_explained_by_its_place(backend, submit, 
     head.end(143, lost="evicted", trouble=Trouble(sentence="pod-0 was ended because its node was drained"))
     status = wait_for_end(backend, ref)
     assert (status.state, status.reason) == (StateName.FAILED, "pod-0 was ended because its node was drained")
+
+
+@pytest.mark.parametrize(
+    ("part", "is_given_up"),
+    [
+        ({"exit_code": 137, "lost": "evicted"}, False),
+        ({"exit_code": 144}, False),
+        ({"exit_code": 70}, True),
+        ({"exit_code": 1}, True),
+    ],
+)
+def test_a_pod_that_is_made_again_is_left_to_the_head(backend, submit, place, clock, part, is_given_up):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    place.runs[1].replaces = True
+    place.runs[1].others = [ended_part(**part)]
+    # As long as the follower waits for a head that may not know: the clock runs a hundred times faster.
+    time.sleep(1)
+    assert backend.status(ref).is_final == is_given_up
+    if is_given_up:
+        return
+    head.attempt = 1
+    head.event(EventKind.STATE, state=StateName.STARTING, reason="Waits for a pod: pod-1. Starting again", cause="")
+    place.runs[1].others = [
+        Part(number=1, name="pod-1", uid="b", state="waiting", trouble=Trouble(sentence="No node has room"))
+    ]
+    wait_for(lambda: backend.status(ref).reason == "Waits for a pod: pod-1. Starting again. No node has room")
+    clock.sleep(1000)
+    time.sleep(0.3)
+    assert not backend.status(ref).is_final
+    head.run()
+    place.runs[1].others = []
+    head.succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+    assert list(place.runs) == [1]
+
+
+def test_a_pod_that_did_not_come_again_is_explained_and_another_run_starts(backend, submit, place):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    place.runs[1].replaces = True
+    place.runs[1].others = [
+        Part(number=1, name="pod-1", uid="b", state="waiting", trouble=Trouble(sentence="No node has room"))
+    ]
+    place.runs[1].replaced = [ended_part(exit_code=137, lost="evicted")]
+    head.verdict(StateName.FAILED, "Pod pod-1 was not there again", FailureCause.LOST)
+    wait_for(lambda: 2 in place.runs)
+    place.head(2).succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+    assert "Run 1 of the job ended: pod-1 was evicted. No node has room. Run 2 starts" in texts(backend, ref)[0]
 
 
 def test_without_restarts_a_lost_pod_ends_the_job(backend, submit, place):

@@ -23,7 +23,7 @@ from kale_dist.errors import ConfigError, KaleDistError, StoreError
 from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events, values_of
 from kale_dist.job.view import facts
 from kale_dist.snapshot import sources
-from kale_dist.strategies import DDP, Mesh, Pipeline, Tensor
+from kale_dist.strategies import DDP, FSDP, Gossip, LocalSGD, Mesh, Pipeline, Tensor
 from kale_dist.wire import RankStateName, StateName, context
 from kale_dist.worker.pod.prometheus import Gauges
 from kale_dist.worker.training import checkpoint
@@ -468,6 +468,25 @@ def test_a_model_that_gives_its_own_loss_needs_neither_criterion_nor_step(ranks)
     ranks(1, pairs, keep=False)
 
 
+class OwnParameters(nn.Linear):
+    """Overrides `parameters` without torch's arguments, to train a part."""
+
+    def parameters(self):
+        return iter([self.weight])
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP(), Tensor(), Pipeline(), LocalSGD(), Gossip()], ids=repr)
+def test_a_model_may_have_a_method_parameters_of_its_own(ranks, strategy):
+    def job():
+        model = nn.Sequential(OwnParameters(3, 4), nn.Tanh(), OwnParameters(4, 2))
+        before = model[0].bias.detach().clone()
+        optimizer = torch.optim.SGD([model[0].weight, model[2].weight], lr=0.1)
+        return before, fit(model, optimizer=optimizer, strategy=strategy).model_state
+
+    before, state = ranks(2, job)[0]
+    assert state["0.bias"].equal(before)
+
+
 history, average, best = [], nn.Linear(3, 2), 0.0
 
 
@@ -565,6 +584,25 @@ class OddText(str):
     __eq__ = __ne__
 
 
+class OddProxy:
+    """Asks the object that it stands for, which is not there."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError("not connected")
+
+    __repr__ = __eq__ = __hash__ = None
+
+
+class OddState:
+    load_state_dict = print
+
+    def state_dict(self):
+        raise RuntimeError("not now")
+
+    def __repr__(self):
+        raise TypeError("not that way")
+
+
 class OddLayer(nn.Linear):
     def extra_repr(self):
         raise TypeError("not that way")
@@ -572,10 +610,12 @@ class OddLayer(nn.Linear):
 
 def fit_beside(odd, change=lambda odd: None, **options):
     """Train with a step that uses an odd object, and a list whose change is to be named all the same."""
-    noted = []
+    global beside
+    noted, beside = [], odd
 
     def step(model, loader, criterion, optimizer, device, args):
         change(odd)
+        assert beside is odd
         for x, y in loader:
             optimizer.zero_grad()
             criterion(model(x), y).backward()
@@ -586,6 +626,13 @@ def fit_beside(odd, change=lambda odd: None, **options):
     return fit(train_step=step, **options)
 
 
+def distributed():
+    import torch.distributed as dist
+    from torch.distributed.tensor import DeviceMesh, DTensor
+
+    return DTensor.from_local(torch.ones(2), DeviceMesh("cpu", range(dist.get_world_size())))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 @pytest.mark.parametrize(
     "make",
@@ -594,20 +641,80 @@ def fit_beside(odd, change=lambda odd: None, **options):
         lambda: torch.eye(3).to_sparse_csr(),
         lambda: OddList([1]),
         lambda: OddText("a"),
+        OddProxy,
+        OddState,
+        distributed,
     ],
-    ids=["coo", "csr", "len", "eq"],
+    ids=["coo", "csr", "len", "eq", "proxy", "state", "dtensor"],
 )
 @pytest.mark.parametrize(
     "hold", [lambda odd: odd, lambda odd: [odd], lambda odd: {"a": odd}], ids=["bare", "list", "dict"]
 )
 def test_what_a_step_uses_may_be_odd(ranks, make, hold):
-    said = said_by(lambda: fit_beside(hold(make())), ranks)
+    """It is a global name, in the step's closure and in its arguments."""
+    said = said_by(lambda: fit_beside(odd := hold(make()), train_args=odd), ranks)
     assert "left behind in the ranks: noted." in said
+
+
+class Meter:
+    """An object with a state, whose tensors are new in each state dict."""
+
+    def __init__(self):
+        self.seen = torch.zeros(())
+
+    def state_dict(self):
+        return {"seen": self.seen.clone()}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def test_whatever_has_a_state_that_changed_is_named(ranks):
+    critic, meter, idle = nn.Linear(2, 1), Meter(), Meter()
+    second = torch.optim.Adam(critic.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(second, 1)
+    scaler = torch.amp.GradScaler("cpu")
+    untouched = torch.optim.Adam(critic.parameters())
+
+    def step(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            second.zero_grad()
+            scaler.scale(critic(model(x).detach()).mean()).backward()
+            scaler.step(second)
+            scaler.update()
+            meter.seen += len(x) + idle.seen
+        schedule.step()
+        return len(untouched.state)
+
+    said = said_by(lambda: fit(train_step=step), ranks)
+    assert "left behind in the ranks: critic, meter, scaler, schedule, second." in said
+    kept = [critic, meter, scaler, schedule, second]
+    assert "left behind" not in said_by(lambda: fit(train_step=step, state=kept), ranks)
+
+
+def test_a_module_of_parts_that_come_back_is_not_named(ranks):
+    def step(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            optimizer.zero_grad()
+            both[1](both[0](x), y).backward()
+            optimizer.step()
+        return 0.5
+
+    def job():
+        global both  # noqa: PLW0603 - as in notebooks
+        model, criterion = net(), nn.CrossEntropyLoss(weight=torch.ones(2))
+        both = nn.ModuleList([model, criterion])
+        fit(model, train_step=step, criterion=criterion)
+
+    assert "left behind" not in said_by(job, ranks)
 
 
 def test_a_sparse_tensor_that_a_step_changes_is_named(ranks):
     job = lambda: fit_beside([torch.eye(3).to_sparse()], lambda odd: odd[0].mul_(2))  # noqa: E731
-    assert "left behind in the ranks: noted, odd." in said_by(job, ranks)
+    assert "left behind in the ranks: beside, noted, odd." in said_by(job, ranks)
 
 
 def test_no_notice_fails_a_training():

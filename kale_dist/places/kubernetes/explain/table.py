@@ -309,6 +309,12 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             heals=False,
         ),
         Entry(
+            "no-room", (Seen.STRUCTURE,), "",
+            "the {pods} pods need {wanted} {resource} together, and beside pods that do not end by themselves the nodes have "
+            "{largest}, room for {placed} of them: the job waits until such pods are gone",
+            "Ask for less (resources=, number_of_processes=), or give wait_for_nodes=True if the cluster adds nodes when pods wait",
+        ),
+        Entry(
             "pull-secret-missing", (Seen.STRUCTURE,), "",
             "there is no Secret {object} in the namespace {namespace}, which image_pull_secrets= names",
             "Without it the nodes may not be able to pull the image",
@@ -633,8 +639,8 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "job-expired", (Seen.STRUCTURE,), "",
-            "the {job_kind} {job} is no longer in the namespace {namespace}, and this notebook did not see how it ended: the "
-            "cluster deletes it {ttl} s after its end (ttl_s), if it was not deleted before",
+            "the {job_kind} {job} was deleted from the namespace {namespace}, and this notebook did not see how it ended: a person "
+            "deleted it, or the cluster did, {ttl} s after its end (ttl_s)",
             "Its store keeps the results, if it has one (store=); a longer ttl_s leaves more time to attach",
             heals=False, cause=FailureCause.USER,
         ),

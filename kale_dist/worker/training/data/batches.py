@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from kale_dist.errors import KaleDistError
 from kale_dist.wire import EventKind, context
+from kale_dist.worker.training.data.dealing import advance_generators, generator_states, set_generator_states
 from kale_dist.worker.training.data.sharding import Pace, Portion
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.profiling import CLOCK, Profiler
@@ -42,6 +43,21 @@ class Feed:
     """How the data is divided, for the log."""
     queue_of: Any = None
     """The `Deal` or `Counter` that notes the samples of each batch; None for a stream."""
+    seed: int = 0
+    """From this, epoch, pass and batch workers' seeds are made."""
+    start: dict[str, Any] | None = None
+    """Where the first pass of the epoch begins, once: after so many `items` of this `order`, of which this rank has had
+    `samples`; the generators `before` a batch that was read ahead. None for its start."""
+    was_read: bool = False
+    """Whether passes were made before the training resumed."""
+    makes: Callable[[Batches], None] | None = None
+    """Called when an epoch's first pass is made."""
+    begins: Callable[[Batches], None] | None = None
+    """Called before that pass's first batch, when the data is at its position."""
+    between: Callable[..., None] | None = None
+    """Called between two batches, when the step has finished the first one: a checkpoint may be written here."""
+    first: Batches | None = None
+    """The first pass of the epoch."""
     is_stream: bool = False
     is_agreed: bool = False
     """Whether ranks ask each other before each batch, because their number is not known."""
@@ -92,6 +108,7 @@ class Feed:
         self.epoch = epoch
         self.samples = 0
         self.passes = 0
+        self.first = None
 
     def end(self) -> None:
         """Called after the user's step: leave a pass that was not finished. An iterator that the step keeps continues later."""
@@ -125,8 +142,22 @@ class Batches:
         self._feed = feed
         # Worker processes are fed at once, and the order is drawn together.
         feed.change_to(None)
+        self._place()
         self._inner = _make(loader, feed, make_iterator) if feed.reads else iter(())
         self._begin()
+
+    def _place(self) -> None:
+        """Have the sampler begin where the feed says, if this is the epoch's first pass."""
+        feed, self._start = self._feed, None
+        if feed.first is None:
+            feed.first, self._start, feed.start = self, feed.start, None
+            if feed.makes is not None:
+                feed.makes(self)
+        if feed.queue_of is not None and feed.reads:
+            feed.queue_of.start, feed.queue_of.expected = 0, ""
+            if self._start is not None:
+                feed.queue_of.start, feed.queue_of.expected = self._start["items"], self._start["order"]
+            feed.queue_of.place = (feed.seed, feed.epoch, feed.passes) if self._loader.num_workers else ()
 
     def _begin(self) -> None:
         feed = self._feed
@@ -134,9 +165,15 @@ class Batches:
         self._queue = None if feed.queue_of is None else feed.queue_of.portions
         self._started = self._told = time.monotonic()
         self._told_index = self._told_in_hand = 0
-        self._samples = 0
+        self.samples = 0
+        self._skipped = 0
+        self._part = 0
         self.index = 0
         self._is_over = False
+        self._has_begun = False
+        self.before: Any = None
+        """This rank's generators before it read the batch that is ahead; None where that does not matter."""
+        self._own: Any = None
         self._ahead: tuple[int, Any] | None = None
         self._counts: list[int] | None = None
         self._previous: Any = None
@@ -148,6 +185,7 @@ class Batches:
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's
         """Begin the next pass of persistent workers; torch calls this."""
         self._feed.change_to(None)
+        self._place()
         if self._feed.reads:
             self._inner._reset(loader, first_iter)  # noqa: SLF001
         self._begin()
@@ -169,8 +207,13 @@ class Batches:
         feed = self._feed
         if feed.current is self:
             feed.end_batch()
+            if feed.between is not None and feed.pace is not None and feed.pace.portion is not None:
+                feed.between(self, is_last=feed.pace.portion.last)
         else:
             feed.change_to(self)
+        if not self._has_begun:
+            self._has_begun = True
+            self._go_to_start()
         if feed.profiler is not None:
             feed.profiler.begin_step(feed.epoch)
         with CLOCK.phase("data"):
@@ -183,7 +226,7 @@ class Batches:
         if feed.profiler is not None:
             feed.profiler.took_batch()
         self.index += 1
-        self._samples += portion.local
+        self.samples += portion.local
         feed.samples += portion.local
         if feed.pace is not None:
             feed.pace.take(portion)
@@ -193,6 +236,73 @@ class Batches:
         if now - self._told >= context.MIN_INTERVAL_S or self.index in (1, self._steps):
             self._tell(now, in_hand=portion.local)
         return batch
+
+    # -- within an epoch -------------------------------------------------------------------------------------------
+
+    @property
+    def items(self) -> int:
+        """Items of the sampler that this pass has given to all ranks: the number does not depend on how many ranks there are."""
+        return self.index * self._per_chunk + self._part
+
+    @property
+    def _per_chunk(self) -> int:
+        return 1 if self._feed.queue_of is None else int(self._feed.queue_of.per_chunk)
+
+    @property
+    def order(self) -> str:
+        """A digest of the order of this pass; empty where it is not known."""
+        return "" if self._feed.queue_of is None else str(self._feed.queue_of.order)
+
+    @property
+    def obstacle(self) -> str:
+        """Why a pass could not begin here again, as the end of a sentence about the step; empty if it can."""
+        feed, loader = self._feed, self._loader
+        if feed.queue_of is not None and feed.queue_of.draws:
+            return "has a sampler that draws random numbers as it goes"
+        if feed.is_stream and loader.num_workers and loader.persistent_workers and feed.epoch > 1:
+            return "reads an iterable dataset with persistent workers, whose random numbers no checkpoint holds"
+        return ""
+
+    def _go_to_start(self) -> None:
+        """Bring the data to its position, before the first batch; then the step's own variables."""
+        feed, start = self._feed, self._start
+        if start is not None and feed.reads and feed.queue_of is not None:
+            if not self._loader.num_workers:
+                feed.queue_of.draw()
+            if not feed.queue_of.is_expected:
+                start = None
+        if start is not None:
+            # With another number of ranks, the first chunk may begin within what was one.
+            self.index, self._part = divmod(start["items"], self._per_chunk)
+            self.samples = self._skipped = start["samples"]
+            if feed.reads and feed.is_agreed:
+                for _ in range(self.index if feed.is_stream else 0):
+                    if (found := self._fetch()) is None:
+                        break
+                    self._previous = found[1]
+                if start["before"] is not None:
+                    set_generator_states(start["before"])
+                self._ahead = self._fetch()
+                self._counts = self._agree(self._ahead)
+                self._borrow()
+        if feed.begins is not None and feed.first is self:
+            feed.begins(self)
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Read a stream by random numbers of its own: it can be read again without those that the model has used meanwhile."""
+        others = generator_states()
+        if self._own is None:
+            self._own = others
+            # Or the model would use the same numbers.
+            advance_generators()
+            others = generator_states()
+        set_generator_states(self._own)
+        try:
+            yield
+        finally:
+            self._own = generator_states()
+            set_generator_states(others)
 
     def _finish(self) -> None:
         self._is_over = True
@@ -288,8 +398,12 @@ class Batches:
 
     def _fetch(self) -> tuple[int, Any] | None:
         """Return the next batch of this rank's own loader with its number of samples; None at the end."""
+        feed, is_here = self._feed, not self._loader.num_workers and self._feed.is_training
+        if is_here and not feed.is_stream:
+            self.before = generator_states()
         try:
-            batch = next(self._inner)
+            with self._apart() if is_here and feed.is_stream else contextlib.nullcontext():
+                batch = next(self._inner)
         except StopIteration:
             return None
         if self._queue is not None:
@@ -333,7 +447,7 @@ class Batches:
         self._told, self._told_index, self._told_in_hand = now, self.index, in_hand
         feed = self._feed
         steps = self._steps if self._steps is not None and self.index <= self._steps else None
-        seconds, done = now - self._started, self._samples - in_hand
+        seconds, done = now - self._started, self.samples - in_hand - self._skipped
         # Peers have the same samples: only the rank that reads them counts them, so that every sum over ranks is right.
         if feed.reads and done and seconds > 0:
             feed.rate = round(done / seconds, 1)
@@ -344,7 +458,7 @@ class Batches:
             epochs=feed.epochs,
             step=self.index,
             steps=steps,
-            samples=self._samples if feed.reads else None,
+            samples=self.samples if feed.reads else None,
             samples_per_s=feed.rate,
             loss=feed.loss(),
         )
@@ -357,7 +471,11 @@ def _make(loader: DataLoader[Any], feed: Feed, make_iterator: Callable[[], Any])
     try:
         if feed.counts_items:
             state["collate_fn"] = CountedCollate(loader.collate_fn)
-        if feed.shares_seeds:
+        if loader.persistent_workers and feed.was_read:
+            # Without the restart these workers would have the seeds that they got in an earlier epoch.
+            state["generator"] = torch.Generator()
+            feed.was_read = False
+        elif feed.shares_seeds:
             state["generator"] = _shared_generator(loader, feed.group)
         return make_iterator()
     finally:

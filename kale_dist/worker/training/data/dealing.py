@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import itertools
 import random
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,6 +99,93 @@ class View:
         return View, (self._kale,)
 
 
+class Numbered(list[Any]):
+    """Indices of a batch with the seed from which a worker makes it: its random numbers depend on nothing before it."""
+
+    seed = 0
+
+    def begin(self) -> list[Any]:
+        """Seed this worker's generators; returns the indices."""
+        random.seed(self.seed)
+        torch.default_generator.manual_seed(self.seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(self.seed % 2**32)
+        return list(self)
+
+
+def numbered(indices: Any, place: tuple[int, ...], index: int) -> Any:
+    """Number the indices of a batch for a worker process; `place` is empty where there are none."""
+    if not place:
+        return indices
+    made = Numbered(indices if isinstance(indices, list) else [indices])
+    made.seed = int.from_bytes(hashlib.blake2b(repr((*place, index)).encode(), digest_size=7).digest())
+    return made
+
+
+class SeededView(View):
+    """Stands in for a map-style dataset whose workers make each batch from a seed of its own."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._kale.inner[index.begin()[0] if isinstance(index, Numbered) else index]
+
+    def __getitems__(self, indices: Any) -> Any:
+        """Return the items of a batch, as torch's workers ask for them."""
+        given = indices.begin() if isinstance(indices, Numbered) else indices
+        together = getattr(self._kale.inner, "__getitems__", None)
+        return together(given) if together else [self._kale.inner[index] for index in given]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return SeededView, (self._kale,)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Passes(Shown):
+    """Behind a sampler or batch sampler: where the next pass begins, and what is known of the latest one."""
+
+    start: int = 0
+    """Items of the sampler that the next pass leaves out, if its order is the `expected` one."""
+    expected: str = ""
+    """The digest that the order must have; empty for any."""
+    place: tuple[int, ...] = ()
+    """Seed, epoch and pass from which workers' seeds are made; empty without workers."""
+    order: str = ""
+    """A digest of the order of the latest pass; empty where it is not known."""
+    draws: bool = False
+    """Whether the sampler draws random numbers as it goes, and not all at its beginning."""
+
+    per_chunk = 1
+    """Items of the sampler in the chunk of one step."""
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the latest pass has the expected order, and so leaves out items."""
+        return self.expected in ("", self.order)
+
+    def draw(self) -> None:
+        """Draw the order of the next pass now."""
+
+    def watched(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Yield items, and note whether the second or third one takes random numbers."""
+        for number in itertools.count():
+            before = _marks() if number in (1, 2) else None
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            self.draws = self.draws or (before is not None and before != _marks())
+            yield item
+
+
+def _marks() -> tuple[Any, ...]:
+    """A mark of the global generators that changes when they are used."""
+    python, numpy_state, torch_state = generator_states()
+    return (
+        hash(python),
+        None if numpy_state is None else (numpy_state[2], numpy_state[1][0]),
+        bytes(torch_state.numpy()),
+    )
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class StreamShare(Shown):
     """An iterable dataset of which this rank takes every n-th item.
@@ -165,12 +254,20 @@ def set_generator_states(states: tuple[Any, Any, Any]) -> None:
     torch.set_rng_state(torch_state)
 
 
+def advance_generators() -> None:
+    """Draw a number from each of them, so that what is drawn next is not what their states before would give."""
+    random.random()  # noqa: S311 - no secret
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.random()
+    torch.rand((), device="cpu")
+
+
 _DRAWN_WHOLE = 1 << 24
 """A sampler that gives more is drawn chunk by chunk: minGPT asks for 10,000,000,000 samples with replacement."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Deal(Shown):
+class Deal(Passes):
     """Behind a loader's sampler or batch sampler: gives this rank's part of every chunk.
 
     Rank 0 draws the order of a pass once, at the first batch (so rank 0's generators are used as one process would use
@@ -180,7 +277,7 @@ class Deal(Shown):
     source: Any
     """The sampler or batch sampler that rank 0 draws from."""
     group: Group
-    per_chunk: int
+    per_chunk: int = 1
     """Items of `source` in the chunk of one step."""
     items: str = "samples"
     """Kind of the items: `samples` (a chunk is divided), `batches` (dealt whole) or `split` (each batch is a chunk and is
@@ -195,6 +292,7 @@ class Deal(Shown):
     """Steps in an accumulation window."""
     portions: collections.deque[Portion] = dataclasses.field(default_factory=collections.deque)
     """What each batch of the latest pass holds, until `Batches` takes it."""
+    _drawn: Any = None
     samples: int | None = None
     """Samples dealt to this rank so far in the latest pass; None before the first one."""
 
@@ -211,13 +309,15 @@ class Deal(Shown):
     def __iter__(self) -> Iterator[Any]:
         # Each pass has its own queue: two passes may be under way at once.
         self.portions = collections.deque()
-        return self._dealt(self.portions)
+        return self._dealt(self.portions, self.start, self.place)
 
-    def _dealt(self, portions: collections.deque[Portion]) -> Iterator[Any]:
+    def _dealt(self, portions: collections.deque[Portion], start: int, place: tuple[int, ...]) -> Iterator[Any]:
         rank, world = self.group.rank, self.group.world_size
         given = 0
         whole = self.items == "batches"
-        for index, (chunk, last, window) in enumerate(self._chunks()):
+        for count, (chunk, last, window) in enumerate(self._chunks(start)):
+            first = start // self.per_chunk if self.is_expected else 0
+            index = first + count
             samples = chunk[0] if self.items == "split" else chunk
             if whole:
                 mine = list(samples[rank]) if rank < len(samples) else []
@@ -227,36 +327,47 @@ class Deal(Shown):
                 total = len(samples)
             local = len(mine)
             if not mine:
-                if not self.aligned and index:
+                if not self.aligned and index > first:
                     continue
                 mine = list(samples[0]) if whole else [samples[0]]
             given += local
             self.samples = given
             portions.append(Portion(index=index, local=local, total=total, last=last, window=window))
-            yield mine[0] if self.single else mine
+            yield numbered(mine[0] if self.single else mine, place, index)
 
-    def _chunks(self) -> Iterator[tuple[list[Any], bool, int | None]]:
-        """The chunks of a pass, whether each is the last, and the samples of its accumulation window."""
+    def _chunks(self, begin: int) -> Iterator[tuple[list[Any], bool, int | None]]:
+        """The chunks of a pass from an item on, whether each is the last, and the samples of its accumulation window."""
         size, source = self.per_chunk, self.source
         count = length(source)
         samples = None if count is None else count // self.drop_unit * self.drop_unit
         if samples is None or (samples > _DRAWN_WHOLE and type(source) is not SequentialSampler):
-            drawn = _drawn_ahead(itertools.islice(iter(source), samples), size, self.group)
-            yield from ((chunk, last, None) for chunk, last in drawn)
+            items = itertools.islice(self.watched(iter(source)), begin, samples)
+            yield from ((chunk, last, None) for chunk, last in _drawn_ahead(items, size, self.group))
             return
-        order = self._draw()
+        order, self._drawn = self._draw() if self._drawn is None else self._drawn, None
+        begin = begin if self.is_expected else 0
         used = len(order) // self.drop_unit * self.drop_unit
         per_window = size * self.accumulate
-        for start in range(0, used, size):
-            first = start // per_window * per_window
+        for start in range(begin, used, size):
+            # Windows begin again at `begin`, which is the end of one.
+            first = begin + (start - begin) // per_window * per_window
             window = order[first : min(first + per_window, used)]
             samples = len(window) if self.items == "samples" else sum(map(len, window))
             yield order[start : min(start + size, used)], start + size >= used, samples
 
+    def draw(self) -> None:
+        """Draw the order of the next pass now, where it is drawn as a whole."""
+        count = length(self.source)
+        if count is not None and (count <= _DRAWN_WHOLE or type(self.source) is SequentialSampler):
+            self._drawn = self._draw()
+
     def _draw(self) -> Any:
-        if type(self.source) is SequentialSampler:
-            return range(len(self.source))
-        return self.group.send(list(self.source) if self.group.rank == 0 else None)
+        order: Any = range(len(self.source))
+        if type(self.source) is not SequentialSampler:
+            order = self.group.send(list(self.source) if self.group.rank == 0 else None)
+        sample = repr(list(order[:: max(1, len(order) // 1000)]))
+        self.order = f"{len(order)} {zlib.crc32(sample.encode())}"
+        return order
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("the sampler of a training loader stays in its rank")
@@ -278,7 +389,7 @@ def _drawn_ahead(source: Iterator[Any], size: int, group: Group) -> Iterator[tup
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Counter(Shown):
+class Counter(Passes):
     """Behind a sampler or batch sampler that is used as it is: notes the size of each batch."""
 
     single: bool
@@ -288,12 +399,12 @@ class Counter(Shown):
 
     def __iter__(self) -> Iterator[Any]:
         self.portions = collections.deque()
-        return self._count(self.portions)
+        return self._count(self.portions, self.start, self.place)
 
-    def _count(self, sizes: collections.deque[int]) -> Iterator[Any]:
-        for item in self.inner:
+    def _count(self, sizes: collections.deque[int], start: int, place: tuple[int, ...]) -> Iterator[Any]:
+        for index, item in enumerate(itertools.islice(self.watched(iter(self.inner)), start, None), start):
             sizes.append(1 if self.single else len(item))
-            yield item
+            yield numbered(item, place if self.single or isinstance(item, list) else (), index)
 
 
 def length(sized: Any) -> int | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 import types
 from typing import Any
 
@@ -15,7 +13,17 @@ from torch.utils.data.distributed import DistributedSampler
 from kale_dist.errors import ConfigError
 from kale_dist.worker.training.data import sharding
 from kale_dist.worker.training.data.batches import Batches, Feed
-from kale_dist.worker.training.data.dealing import Counter, Deal, Shown, StreamShare, View, generator_states, length
+from kale_dist.worker.training.data.dealing import (
+    Counter,
+    Deal,
+    SeededView,
+    Shown,
+    StreamShare,
+    View,
+    advance_generators,
+    generator_states,
+    length,
+)
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.trained import Trained
@@ -211,7 +219,8 @@ def _prepare_map(loader: DataLoader[Any], feed: Feed, sampler: Any, *, split: bo
     feed.queue_of = deal
     state["sampler"] = View(Shown(shown, share if world > 1 else None))
     state[name] = View(deal)
-    state["dataset"] = View(Shown(loader.dataset, _dataset_share(loader.dataset, total, share, group)))
+    made = SeededView if loader.num_workers else View
+    state["dataset"] = made(Shown(loader.dataset, _dataset_share(loader.dataset, total, share, group)))
 
 
 def _dataset_share(dataset: Any, total: int | None, share: Any, group: Group) -> Any:
@@ -247,6 +256,8 @@ def _prepare_whole(loader: DataLoader[Any], feed: Feed, *, shards_itself: bool) 
     kind = type(loader.sampler).__name__
     counter = Counter(getattr(loader, name), single=single)
     loader.__dict__[name] = View(counter)
+    if loader.num_workers:
+        loader.__dict__["dataset"] = SeededView(Shown(loader.dataset))
     feed.queue_of = counter
     feed.is_agreed = feed.is_training
     if shards_itself:
@@ -302,9 +313,6 @@ def _shared_states(group: Group) -> Any:
     """Send all ranks rank 0's generator states for a pass over a stream; then advance rank 0's own generators."""
     states = group.send(generator_states() if group.rank == 0 else None)
     if group.rank == 0:
-        random.random()  # noqa: S311 - moves the state, or every epoch would be shuffled alike
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.random()
-        torch.rand((), device="cpu")
+        # Or every epoch would be shuffled alike.
+        advance_generators()
     return states

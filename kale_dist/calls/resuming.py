@@ -1,0 +1,109 @@
+"""`resume_from=`: finds the checkpoint that a call names, and checks that the call's objects can continue from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from kale_dist.errors import ConfigError, JobNotFoundError, ResultUnavailableError, SnapshotDamagedError
+from kale_dist.job import records
+from kale_dist.job.handle import Job, inside
+from kale_dist.job.spec import names
+from kale_dist.wording import show
+from kale_dist.worker.training.settings import Training
+
+_ARGUMENT = "resume_from"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Earlier:
+    """A checkpoint that a call resumes from."""
+
+    origin: str
+    """The job's reference, or the file's path."""
+    path: pathlib.Path
+
+    @classmethod
+    def of(cls, given: Any, attach: Callable[[str], Job[Any]]) -> Earlier | None:
+        """Find the checkpoint that `resume_from` names.
+
+        Args:
+            given: None, a job, a job's name or reference, or the path of a checkpoint.
+            attach: Finds a job by its reference.
+
+        Raises:
+            ConfigError: It is something else, or there is no checkpoint.
+            JobNotFoundError: There is no such job.
+        """
+        if given is None:
+            return None
+        is_path = isinstance(given, os.PathLike) or (
+            isinstance(given, str) and "://" not in given and (os.sep in given or "." in given)
+        )
+        if is_path:
+            path = pathlib.Path(given).expanduser().absolute()
+            if not path.is_file():
+                raise ConfigError(_ARGUMENT, f"there is no file {path}", "Give a checkpoint, a job or a job's name")
+            return cls(origin=str(path), path=path)
+        if not isinstance(given, str | Job):
+            remedy = "Give a job, a job's name, or the path of a checkpoint"
+            raise ConfigError(_ARGUMENT, f"{show(given)} is none of a job, a name and a path", remedy)
+        try:
+            job = attach(_reference(given)) if isinstance(given, str) else given
+            return cls(origin=job.ref, path=inside(job).checkpoint())
+        except (ConfigError, JobNotFoundError, ResultUnavailableError) as error:
+            problem = error.problem if isinstance(error, ConfigError) else f"{error}".rstrip(".")
+            raise ConfigError(_ARGUMENT, problem, "Give a job with a checkpoint, or leave it out") from error
+
+    def check(self, training: Training, world_size: int | None) -> tuple[str, ...]:
+        """Check that a call can continue from here.
+
+        Args:
+            training: What the call trains, checked.
+            world_size: On how many ranks; None if it is not known yet, and counts as unchanged.
+
+        Returns:
+            Sentences: from where the training continues, and what this call sets otherwise than the earlier one.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+        from kale_dist.worker.training import checkpoint
+        from kale_dist.worker.training.given import Given
+        from kale_dist.worker.training.trained import Trained
+
+        try:
+            found = checkpoint.read(self.path)
+        except (SnapshotDamagedError, OSError) as error:
+            problem = f"{self.path} is not a checkpoint that this version of kale_dist has written"
+            remedy = (
+                "Give a job, or the `checkpoint` of its folder. Weights alone go into the model by load_state_dict()"
+            )
+            raise ConfigError(_ARGUMENT, problem, remedy) from error
+        trained = Trained.of(training)
+        before = (found.resume or {}).get("given", {}).get("world_size", 1)
+        given = Given.of(training, trained, world_size or before)
+        if problem := checkpoint.misfit(found, trained, given):
+            remedy = "Make model and optimizer as for the earlier job, or take its weights alone: job.state_dict(partial=True)"
+            raise ConfigError(_ARGUMENT, f"the checkpoint of {self.origin} does not fit: {problem}", remedy)
+        if found.epoch >= training.epochs:
+            problem = f"{self.origin} has done {found.epoch} epochs, and epochs={training.epochs} counts them, too"
+            raise ConfigError(_ARGUMENT, problem, f"Give epochs= more than {found.epoch}")
+        batches = ((found.resume or {}).get("position") or {}).get("batches")
+        where = f"in epoch {found.epoch + 1}, after {batches:,} batches" if batches else f"after epoch {found.epoch}"
+        begun = f"The training of {self.origin} continues {where}, to epoch {training.epochs}."
+        return (begun, *checkpoint.differences_of(found, given).sentences)
+
+
+def _reference(name: str) -> str:
+    """The reference of a job that is given by its name, wherever it runs."""
+    if "://" in name:
+        return name
+    names.check(name)
+    found = [record.ref for record in records.all_records() if record.spec.name == name]
+    if len(found) > 1:
+        raise ConfigError(_ARGUMENT, f"there are several jobs {name!r}: {', '.join(found)}", "Give one of these")
+    return found[0] if found else name

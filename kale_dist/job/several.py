@@ -1,0 +1,106 @@
+"""Several jobs at once: the list of all, which shows itself as a table, and a comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import time
+from typing import Any
+
+from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
+from kale_dist.job.handle import Job, inside
+from kale_dist.job.spec.checks import one_of
+from kale_dist.job.view import several
+from kale_dist.job.view.several import Row
+from kale_dist.wire import StateName
+from kale_dist.wording import show
+
+
+class Jobs(list[Job[Any]]):
+    """Jobs, oldest first. Printed, or at the end of a cell, a table of the newest; in all else a list."""
+
+    @short_refusals
+    def filter(self, *, state: str | None = None, name: str = "*") -> Jobs:
+        """Those in a state and with a name.
+
+        Args:
+            state: `pending`, `starting`, `running`, `succeeded`, `failed` or `cancelled`; None for all.
+            name: The job's name, in which `*` stands for anything: `train-net-*`.
+
+        Raises:
+            ConfigError: There is no such state.
+        """
+        one_of(state.value for state in StateName).or_(None)("state", state)
+        return Jobs(
+            job for job in self if fnmatch.fnmatchcase(job.name, name) and (state is None or job.status.state == state)
+        )
+
+    def __repr__(self) -> str:
+        """The table as text."""
+        return several.text(*self._shown())
+
+    def _repr_html_(self) -> str:
+        return several.html(*self._shown())
+
+    def _shown(self) -> tuple[list[Row], int, float]:
+        left_out = max(0, len(self) - several.MAX_ROWS)
+        return _rows(self[left_out:]), left_out, time.time()
+
+
+class Comparison:
+    """Jobs beside each other, as they are whenever it is shown.
+
+    Args:
+        jobs: The jobs, in the order in which they are shown.
+    """
+
+    def __init__(self, jobs: tuple[Job[Any], ...]) -> None:
+        self.jobs = jobs
+
+    def __repr__(self) -> str:
+        """The table as text."""
+        return several.comparison_text(_rows(self.jobs))
+
+    def _repr_html_(self) -> str:
+        return several.comparison_html(_rows(self.jobs))
+
+
+@short_refusals
+def compare(*jobs: Job[Any]) -> Comparison:
+    """Show jobs beside each other: a chart for each metric with a line for each job, their arguments and last metrics.
+
+    Args:
+        *jobs: Two or more; `kd.compare(*kd.jobs()[-3:])` takes the newest three.
+
+    Raises:
+        ConfigError: There are fewer than two, or one is no job.
+    """
+    given: tuple[Any, ...] = jobs
+    for job in given:
+        if not isinstance(job, Job):
+            remedy = "Give jobs: kd.compare(first, second), or kd.compare(*kd.jobs()); kd.attach(ref) finds one"
+            raise ConfigError("jobs", f"{show(job)} is no job", remedy)
+    if len(jobs) < 2:  # noqa: PLR2004 - a pair
+        raise ConfigError("jobs", "there is nothing to compare", "Give two jobs or more")
+    return Comparison(jobs)
+
+
+def _rows(jobs: Any) -> list[Row]:
+    found = []
+    for job in jobs:
+        # A job may be deleted meanwhile.
+        with contextlib.suppress(JobNotFoundError):
+            found.append(Row(status=job.status, arguments=_arguments(job)))
+    return found
+
+
+def _arguments(job: Job[Any]) -> dict[str, str]:
+    """Arguments of a job's call, as far as this machine knows them."""
+    given: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        given = json.loads(inside(job).files.arguments.read_text())
+    spec, backend = job.spec, job.ref.partition("://")[0]
+    given |= {"processes": spec.topology.number_of_processes, "seed": spec.seed, "on": backend}
+    given |= {"strategy": type(spec.strategy).__name__} if spec.kind == "training" else {}
+    return {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in given.items()}

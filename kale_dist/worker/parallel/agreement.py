@@ -1,0 +1,115 @@
+"""Compares what ranks with the same batch and parts of the weights compute outside of the model, in the first steps.
+
+Such ranks have to compute the same loss, and a step may multiply gradients, or move weights along them, only by a number that is
+the same on all: a penalty on weights, or a norm that the step takes of its gradients by itself, is of this rank's part alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kale_dist.errors import KaleDistError
+from kale_dist.worker.training.group import Group, differing, fingerprint
+
+_STEPS = 2
+"""A step's code is the same in all batches, and comparing has a cost."""
+_ELEMENTS = 4
+"""The largest elements of each gradient that are looked at."""
+_TOLERANCE = 1e-2
+"""Relative difference of numbers on two ranks; weights in 16 bits move in steps of this size."""
+_SAME = 1e-4
+"""Relative difference up to which a number is the same in two steps."""
+
+
+class Agreement:
+    """Notices a rank that computes with its part alone.
+
+    Args:
+        row: The ranks with the same batch.
+    """
+
+    def __init__(self, row: Group) -> None:
+        self._row = row
+        self._left = 0 if row.is_alone else _STEPS
+        self._losses: list[float] = []
+        self._factors: list[list[float]] = [[]]
+        """Those of each step."""
+        self._kept: list[tuple[Any, Tensor, Tensor, Tensor]] = []
+        """Parameters with places in them, and the gradients and values there at the end of the latest backward pass."""
+
+    @torch.no_grad()
+    def passed(self, root: Tensor, parameters: Iterable[Any]) -> None:
+        """Called when a backward pass is over: keep its loss, and a few numbers of each gradient. Local."""
+        if not self._left:
+            return
+        if root.numel() == 1:
+            self._losses += fingerprint([root])
+        self._note([(_at(p, places) - value) / gradient for p, places, gradient, value in self._kept])
+        self._kept = []
+        for p in parameters:
+            if p.grad is not None and p.grad.layout is torch.strided:
+                flat = _local(p.grad).flatten()
+                places = flat.abs().topk(min(_ELEMENTS, len(flat))).indices
+                if len(places := places[flat[places] != 0]):
+                    self._kept.append((p, places, flat[places], _at(p, places)))
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Called before a step of the optimizer, on all ranks: compare.
+
+        Raises:
+            KaleDistError: A rank has computed with its part alone.
+        """
+        if not self._left:
+            return
+        self._left -= 1
+        self._note([_at(p.grad, places) / gradient for p, places, gradient, _ in self._kept if p.grad is not None])
+        self._kept = []
+        if self._left:
+            self._factors.append([])
+            return
+        losses, factors = zip(*self._row.gather((self._losses, self._factors)), strict=True)
+        if len(set(map(len, losses))) == 1 and differing(losses):
+            raise KaleDistError(
+                f"Ranks with the same batch computed different losses ({losses[0]} on the first): the step or the criterion uses"
+                " weights of which each rank has a part. For a penalty on weights use weight_decay= of the optimizer, or"
+                " strategy='ddp'"
+            )
+        if any(_differ(factors[0], other) for other in factors[1:]):
+            raise KaleDistError(
+                "train_step multiplies gradients, or moves weights along them, by a number that is not the same on all ranks,"
+                " such as a norm that it computes itself: each rank has a part of the gradients. Clip by"
+                " torch.nn.utils.clip_grad_norm_ or clip_norm=, which take the norm over all ranks; for what else needs the"
+                " norm, as SAM does, use strategy='ddp' or 'fsdp'"
+            )
+
+    def _note(self, ratios: list[Tensor]) -> None:
+        """Note the number that all gradients of this rank have in common; nan if there is none."""
+        if ratios:
+            smallest, largest = torch.cat([ratio.abs().double().cpu() for ratio in ratios]).aminmax()
+            is_one = bool(largest - smallest <= _TOLERANCE * largest)
+            self._factors[-1].append(float(largest) if is_one else float("nan"))
+
+
+def _differ(first: list[list[float]], other: list[list[float]]) -> bool:
+    """Whether the numbers of two ranks differ, and not by the same factor in both steps (which is a choice, of a layer's own)."""
+    return any(
+        not (math.isclose(a, b, rel_tol=_TOLERANCE) and math.isclose(c, d, rel_tol=_TOLERANCE))
+        and not math.isclose(a * d, b * c, rel_tol=_SAME)
+        and math.isfinite(a * b * c * d)
+        for a, c, b, d in zip(*first, *other, strict=False)
+    )
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.detach()
+
+
+def _at(tensor: Any, places: Tensor) -> Tensor:
+    return _local(tensor).flatten()[places]

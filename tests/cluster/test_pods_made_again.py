@@ -1,0 +1,152 @@
+"""Worker pods that are lost on the real cluster and made again by their controllers, while no notebook lives.
+
+TFJobs are those of the same operator; a kind that the cluster does not serve is skipped.
+"""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from on_cluster import make_claim, run_kubectl
+
+import kale_dist as kd
+from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology
+from kale_dist.job.spec.place_settings import ClusterOptions
+from kale_dist.places.kubernetes import objects
+from kale_dist.places.manifests import KINDS
+from kale_dist.wire import StateName
+
+pytestmark = pytest.mark.usefixtures("jobs_end")
+
+NOTEBOOK = """
+    import os, signal, sys
+    sys.path[:0] = {paths!r}
+    import kale_dist as kd
+    from on_cluster import pods_in, wait_for
+    from rank_work import {function}
+    if __name__ == "__main__":
+        job = kd.launch({function}, number_of_processes=2, max_restarts=1, on=pods_in({namespace!r}, **{settings!r}))
+        wait_for(job, lambda status: any("ready" in line.text for line in job.logs()))
+        print(job.name, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(params=["pytorch", "job", pytest.param("tf", marks=pytest.mark.nightly)])
+def word(request, cluster):
+    if not objects.is_served(cluster, KINDS[request.param]):
+        pytest.skip(f"the cluster has no {KINDS[request.param].name}")
+    return request.param
+
+
+def pods_of(namespace, name):
+    """The pods of a job by their names, without what a Job appends to them."""
+    listed = run_kubectl("-n", namespace, "get", "pods", "-l", f"kale-dist.dev/object={name}", "-o", "json")
+    return json.loads(listed)["items"]
+
+
+def is_worker(pod):
+    labels = pod["metadata"]["labels"]
+    index = labels.get("training.kubeflow.org/replica-type") or labels.get("batch.kubernetes.io/job-completion-index")
+    return index in ("worker", "1")
+
+
+def until(condition, timeout_s=120):
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.5)
+    return found
+
+
+def submit_and_die(namespace, function, **settings):
+    """Submit a job from a notebook that is killed as soon as its ranks run; gives the job's name."""
+    folder = pathlib.Path(__file__).parent
+    paths = [str(folder), str(folder.parent)]
+    code = NOTEBOOK.format(paths=paths, function=function, namespace=namespace, settings=settings)
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    return ended.stdout.split()[-1]
+
+
+def lose(namespace, pod, how):
+    if how == "delete":
+        run_kubectl("-n", namespace, "delete", "pod", pod, "--wait=false")
+        return
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+    path = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
+    run_kubectl("create", "--raw", path, "-f", "-", text=json.dumps(eviction))
+
+
+def head_has_ended(namespace, name):
+    phases = [pod["status"]["phase"] for pod in pods_of(namespace, name) if not is_worker(pod)]
+    return phases in (["Succeeded"], ["Failed"])
+
+
+@pytest.mark.parametrize("how", ["evict", pytest.param("delete", marks=pytest.mark.nightly)])
+def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(namespace, word, how):
+    make_claim(namespace, "kept")
+    name = submit_and_die(namespace, "waits_in_its_first_attempt", kind=word, store="pvc://kept/runs")
+    [lost] = [pod["metadata"] for pod in pods_of(namespace, name) if is_worker(pod)]
+    lose(namespace, lost["name"], how)
+    until(lambda: head_has_ended(namespace, name))
+    [again] = [pod["metadata"] for pod in pods_of(namespace, name) if is_worker(pod)]
+    assert again["uid"] != lost["uid"]
+    # A notebook of the next day.
+    job = kd.attach(f"kubernetes://{namespace}/{name}")
+    assert job.wait(120).state is StateName.SUCCEEDED, list(job.logs())
+    assert (job.results(), job.status.attempt) == ([1, 1], 1)
+    listed = run_kubectl("-n", namespace, "get", f"{KINDS[word].plural}.{KINDS[word].group}", "-o", "name")
+    assert f"{name}-2" not in listed
+    job.delete()
+
+
+def object_with(namespace, word, code):
+    """The object of a job whose worker ends with an exit code, and whose head waits."""
+    spec = JobSpec(
+        name=f"ends-{word}-{code}", label="x", kind="call", snapshot="none", image="", policy=Policy(max_restarts=5),
+        topology=Topology(number_of_processes=2), cluster=ClusterOptions(namespace=namespace, kind=word),
+    )  # fmt: skip
+    made = KINDS[word].make(spec)
+    groups = KINDS[word].pod_groups(made)
+    for group in groups:
+        pod = group.template["spec"]
+        pod["volumes"], pod["terminationGracePeriodSeconds"] = [], 0
+        [container] = pod["containers"]
+        container.update(
+            image="localhost:5000/kale-dist-tests/python:3.11-slim", env=[], volumeMounts=[], ports=[], resources={}
+        )
+        ends = f"sleep 1; exit {code}"
+        index = (
+            "$(hostname | grep -q -- -1 && echo worker)" if word == "job" else ("" if group is groups[0] else "worker")
+        )
+        container["command"] = ["sh", "-c", f'if [ "{index}" = worker ]; then {ends}; else sleep 600; fi']
+    return made
+
+
+def test_what_a_pods_exit_code_says_its_controller_does(namespace, word, plain_image):
+    codes = {0: False, 1: False, 70: False, 78: False, 137: True, 143: True, 144: True}
+    for code in codes:
+        run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(object_with(namespace, word, code)))
+    seen = {code: set() for code in codes}
+
+    def are_as_expected():
+        for code, uids in seen.items():
+            found = pods_of(namespace, f"ends-{word}-{code}")
+            uids.update(pod["metadata"]["uid"] for pod in found if is_worker(pod))
+        return all(len(seen[code]) > 1 for code, is_again in codes.items() if is_again)
+
+    until(are_as_expected)
+    time.sleep(5)
+    are_as_expected()
+    assert {code: len(uids) > 1 for code, uids in seen.items()} == codes
+    for code in codes:
+        kind = KINDS[word]
+        run_kubectl("-n", namespace, "delete", f"{kind.plural}.{kind.group}", f"ends-{word}-{code}", "--wait=false")
