@@ -146,17 +146,17 @@ def test_c5_a_divided_model_need_not_fit_whole(strategy, figures):
 def step_that_draws(model, data_loader, criterion, optimizer, device, args):
     drawn = 0.0
     for x, y in data_loader:
+        drawn += torch.rand((), device=device).item()
         optimizer.zero_grad()
         criterion(model(x), y).backward()
         optimizer.step()
-        drawn += torch.rand((), device=device).item()
     everyone = [None] * 2
     dist.all_gather_object(everyone, drawn)
     return {"differs": float(everyone[0] != everyone[1])}
 
 
 def test_c6_peers_draw_the_same_numbers_on_the_gpu():
-    """Dropout in one stage alone uses more of its random numbers."""
+    """Dropout in one stage alone uses more of its random numbers; the next batch begins alike all the same."""
     model = net(dropout=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     result = train(
