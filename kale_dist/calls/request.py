@@ -50,6 +50,9 @@ _OTHER_BATCHES = (
     "number_of_processes: whenever it changes, a step takes another number of samples, and the learning rate stays. "
     "split_batches=True keeps the number of samples"
 )
+_UNTRIED = ("pipeline", "tensor", "mesh")
+"""Strategies whose messages differ on GPUs, and have not been tested there."""
+
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """One of these is there where torch could find a GPU."""
 
@@ -183,6 +186,11 @@ def checked(
     if isinstance(place, Kubernetes):
         _check_manifest(request)
     notes = () if training is None else training_checks.check_on(training, request, is_local=backend.name == "local")
+    warnings = ranks.warnings
+    if training is not None and ranks.cuda and (word := training.strategy.word) in _UNTRIED:
+        warnings += (
+            f"strategy: {word!r} has never run on GPUs. Compare its losses with those of 'ddp' or 'fsdp' first",
+        )
     if training is not None and options.cuda is None and not ranks.cuda and (gpu := training_checks.gpu_of(training)):
         sentence = f"The model is on {gpu}, and the processes train on the CPU. cuda=True gives each of them a GPU"
         notes = (*notes, sentence)
@@ -192,7 +200,7 @@ def checked(
         # How many ranks a range begins with is not known yet: the log says what their number changes.
         notes += earlier.check(training, None if request.topology.sizes else request.topology.number_of_processes)
     return Call(
-        what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=ranks.warnings,
+        what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=warnings,
         notes=(*ranks.notes, *notes), track=options.track, resume=None if earlier is None else earlier.path,
     )  # fmt: skip
 

@@ -459,3 +459,19 @@ def test_an_error_of_a_gpu_says_what_to_do_beside_its_own_text():
     error = stand_ins.clearer(torch.OutOfMemoryError(SAID["out-of-memory"]))
     assert "batch_size" in error.__notes__[0]
     assert not hasattr(stand_ins.clearer(ValueError(SAID["out-of-memory"])), "__notes__")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_untried"), [("ddp", False), ("fsdp", False), ("tensor", True), ("pipeline", True)]
+)
+def test_strategies_that_have_not_run_on_gpus_are_named(strategy, is_untried):
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    defaults = {name: one.default for name, one in inspect.signature(kale_dist.distribute).parameters.items()}
+    call = request.checked(
+        {
+            **defaults, "model": net, "train_data_loader": DataLoader([(torch.ones(4), torch.ones(4))] * 4),
+            "criterion": nn.MSELoss(), "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "strategy": strategy,
+        },
+        machine=request.Machine(cores=2, gpus=2),
+    )  # fmt: skip
+    assert any("never run on GPUs" in warning for warning in call.warnings) is is_untried
