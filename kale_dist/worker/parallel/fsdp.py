@@ -280,7 +280,10 @@ class _Unit:
         for method in self._methods:
             register_fsdp_forward_method(module, method)
         self._state = module._get_fsdp_state()  # noqa: SLF001 - nothing public shows gradients before their reduction
-        for group in self._state._fsdp_param_groups:  # noqa: SLF001
+        state: Any = self._state
+        # One group a unit before torch 2.13.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001
+        for group in groups:
             group.post_backward = self._agreed(group)
 
     def gather(self, output: Tensor, given: Tensor) -> None:
