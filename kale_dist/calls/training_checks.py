@@ -303,7 +303,9 @@ def _check_loader(argument: str, loader: Any) -> None:
         raise ConfigError(argument, f"it is a {type(loader).__name__}, not a torch.utils.data.DataLoader", remedy)
     if isinstance(loader, Dataset):
         raise ConfigError(argument, f"{show(loader)} is a dataset", "Wrap it: DataLoader(dataset, batch_size=32)")
-    raise ConfigError(argument, f"{show(loader)} is not a torch.utils.data.DataLoader", _A_LOADER)
+    kind = type(loader)
+    shown = f"it is a {kind.__module__}.{kind.__name__}, which" if kind.__name__ == "DataLoader" else show(loader)
+    raise ConfigError(argument, f"{shown} is not a torch.utils.data.DataLoader", _A_LOADER)
 
 
 def _check_made_loader(argument: str, loader: Any) -> None:
@@ -353,16 +355,24 @@ def _check_criterion(criterion: Any, model: Any, *, needed_by: str) -> None:
             f"it is None, and the ready-made {needed_by} calls it",
             f"Pass a loss function such as nn.CrossEntropyLoss(), or write your own {signature}",
         )
+    if not _arguments(criterion).isdisjoint(_ROLES["data_loader"]):
+        problem = f"{describe(criterion)} takes a loader, as a step does"
+        raise ConfigError("criterion", problem, f"Pass it as train_step={title(criterion)}, and a loss function here")
     if criterion is not None and not callable(criterion):
         raise ConfigError("criterion", f"{show(criterion)} cannot be called", "Pass one such as nn.CrossEntropyLoss()")
 
 
 def makes_loss(model: Any) -> bool:
     """Whether a model takes `labels` and gives a loss with its output, as those of Hugging Face do."""
+    return "labels" in _arguments(getattr(model, "forward", None))
+
+
+def _arguments(function: Any) -> set[str]:
+    """The names of a function's arguments, as far as they are known."""
     try:
-        return "labels" in inspect.signature(model.forward).parameters
-    except (TypeError, ValueError, AttributeError):
-        return False
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return set()
 
 
 def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_made: bool) -> None:
@@ -376,15 +386,20 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_mad
     if isinstance(optimizer, list | tuple):
         raise ConfigError("optimizer", f"it is a {type(optimizer).__name__}, not one optimizer", _SEVERAL)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError("optimizer", f"{show(optimizer)} is not a torch.optim.Optimizer", _AN_OPTIMIZER)
+        problem, parts = f"{show(optimizer)} is not a torch.optim.Optimizer", getattr(optimizer, "__dict__", {})
+        within = next((name for name, one in parts.items() if isinstance(one, torch.optim.Optimizer)), "")
+        remedy = f"Pass the optimizer in it, its .{within}, and use the object itself by its name in train_step"
+        raise ConfigError("optimizer", problem, remedy if within else _AN_OPTIMIZER)
     if _is_prepared(optimizer):
         raise ConfigError("optimizer", f"it is an {type(optimizer).__name__}, prepared by Accelerate", _UNPREPARED)
     if is_ready_made and isinstance(optimizer, torch.optim.LBFGS):
         problem = "LBFGS computes the loss several times in a step, and the ready-made train_step does it once"
         raise ConfigError("optimizer", problem, "Write a train_step that calls optimizer.step(closure)")
-    mine = {id(parameter) for one in _each("model", model) for parameter in one.parameters()}
-    if isinstance(criterion, torch.nn.Module):
-        mine |= {id(parameter) for parameter in criterion.parameters()}
+    modules = [*_each("model", model), *([criterion] if isinstance(criterion, torch.nn.Module) else ())]
+    mine = {id(parameter): parameter for one in modules for parameter in one.parameters()}
+    if is_ready_made and not any(parameter.requires_grad for parameter in mine.values()):
+        problem = f"all of its {len(mine)} parameters are frozen, so there is nothing to train"
+        raise ConfigError("model", problem, "Unfreeze what is to be trained: model.head.requires_grad_(True)")
     trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     foreign = sum(1 for identity in trained if identity not in mine)
     if foreign:

@@ -1,4 +1,4 @@
-"""What the hunt has found: each difference is a line, known with its reason or mended and tried again in each gate."""
+"""What the hunt has found. Each difference is a line: known, with its reason, or mended, and tried again in each gate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,58 @@ class Found:
     """A case that was wrong."""
 
     case: str
-    """A line that `Case.read` takes. All cases with these rows count as the same; `a|b` means either."""
+    """A line as `Case.read` takes it. All cases with these rows count as the same; `a|b` means either."""
     why: str
-    is_mended: bool = False
-    seed: str = ""
-    """By which draw it was found."""
 
 
-FOUND: tuple[Found, ...] = ()
+KNOWN = (
+    Found(
+        "step=clips-values strategy=server|server-2|server-backup",
+        "the page of parameter servers says that values are clipped before the mean over workers",
+    ),
+    Found(
+        "step=copy strategy=fsdp|fsdp-whole|mesh-fsdp-tensor",
+        "torch refuses to copy its FSDP modules, in its own words",
+    ),
+    Found(
+        "model=functional-head strategy=tensor|mesh-data-tensor|mesh-fsdp-tensor",
+        "the page of tensor says that a weight used outside of its layer is this rank's part; torch complains of the shape",
+    ),
+    Found(
+        "step=clamps-weights strategy=pipeline|pipeline-1|pipeline-checkpointed|mesh-data-pipeline",
+        "weights of other stages cannot be written; torch complains that their elements share memory",
+    ),
+    Found(
+        "model=frozen step=clips-values strategy=pipeline|pipeline-1|pipeline-checkpointed|mesh-data-pipeline",
+        "torch cannot clip the values of no gradients, which is what a stage of frozen layers has",
+    ),
+    Found(
+        "model=sparse-embedding optimizer=two-groups strategy=local-sgd-2|local-sgd-1|local-sgd-epoch|gossip fault=within|between",
+        "checkpoints hold no sparse tensors, here of the optimizer's momentum, and the log says so",
+    ),
+)
+"""Wrong, and why. The nightly tells when one is right: then it goes to `MENDED`."""
+
+MENDED = (
+    Found("model=tied-3 strategy=tensor", "a layer read the shape of a shared weight that was divided before"),
+    Found("model=tied-head-first strategy=tensor ranks=4", "the same, with the Linear before its Embedding"),
+    Found("thing=coo", "a notice asked a sparse tensor for its address"),
+    Found("thing=csr place=train_args", "the same, in the step's arguments"),
+    Found("thing=second-optimizer place=dict", "no notice named an optimizer whose state stays in the ranks"),
+    Found("step=adds-to-data strategy=local-sgd-2", "weights that no optimizer changed were not averaged"),
+    Found("step=sam-by-two-steps optimizer=sam strategy=local-sgd-2", "steps of an optimizer within did not count"),
+    Found("step=adds-to-data strategy=server ranks=3", "the error named random numbers as the reason"),
+    Found("step=sam-in-the-step strategy=fsdp", "the norm was that of this rank's part"),
+    Found("step=penalizes-weights strategy=tensor", "the loss had the penalty of this rank's part"),
+    Found("step=penalizes-gradients samples=17", "gradients within a loss were weighed twice in an uneven batch"),
+    Found("step=sam-in-the-step option=accumulate", "zero_grad() between two passes of a batch was ignored"),
+    Found("step=sets-gradients option=accumulate strategy=server ranks=3", "only the window's last batch counted"),
+    Found("step=copy option=accumulate strategy=tensor", "the same"),
+    Found(
+        "step=sets-gradients strategy=pipeline", "gradients of torch.autograd.grad were None, and nothing was trained"
+    ),
+    Found(
+        "model=sparse-embedding optimizer=two-groups strategy=diloco", "sparse states of the optimizer were averaged"
+    ),
+)
+"""What was wrong once."""

@@ -381,6 +381,26 @@ def test_a_forward_that_cannot_be_cut_is_named(make, said):
         through_stages(make, ["c"])
 
 
+class UNet(nn.Module):
+    """Its last layers use what its first ones gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.d, self.e = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x):
+        first = self.a(x)
+        second = self.b(first)
+        return self.e(torch.cat([first, self.d(torch.cat([second, self.c(second)], -1))], -1))
+
+
+@pytest.mark.parametrize("cut", ["c", "d"])
+def test_a_model_that_no_cut_divides_evenly_is_told_so(cut):
+    with pytest.raises(KaleDistError, match=r"no cut divides it evenly: use strategy='fsdp'"):
+        through_stages(UNet, [cut])
+
+
 @pytest.mark.parametrize(
     ("make", "cuts"),
     [

@@ -19,7 +19,7 @@ from kale_dist.worker.training.group import Group, differing, fingerprint
 _STEPS = 2
 """A step's code is the same in all batches, and comparing has a cost."""
 _ELEMENTS = 4
-"""The largest elements of each gradient that are looked at."""
+"""So many of the largest elements of each gradient are looked at."""
 _TOLERANCE = 1e-2
 """Relative difference of numbers on two ranks; weights in 16 bits move in steps of this size."""
 _SAME = 1e-4
@@ -31,10 +31,11 @@ class Agreement:
 
     Args:
         row: The ranks with the same batch.
+        of_each: Whether ranks have parts of the same weights, so that a weight's own number has to be equal, too.
     """
 
-    def __init__(self, row: Group) -> None:
-        self._row = row
+    def __init__(self, row: Group, *, of_each: bool) -> None:
+        self._row, self._of_each = row, of_each
         self._left = 0 if row.is_alone else _STEPS
         self._losses: list[float] = []
         self._factors: list[list[float]] = [[]]
@@ -54,7 +55,9 @@ class Agreement:
         for p in parameters:
             if p.grad is not None and p.grad.layout is torch.strided:
                 flat = _local(p.grad).flatten()
-                places = flat.abs().topk(min(_ELEMENTS, len(flat))).indices
+                # Large ones, as differences of weights are exact there, but not alike: values that are clipped have no factor.
+                largest = flat.abs().topk(min(len(flat), max(_ELEMENTS, min(16 * _ELEMENTS, len(flat) // 4)))).indices
+                places = largest[:: max(1, len(largest) // _ELEMENTS)]
                 if len(places := places[flat[places] != 0]):
                     self._kept.append((p, places, flat[places], _at(p, places)))
 
@@ -89,10 +92,12 @@ class Agreement:
             )
 
     def _note(self, ratios: list[Tensor]) -> None:
-        """Note the number that all gradients of this rank have in common; nan if there is none."""
-        if ratios:
-            smallest, largest = torch.cat([ratio.abs().double().cpu() for ratio in ratios]).aminmax()
-            is_one = bool(largest - smallest <= _TOLERANCE * largest)
+        """Note the number that all gradients of this rank have in common, or that of each; nan if there is none."""
+        if not ratios:
+            return
+        for group in [[one] for one in ratios] if self._of_each else [ratios]:
+            smallest, largest = torch.cat([ratio.abs().double().cpu() for ratio in group]).aminmax()
+            is_one = sum(map(len, group)) > 1 and bool(largest - smallest <= _TOLERANCE * largest)
             self._factors[-1].append(float(largest) if is_one else float("nan"))
 
 

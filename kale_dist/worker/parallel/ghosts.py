@@ -23,6 +23,11 @@ from torch.utils import _pytree as pytree
 from kale_dist.errors import KaleDistError
 from kale_dist.worker.training.trained import alter, own_parameters
 
+_WHERE = (
+    "Cut where one tensor is all that later modules need. If the model's last layers use what its first ones gave, as in a U-Net"
+    " or a decoder with its encoder's output, no cut divides it evenly: use strategy='fsdp'"
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
@@ -239,7 +244,7 @@ class Ghosts:
         if unit.has_parameters and unit.stage != self._at:
             raise KaleDistError(
                 f"strategy=Pipeline: {unit.name} was called in stage {self._at}, and its weights are in stage {unit.stage},"
-                " as modules are registered in the model. Cut elsewhere, or register modules in the order of their calls"
+                f" as modules are registered in the model. Register modules in the order of their calls. {_WHERE}"
             )
         result = forward(*args, **kwargs)
         if self._at < self._stages - 1:
@@ -277,7 +282,7 @@ class Ghosts:
             if any(_has_nan(one) for one in others):
                 raise KaleDistError(
                     f"strategy=Pipeline: more than one tensor crosses the cut at {name}: one of its other arguments was"
-                    " computed by a module of an earlier stage. Cut where one tensor is all that later modules need"
+                    f" computed by a module of an earlier stage. {_WHERE}"
                 )
         torch.set_grad_enabled(self._with_gradient)
         if not arrived.requires_grad:
@@ -322,8 +327,7 @@ class Ghosts:
                 one.data = ghost(Shape(tuple(one.shape), one.dtype), float("nan"), one.device)
         raise KaleDistError(
             f"strategy=Pipeline: stage {self._stage} uses {', '.join(names[:3]) or 'something'} of an earlier stage, beside the"
-            f" one tensor that crosses the cut at {self._first[self._stage - 1]}: a skip connection over the cut. Cut where"
-            " one tensor is all that later modules need"
+            f" one tensor that crosses the cut at {self._first[self._stage - 1]}: a skip connection over the cut. {_WHERE}"
         )
 
 
@@ -358,7 +362,7 @@ def _crossing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
     what = f"a tensor of {first.dtype}" if isinstance(first, Tensor) else f"a {type(first).__name__}"
     raise KaleDistError(
         f"strategy=Pipeline: {what} crosses the cut at {name}, and only one tensor of floating-point numbers can: the module's"
-        " first argument. Cut elsewhere"
+        f" first argument. {_WHERE}"
     )
 
 

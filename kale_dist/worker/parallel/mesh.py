@@ -41,6 +41,7 @@ class ShardedTensorParallel(FullySharded):
     """
 
     division: Division
+    divides_weights = True
 
     def __init__(self, settings: Mesh, layout: Layout) -> None:
         inner = FSDP(compile=settings.compile, activation_checkpointing=settings.activation_checkpointing)

@@ -34,6 +34,9 @@ class Replica(Strategy):
     reduces = True
     """Whether gradients are exchanged at the end of each backward pass that is due."""
 
+    divides_weights = False
+    """Whether ranks with the same batch have parts of the same weights."""
+
     def __init__(self, settings: Settings, layout: Layout) -> None:
         super().__init__(settings, layout)
         self.parameters: dict[int, torch.nn.Parameter] = {}
@@ -45,6 +48,8 @@ class Replica(Strategy):
         self._task: int | None = None
         self._holding = False
         self._marks: dict[int, tuple[int, int]] = {}
+        self._late: set[int] = set()
+        """Parameters that had no hooks when `backward()` gave them their gradients."""
         self._reductions_of_batch = 0
         self._passes_of_batch = 0
         self._is_cleared = False
@@ -55,7 +60,7 @@ class Replica(Strategy):
         """Put hooks on all parameters."""
         super().prepare(parts, stack)
         stack.callback(self._take_hooks_off)
-        self._agreement = Agreement(parts.row)
+        self._agreement = Agreement(parts.row, of_each=self.divides_weights)
         for parameter in parts.named.values():
             self._add(parameter)
 
@@ -94,6 +99,7 @@ class Replica(Strategy):
         for parameter in new:
             column.send_tensor(parameter)
             self._add(parameter)
+            self._late.add(id(parameter))
         for parameter in with_gradient:
             if self._weight != 1.0:
                 self._is_weighed = True
@@ -237,13 +243,14 @@ class Replica(Strategy):
                 for parameter in by_hand:
                     if (gradient := parameter.grad) is not None:
                         parameter.grad = self._weigh(parameter, gradient)
-            if by_hand and not self._is_held_back:
+            if any(id(p) not in self._late for p in by_hand) and not self._is_held_back:
                 self.parts.group.say(
-                    "Gradients were set by the step itself, not by backward(): they are averaged over the ranks before"
-                    " the optimizer's step."
+                    "Gradients were assigned by the step, such as those of torch.autograd.grad or of a copy of the model: they"
+                    " are averaged over the ranks before the optimizer's step."
                 )
             if by_hand or self._is_held_back:
                 self._reduce()
+            self._late.clear()
         self._agreement.check()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None] if correction != 1.0 else []
         with torch.no_grad():

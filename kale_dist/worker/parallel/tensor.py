@@ -283,6 +283,7 @@ class TensorParallel(DataParallel):
 
     divides = True
     division: Division
+    divides_weights = True
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
         super().__init__(DDP(), layout)
@@ -336,7 +337,8 @@ class TensorParallel(DataParallel):
             name = self._whole_names[positions[0]]
             raise KaleDistError(
                 f"{name} is on every rank, and its gradients were not equal: it works on an output that the plan keeps"
-                " divided, or the step draws random numbers outside of torch. Plan the layers around it as 'alone'"
+                " divided (plan the layers around it as 'alone'), or the step computes with its part of all gradients or draws"
+                " random numbers outside of torch (use strategy='ddp' for such a step)"
             )
 
     def full_state(self) -> FullState | None:

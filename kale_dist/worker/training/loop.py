@@ -56,7 +56,7 @@ def train(training: Training, *, cuda: bool = False) -> TrainingResult:
 
     The objects are altered in place while this runs and are as before when it ends, but for what was learnt. For the
     gradient of n ranks to be that of one process with the global batch, `criterion` has to average over samples; one
-    that sums gives that gradient divided by the number of ranks.
+    that sums gives that gradient divided by the number of ranks, where all have as many samples.
 
     Args:
         training: What is trained, and how. With a seed, the ranks with shard s of the data get seed + s. Without a job
@@ -373,7 +373,13 @@ class Session:
                 warns=True,
             )
         if self.setup.first_print == prints and not self.control.real_steps:
-            self.group.say("Training has changed no weight: train_step made no step of the optimizer.", warns=True)
+            others = (
+                f", and {self.control.other_steps} of others, for other weights" if self.control.other_steps else ""
+            )
+            self.group.say(
+                f"Training has changed no weight of the model: train_step made no step of the optimizer that it got{others}.",
+                warns=True,
+            )
         self._emit(outcome, epoch, feed.name)
         return outcome
 
@@ -512,7 +518,7 @@ class Session:
         given, scaler = self.setup.given, self.control.scaler
         rest = describe(self.group, self.trained, given, progress, scaler, own, seed, steps, mine)
         calls = self.callbacks.state()
-        state, is_asked = self.strategy.full_state(), within.is_asked
+        state, is_asked, within.is_asked = self.strategy.full_state(), within.is_asked, False
         if state is None:
             return
         contents = Checkpoint(

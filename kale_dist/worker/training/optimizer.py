@@ -142,6 +142,8 @@ class OptimizerControl:
         self.optimizer = optimizer
         self.scaler = scaler
         self.real_steps = 0
+        self.other_steps = 0
+        """Steps of optimizers for other parameters."""
         self.scheduler_calls: set[int] = set()
         """Identities of the schedulers that the user's step has stepped."""
         self._model = model
@@ -360,6 +362,8 @@ class OptimizerControl:
         """Torch calls this after the real step of any optimizer of the process."""
         if self._steps_for_ours(optimizer):
             self._done()
+        elif optimizer is not self.optimizer:
+            self.other_steps += 1
 
     def _steps_for_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether another optimizer makes the step of the one that is controlled, which wraps it (as SAM's `second_step`)."""

@@ -97,7 +97,14 @@ def _forward(model: Any, criterion: Any, batch: Any, device: Any) -> tuple[Any, 
     if criterion is not None:
         inputs, targets = _pair(batch, device)
         outputs = _call(model, inputs)
-        return criterion(outputs, targets), outputs, targets
+        try:
+            return criterion(outputs, targets), outputs, targets
+        except Exception as error:
+            if hasattr(outputs, "logits"):
+                error.add_note(
+                    f"{type(model).__name__} computes its own loss: give no criterion (None), and batches as dicts with `labels`."
+                )
+            raise
     # Datasets name it `label` as often as `labels`, the name that the models take.
     given = (
         {"labels" if key == "label" else key: value for key, value in batch.items()}

@@ -111,6 +111,20 @@ def clipping_by_hand(model, x, y, optimizer):
     optimizer.step()
 
 
+def perturbing_one_weight(model, x, y, optimizer):
+    """The fast gradient method (Miyato et al., ICLR 2017), as it is often written for embeddings."""
+    optimizer.zero_grad()
+    loss(model, x, y).backward()
+    weight = model[0].weight
+    if weight.grad is not None:
+        before = weight.data.clone()
+        weight.data.add_(0.5 * weight.grad / weight.grad.norm())
+    loss(model, x, y).backward()
+    if weight.grad is not None:
+        weight.data = before
+    optimizer.step()
+
+
 def penalised(model, x, y, optimizer):
     optimizer.zero_grad()
     (loss(model, x, y) + 0.1 * sum(p.norm() for p in model.parameters())).backward()
@@ -230,7 +244,7 @@ def test_weights_changed_by_a_ranks_own_gradients_are_refused_with_a_remedy(rank
 
 
 @pytest.mark.parametrize("strategy", [DDP(), FSDP()], ids=repr)
-@pytest.mark.parametrize("body", [sharpness_aware, clipping_by_hand], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("body", [sharpness_aware, clipping_by_hand, perturbing_one_weight], ids=lambda f: f.__name__)
 def test_norms_of_all_gradients_are_right_where_gradients_are_whole(ranks, strategy, body):
     make = SAM if body is sharpness_aware else torch.optim.SGD
     assert_equal(on_ranks(ranks, body, strategy, make)[0], plain(body, make=make))
@@ -242,6 +256,12 @@ def test_norms_of_a_ranks_part_are_refused_in_the_first_steps(ranks, strategy, b
     make = SAM if body is sharpness_aware else torch.optim.SGD
     with pytest.raises(KaleDistError, match="by a number that is not the same on all ranks"):
         on_ranks(ranks, body, strategy, make, epochs=1)
+
+
+def test_a_norm_of_one_weight_is_right_in_a_stage_and_refused_for_a_part(ranks):
+    assert_equal(on_ranks(ranks, perturbing_one_weight, Pipeline())[0], plain(perturbing_one_weight))
+    with pytest.raises(KaleDistError, match="by a number that is not the same on all ranks"):
+        on_ranks(ranks, perturbing_one_weight, Tensor(), epochs=1)
 
 
 @pytest.mark.parametrize("strategy", [Tensor(), Pipeline()], ids=repr)

@@ -765,9 +765,26 @@ def test_a_training_that_changes_nothing_is_told(ranks):
                 weight.data.add_(weight.grad, alpha=-0.1)
         return 0.5
 
-    said = "Training has changed no weight: train_step made no step of the optimizer."
+    said = "Training has changed no weight of the model: train_step made no step of the optimizer that it got."
     assert said in said_by(lambda: fit(train_step=without_step), ranks)
     assert said not in said_by(lambda: fit(train_step=by_hand), ranks)
+
+
+def test_a_step_that_trains_another_model_by_another_optimizer_is_told_of_both(ranks):
+    other = net()
+    second = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def step(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            second.zero_grad()
+            criterion(other(x), y).backward()
+            second.step()
+        return 0.5
+
+    said = said_by(lambda: fit(train_step=step), ranks)
+    assert "no step of the optimizer that it got, and 3 of others, for other weights" in said
+    assert "An optimizer of the step trains 2 tensors that are not the model's" in said
+    assert "Gradients were assigned" not in said
 
 
 def test_a_step_without_metrics_is_told_how_to_return_them(ranks):
