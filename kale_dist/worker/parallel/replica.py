@@ -322,7 +322,7 @@ def refuse_gradients(parameters: Iterable[Tensor], word: str, stack: contextlib.
         return run(outputs, gradients, retain, create, inputs, *rest, **options)
 
     stack.callback(setattr, torch.autograd, "_engine_run_backward", run)
-    torch.autograd._engine_run_backward = checked  # type: ignore[attr-defined]  # noqa: SLF001
+    torch.autograd._engine_run_backward = checked  # type: ignore[attr-defined,assignment]  # noqa: SLF001
 
 
 def _is_returned(parameter: Tensor) -> bool:
