@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: dist help demo test coverage nightly stress lint format docs bench clean
+.PHONY: dist help demo test coverage gpu nightly stress lint format docs bench clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,10 @@ test: $(VENV)/test.stamp ## Run the tests that this machine can run
 
 coverage: override ARGS += --cov --cov-report=term:skip-covered
 coverage: test ## The same, and which lines no test of one process has run
+
+gpu: PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu: ## The tests that need a GPU, in nine minutes, and what they measure into build/gpu; installs nothing
+	@$(PYTHON) tests/gpu/run.py --out build/gpu $(ARGS)
 
 nightly: $(VENV)/test.stamp $(VENV)/nightly.stamp ## What takes long and rarely breaks: more browsers and faults, a thousand jobs, the newest PyTorch
 	@LANES=$(LANES) .ci/nightly $(PYTHON) $(SLICE)

@@ -19,10 +19,11 @@ from kale_dist.job.backend import Backend
 from kale_dist.job.spec import names, place_settings
 from kale_dist.job.spec.job_spec import Request, Settled, Topology
 from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local, Place
+from kale_dist.places import gpus
 from kale_dist.places.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.places.manifests import kind_of
 from kale_dist.trackers import Tracker
-from kale_dist.wire import Debugging
+from kale_dist.wire import Debugging, Policy
 from kale_dist.wire.memory import free_memory
 from kale_dist.wording import closest
 from kale_dist.worker.training.settings import Training
@@ -43,10 +44,16 @@ _MIB, _GIB = 1 << 20, 1 << 30
 _RANK_BYTES = 28 << 20
 """Memory that a rank shares with no other once it trains a small model on the CPU: measured with torch 2.13 on Linux."""
 
+_STALL_S = 1800.0
+"""Limit for a function on several GPUs that gives no sign of life."""
+
 _OTHER_BATCHES = (
     "number_of_processes: whenever it changes, a step takes another number of samples, and the learning rate stays. "
     "split_batches=True keeps the number of samples"
 )
+_UNTRIED = ("pipeline", "tensor", "mesh")
+"""Strategies whose messages differ on GPUs, and have not been tested there."""
+
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """One of these is there where torch could find a GPU."""
 
@@ -58,6 +65,8 @@ class Machine:
     cores: int
     """Cores that this process may use."""
     gpus: int = 0
+    gpu_problem: str = ""
+    """Why the GPUs that there are do not work; a clause."""
     memory_bytes: int = 1 << 50
     """Memory that is free."""
 
@@ -170,20 +179,29 @@ def checked(
         of_pods |= {"store": place.store, "cluster": place.options}
     request = Request(
         name=options.name, label=label, kind="call" if training is None else "training", topology=ranks.topology,
-        cuda=ranks.cuda, threads=options.threads, seed=options.seed, environment=options.environment, policy=options.policy,
+        cuda=ranks.cuda, threads=options.threads, seed=options.seed, environment=options.environment,
+        policy=_policy(options.policy, ranks, is_training=training is not None),
         debugging=_debugging(), strategy=strategies.DDP() if training is None else training.strategy,
         saves=training is not None and training.checkpoint_every is not None, **of_pods,
     )  # fmt: skip
     if isinstance(place, Kubernetes):
         _check_manifest(request)
     notes = () if training is None else training_checks.check_on(training, request, is_local=backend.name == "local")
+    warnings = ranks.warnings
+    if training is not None and ranks.cuda and (word := training.strategy.word) in _UNTRIED:
+        warnings += (
+            f"strategy: {word!r} has never run on GPUs. Compare its losses with those of 'ddp' or 'fsdp' first",
+        )
+    if training is not None and options.cuda is None and not ranks.cuda and (gpu := training_checks.gpu_of(training)):
+        sentence = f"The model is on {gpu}, and the processes train on the CPU. cuda=True gives each of them a GPU"
+        notes = (*notes, sentence)
     if training is not None and isinstance(place, Kubernetes) and request.topology.sizes and not training.split_batches:
         notes += (_OTHER_BATCHES,)
     if training is not None and earlier is not None:
         # How many ranks a range begins with is not known yet: the log says what their number changes.
         notes += earlier.check(training, None if request.topology.sizes else request.topology.number_of_processes)
     return Call(
-        what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=ranks.warnings,
+        what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=warnings,
         notes=(*ranks.notes, *notes), track=options.track, resume=None if earlier is None else earlier.path,
     )  # fmt: skip
 
@@ -234,6 +252,13 @@ def _place_of(word: str, settings: Mapping[str, Any]) -> Place:
     return place_settings.KINDS[word](**settings)
 
 
+def _policy(policy: Policy, ranks: _Ranks, *, is_training: bool) -> Policy:
+    """The policy of a call, with a limit for functions on GPUs, where a rank that waits for a lost one looks busy."""
+    if policy.stall_timeout_s is None and not is_training and ranks.cuda and ranks.topology.number_of_processes > 1:
+        return dataclasses.replace(policy, stall_timeout_s=_STALL_S)
+    return policy
+
+
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
@@ -266,7 +291,11 @@ def _on_machine(options: Options, there: Machine, rank_bytes: int, sizes: tuple[
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     if cuda and there.gpus < 1:
-        raise ConfigError("cuda", "True, but torch sees no GPU here", "Leave `cuda` out, or see `kale-dist doctor`")
+        problem = f"True, but torch sees no GPU here{f': {there.gpu_problem}' if there.gpu_problem else ''}"
+        raise ConfigError("cuda", problem, "Leave `cuda` out, or see `kale-dist doctor`")
+    if cuda is None and there.gpu_problem:
+        sentence = f"cuda: training on the CPU, because the GPUs here do not work with this torch: {there.gpu_problem}"
+        warnings = (f"{sentence}. See `kale-dist doctor`, or say cuda=False",)
     if isinstance(options.number_of_processes, tuple):
         on_gpus = there.gpus and cuda is not False
         room = there.gpus if on_gpus else max(1, min(there.cores, there.memory_bytes // (_RANK_BYTES + rank_bytes)))
@@ -302,6 +331,8 @@ def _on_machine(options: Options, there: Machine, rank_bytes: int, sizes: tuple[
             "slower, not faster"
         )
         warnings = (*warnings, sentence)
+    if cuda:
+        notes = (*notes, *gpus.memory_notes(world))
     topology = Topology(number_of_processes=world, processes_per_pod=world)
     return _Ranks(topology=topology, cuda=bool(cuda), warnings=warnings, notes=notes)
 
@@ -313,8 +344,8 @@ def _in_pods(options: Options, place: Docker | Kubernetes, sizes: tuple[int, ...
     if per_pod > world:
         problem = f"{per_pod} is more than the {world} of number_of_processes"
         raise ConfigError("processes_per_pod", problem, "Lower it, or raise number_of_processes")
-    gpus, cuda = place.resources.gpus, options.cuda
-    if cuda and gpus == 0:
+    each, cuda = place.resources.gpus, options.cuda
+    if cuda and each == 0:
         raise ConfigError("resources.gpus", "0, and cuda=True needs one for each process", "Give 1, or leave it out")
     memory_gib = place.resources.memory_gib
     if trains and memory_gib is not None and memory_gib < _LEAST_GIB:
@@ -322,10 +353,16 @@ def _in_pods(options: Options, place: Docker | Kubernetes, sizes: tuple[int, ...
         raise ConfigError("resources.memory", problem, "Give more, such as memory='1Gi'")
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    if cuda is None and gpus:
-        cuda, notes = True, (f"Each process uses its GPU (resources.gpus is {gpus}). cuda=False trains on the CPU",)
-    elif gpus and not cuda:
-        warnings = (f"resources.gpus: {gpus} for each process, which trains on the CPU all the same. Add cuda=True",)
+    if cuda is None and each:
+        cuda, notes = True, (f"Each process uses its GPU (resources.gpus is {each}). cuda=False trains on the CPU",)
+    elif each and not cuda:
+        warnings = (f"resources.gpus: {each} for each process, which trains on the CPU all the same. Add cuda=True",)
+    if cuda and world > 1 and place.processes_per_pod is None:
+        sentence = (
+            "processes_per_pod: each process has a pod of its own, so that GPUs of one node exchange gradients over the "
+            "network. Give it as many processes as a node has GPUs, such as 8, or say processes_per_pod=1"
+        )
+        warnings = (*warnings, sentence)
     servers = place.servers if isinstance(place, Kubernetes) else 0
     topology = Topology(
         number_of_processes=world + servers, processes_per_pod=per_pod, sizes=sizes if len(sizes) > 1 else ()
@@ -362,13 +399,11 @@ def _check_variables(environment: tuple[tuple[str, str], ...], *, in_pods: bool)
 
 
 def _this_machine(cuda: bool | None) -> Machine:  # noqa: FBT001 - the call's own argument
-    gpus = 0
-    # To import torch takes seconds: without a device there is nothing to ask it.
-    if cuda or (cuda is None and any(pathlib.Path(device).exists() for device in _DEVICES)):
-        import torch
-
-        gpus = torch.cuda.device_count()
-    return Machine(cores=usable_cores(), gpus=gpus, memory_bytes=free_memory())
+    count, problem = 0, ""
+    # To ask takes seconds: without a device there is nothing to ask.
+    if cuda is not False and any(pathlib.Path(device).exists() for device in _DEVICES):
+        count, problem = gpus.usable()
+    return Machine(cores=usable_cores(), gpus=count, gpu_problem=problem, memory_bytes=free_memory())
 
 
 def usable_cores() -> int:

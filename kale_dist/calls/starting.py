@@ -141,7 +141,7 @@ def _capture(what: Training | Function, label: str, store: Store) -> Snapshot:
     # Its import takes long, and so begins after the agent's start.
     from kale_dist.worker.training import loop
 
-    return capture(loop.train, (what,), {}, store=store, label=label, roots=what.arguments())
+    return capture(loop.train, (what,), {}, store=store, label=label, roots=what.arguments(), own_devices=True)
 
 
 def handle(

@@ -129,6 +129,12 @@ def check_on(training: Training, request: Request, *, is_local: bool) -> tuple[s
     return tuple(_undivided(training)) if layout.shards > 1 else ()
 
 
+def gpu_of(training: Training) -> str:
+    """The device of the first of the models' tensors that is on a GPU; empty if none is."""
+    tensors = (one for model in _each("model", training.model) for one in model.parameters())
+    return next((str(one.device) for one in tensors if one.device.type == "cuda"), "")
+
+
 def sizes(training: Training, asked: Sequence[int], per_pod: int | None, *, cuda: bool) -> tuple[int, ...]:
     """Those of some world sizes that a training's strategy can have.
 

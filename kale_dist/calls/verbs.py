@@ -133,7 +133,8 @@ def distribute(
         stall_warn_s: Seconds without progress after which the stacks of all processes go into the log.
         stall_timeout_s: Seconds without progress after which the job fails; counted from the first finished step.
         max_restarts: How often the job restarts and resumes from its last checkpoint after a process was lost (a signal,
-            an exit, a stall). Not after an exception or out of memory. None: never, and of a range of processes 10 times.
+            an exit, a stall), or a GPU or NCCL failed. Not after another exception or out of memory. None: never, and of a
+            range of processes 10 times.
         detach: Whether a job on this machine keeps running when the notebook's kernel ends. In containers and on a cluster
             all jobs do.
         track: Where metrics are written besides `job.metrics`: `tensorboard`, `mlflow`, `wandb`, settings such as
@@ -201,9 +202,10 @@ def launch(
         seed: Likewise.
         timeout_s: Likewise.
         stall_warn_s: Likewise.
-        stall_timeout_s: Seconds without progress after which the job fails; None for never.
+        stall_timeout_s: Seconds without progress (steps, collectives, output) after which the job fails. None: 1,800 for
+            several processes with GPUs, else never.
         max_restarts: How often the function is called again on all processes after one was lost (a signal, an exit, a
-            stall); `context().attempt` tells. Not after an exception or out of memory.
+            stall), or a GPU or NCCL failed; `context().attempt` tells. Not after another exception or out of memory.
         detach: As for `distribute`.
         track: Likewise.
         **kwargs: The function's keyword arguments.

@@ -36,7 +36,8 @@ class Prompts:
         self._backend = backend
         self._ref = ref
         self._asked: Breakpoint | None = None
-        self._is_stale = False
+        self._now: Breakpoint | None = None
+        """What the newest status says of the rank that is debugged."""
         self._unreachable: set[str] = set()
 
     def open(self, status: JobStatus, ranks: Sequence[int] | None = None) -> None:
@@ -67,9 +68,8 @@ class Prompts:
 
         def note(status: JobStatus) -> None:
             statuses.put(status)
-            asked, now = self._asked, _breakpoint_of(status, rank)
-            if asked is not None and (now is None or now.prompt != asked.prompt):
-                self._is_stale = True
+            self._now = _breakpoint_of(status, rank)
+            if self._asked is not None and not self._waits_at(self._asked):
                 signal.pthread_kill(main, _WAKE)
 
         unsubscribe = watch.watcher(self._backend).subscribe(self._ref, note)
@@ -113,20 +113,23 @@ class Prompts:
                 raise KeyboardInterrupt
 
         before = signal.signal(_WAKE, wake)
-        self._is_stale = False
         try:
             self._asked = there
-            return input(prompt)
+            # It may have left before a signal could end the prompt.
+            return input(prompt) if self._waits_at(there) else None
         except EOFError:
             return "q"
         except KeyboardInterrupt:
             print(flush=True)  # noqa: T201 - the cursor is behind the prompt
-            if not self._is_stale:
+            if self._waits_at(there):
                 raise
             return None
         finally:
             self._asked = None
             signal.signal(_WAKE, before)
+
+    def _waits_at(self, there: Breakpoint) -> bool:
+        return self._now is not None and self._now.prompt == there.prompt
 
 
 def _breakpoint_of(status: JobStatus, rank: int) -> Breakpoint | None:

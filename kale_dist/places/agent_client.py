@@ -25,10 +25,11 @@ from kale_dist.wire import CANCEL_GRACE_S, Op, Order
 from kale_dist.worker.agent import processes
 
 LOAD_ONLY_PREFIXES = (
-    "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "PYTHON", "TORCH", "PYTORCH_", "CUDA_",
-    "NCCL_", "GLOO_",
+    "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "PYTHON", "TORCH", "PYTORCH_", "GLOO_",
 )  # fmt: skip
-"""Variables that libraries read once, when they are loaded: a forked rank would not see a change."""
+"""Variables that libraries read once, when they are loaded: a forked rank would not see a change.
+
+Those of CUDA and NCCL are read when they begin to work, which is in the rank."""
 
 _TAKE_S = 60.0
 """Seconds in which a new agent confirms its first order; it takes 0.2 s on an idle machine."""

@@ -183,7 +183,11 @@ def shared() -> LocalBackend:
 
 def _order(spec: JobSpec, folder: str, key: bytes, note: str) -> Order:
     inherited = process_state.capture(cuda=spec.cuda)
-    environment = dict(inherited.environment) | dict(spec.environment)
+    environment = dict(inherited.environment)
+    if not spec.cuda:
+        # Ranks then hide GPUs from themselves, unless the call says which they see.
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+    environment |= dict(spec.environment)
     return order_of(
         spec,
         folder=folder,

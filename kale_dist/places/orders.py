@@ -28,6 +28,7 @@ def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
         "blobs": spec.blobs,
         "resume": spec.resume,
         "cuda": spec.cuda,
+        "gpus_each": spec.resources.gpus or 1,
         "threads": spec.threads,
         "seed": spec.seed,
         "debugging": spec.debugging,

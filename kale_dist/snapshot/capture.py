@@ -60,6 +60,7 @@ def capture(
     label: str,
     script: modules.Script | None = None,
     roots: Iterable[unpicklable.Step] | None = None,
+    own_devices: bool = False,
 ) -> Snapshot:
     """Take a snapshot of a call. Later changes in the notebook do not alter it.
 
@@ -71,13 +72,14 @@ def capture(
         label: A name for the call, for people.
         script: A script whose files are sent, too.
         roots: First steps of paths to unpicklable objects; None for the arguments' names and `fn`'s own.
+        own_devices: Whether a `torch.device` of a GPU becomes the rank's own, whichever it is here.
 
     Raises:
         NotSerializableError: An object cannot be pickled; the message has the path to it and a remedy.
         StoreError: The disk is full, or the store cannot be written.
     """
     file = io.BytesIO()
-    pickler = CapturePickler(file)
+    pickler = CapturePickler(file, own_devices=own_devices)
     try:
         pickler.dump((fn, args, kwargs))
     except Exception as error:

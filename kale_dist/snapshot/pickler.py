@@ -23,10 +23,13 @@ class CapturePickler(TensorPickler):
 
     Args:
         file: Receives the pickle.
+        own_devices: Whether a `torch.device` of a GPU becomes the rank's own, whichever it is here.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], *, own_devices: bool = False) -> None:
         super().__init__(file)
+        if own_devices and (torch := sys.modules.get("torch")):
+            self._reducers[torch.device] = _reduce_device
         self.originals = reducers.References()
         """The notebook's own functions and classes, by their numbers."""
         self.modules: set[str] = set()
@@ -173,3 +176,7 @@ def _stand_in(name: str, value: Any) -> Any:
     if shell is not None and type(shell).__module__.partition(".")[0] in {"IPython", "ipykernel"}:
         return reducers.ipython
     return value
+
+
+def _reduce_device(device: Any) -> Any:
+    return (reducers.make_device, ()) if device.type == "cuda" else NotImplemented

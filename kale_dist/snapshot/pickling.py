@@ -61,7 +61,7 @@ class DeviceMemory(Sequence[Buffer]):
             raise IndexError(index)
         whole = torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
         piece = whole[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
-        return _view(torch.empty(piece.numel(), dtype=torch.uint8).copy_(piece).untyped_storage())
+        return _view(torch.empty(piece.numel(), dtype=torch.uint8, device="cpu").copy_(piece).untyped_storage())
 
 
 class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types

@@ -235,6 +235,11 @@ def make_generator(state: bytes, accelerated: bool, seed: int) -> Any:  # noqa: 
     return generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
+def make_device() -> Any:
+    """The load's device, for a `torch.device` of a GPU."""
+    return _torch().device(_current.get().device)
+
+
 _mapped: set[int] = set()
 
 

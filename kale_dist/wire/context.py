@@ -199,6 +199,12 @@ def mark_progress() -> None:
         _channel.moved()
 
 
+def mark_exchanges(counts: Iterable[int]) -> None:
+    """Tell the agent in how many collectives of each backend this rank has taken part: a sign that it moves, too."""
+    if _channel is not None:
+        _channel.send({"event": ALIVE, "exchanges": list(counts)})
+
+
 def may_lose(sets: Iterable[Iterable[int]]) -> None:
     """Tell the agent that the others carry on, from now on, when ranks are lost: all but one of each of these sets."""
     if _channel is not None:

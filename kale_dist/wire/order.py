@@ -192,6 +192,8 @@ class Order:
     torch_flags: tuple[tuple[str, str | int | float | bool], ...] = ()
     """The notebook's default dtype and global flags, for ranks without a `process`."""
     cuda: bool = False
+    gpus_each: int = 1
+    """GPUs of each rank in a job with CUDA."""
     threads: int | None = None
     """Threads a rank; None: cores divided by ranks of the agent, at least 1."""
     seed: int | None = None

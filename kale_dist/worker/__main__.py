@@ -1,4 +1,4 @@
-"""Entry of the processes that serve jobs: `python -m kale_dist.worker agent|forkserver|pod ...`."""
+"""Entry of the processes that serve jobs: `python -m kale_dist.worker agent|forkserver|pod|probe ...`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def main(arguments: list[str]) -> int:
     forking.add_argument("--connection", type=int, required=True)
     forking.add_argument("--agent-pid", type=int, required=True)
     kinds.add_parser("pod")
+    kinds.add_parser("probe")
     given = parser.parse_args(arguments)
     if given.kind == "agent":
         # First of all: importing torch takes longest, and the forkserver does it in a process of its own.
@@ -49,6 +50,10 @@ def main(arguments: list[str]) -> int:
         from kale_dist.worker.pod.pod_main import main as run_pod
 
         return run_pod(launched)
+    if given.kind == "probe":
+        from kale_dist.worker.rank.gpus import main as run_probe
+
+        return run_probe()
     from kale_dist.worker.rank.forkserver import main as run_forkserver
 
     return run_forkserver(given.connection, given.agent_pid)

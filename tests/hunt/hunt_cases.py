@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 import kale_dist as kd
 from kale_dist.errors import ConfigError, JobError, KaleDistError
 
-EQUAL, MAGNIFIED = 1e-9, 1e-6
+EQUAL, MAGNIFIED = 1e-9, 1e-5
 """Largest differences, relative to a tensor's largest number or to 1; the second with optimizers that magnify rounding."""
 
 _REMEDY = re.compile(
@@ -232,10 +232,7 @@ class _Alone:
         if self.n > 1:
             self._watch()
         if "clip_norm" in options:
-            norm = options["clip_norm"]
-            self.stepping.register_step_pre_hook(
-                lambda *_: torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
-            )
+            self.stepping.register_step_pre_hook(self._clip)
         args = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)}
         scheduler = options["scheduler"](self.optimizer) if "scheduler" in options else None
         metrics = None
@@ -256,6 +253,7 @@ class _Alone:
     # As a loader:
 
     def __len__(self):
+        len(self.passes.loader)  # raises where there is no length
         return len(self.passes.windows(max(0, self.number)))
 
     def __iter__(self):
@@ -276,11 +274,23 @@ class _Alone:
             p.requires_grad_(True).register_hook(lambda g: g if torch.is_grad_enabled() else g * self.factor)
             p.requires_grad_(is_trained)
 
+        if self.case.step == "copy":  # whose gradients come past the hooks
+
+            def weigh(*_):
+                for p in self.model.parameters():
+                    if p.grad is not None:
+                        p.grad.mul_(self.factor)
+
+            self.stepping.register_step_pre_hook(weigh)
+
         def stepped(*_):
             self.steps += 1
             self._mix(self.case.way.mixes(self.steps, self.rank, self.n))
 
         self.stepping.register_step_post_hook(stepped)
+
+    def _clip(self, *_):
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), tables.OPTIONS[self.case.option]["clip_norm"])
 
     def _mix(self, whose):
         """Take the mean of the weights of these ranks. All ranks call this together."""

@@ -83,7 +83,19 @@ def check(expected, found):
     assert found[2] == expected[2]
 
 
-@pytest.mark.parametrize("name", CASES)
+DEFAULT = {
+    "enumerated_with_a_warm_up", "hidden_state", "own_accumulation", "first_weights", "through_tqdm", "loop_in_a_method",
+    "zipped", "one_iterator_in_several_loops", "a_global_counter",
+    "persistent workers", "accumulate", "not sharded", "a stream",
+}  # fmt: skip
+"""Cases of the gate; `make nightly` runs all."""
+
+
+def each(names):
+    return [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.nightly) for name in names]
+
+
+@pytest.mark.parametrize("name", each(CASES))
 def test_a_rank_is_killed_within_an_epoch(name):
     step, outcome, options = CASES[name]
     options = dict(options)
@@ -169,7 +181,7 @@ READY_MADE = {
 
 
 @pytest.mark.filterwarnings("ignore:.*share 2 cores")
-@pytest.mark.parametrize("name", READY_MADE)
+@pytest.mark.parametrize("name", each(READY_MADE))
 def test_the_ready_made_step_goes_on_within_an_epoch(name):
     options = dict(READY_MADE[name])
     lost, make_loader = options.pop("lost", 1), options.pop("loader", several())

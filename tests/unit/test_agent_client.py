@@ -17,7 +17,7 @@ from kale_dist.worker.agent import processes
 
 
 @pytest.mark.parametrize(
-    "name", ["OMP_NUM_THREADS", "LD_PRELOAD", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "TORCH_LOGS"]
+    "name", ["OMP_NUM_THREADS", "LD_PRELOAD", "PYTHONHASHSEED", "GLOO_SOCKET_IFNAME", "TORCH_LOGS"]
 )
 def test_a_variable_that_is_read_at_load_changes_the_fingerprint(name):
     before, after = Fingerprint.now({"HOME": "/"}), Fingerprint.now({"HOME": "/", name: "secret"})
@@ -27,7 +27,7 @@ def test_a_variable_that_is_read_at_load_changes_the_fingerprint(name):
     assert after.changes(changed) == (f"{name} was changed",)
 
 
-@pytest.mark.parametrize("name", ["HOME", "MY_OMP_NUM_THREADS", "PATH"])
+@pytest.mark.parametrize("name", ["HOME", "MY_OMP_NUM_THREADS", "PATH", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"])
 def test_other_variables_do_not(name):
     assert Fingerprint.now({}).changes(Fingerprint.now({name: "x"})) == ()
 

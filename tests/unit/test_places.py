@@ -118,8 +118,9 @@ def test_resources_of_which_it_is_not_clear_what_is_meant(given, refused):
 
 
 def test_gpus_that_are_asked_for_are_used_and_that_is_said():
-    made = run(resources={"gpus": 1})
+    made = run(resources={"gpus": 1}, processes_per_pod=1)
     assert (made.request.cuda, made.warnings) == (True, ())
+    assert "processes_per_pod" in run(resources={"gpus": 1}).warnings[0]
     assert "cuda=False" in made.notes[0]
     assert "cuda=True" in run(resources={"gpus": 1}, cuda=False).warnings[0]
     assert run(resources={"gpus": 1}, cuda=True).notes == ()

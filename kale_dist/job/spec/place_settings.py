@@ -56,7 +56,8 @@ _PLAIN = {
     "namespace": names.NAMESPACE.or_(""),
     "runtime": names.RUNTIME.or_(""),
     **dict.fromkeys(
-        ("priority_class", "service_account", "scheduler_name", "cluster_secret", "queue"), names.OBJECT_NAME.or_("")
+        ("priority_class", "runtime_class", "service_account", "scheduler_name", "cluster_secret", "queue"),
+        names.OBJECT_NAME.or_(""),
     ),
     **dict.fromkeys(("gang", "mount_service_account_token", "wait_for_nodes"), FLAG),
     "master": FLAG.or_(None),
@@ -191,6 +192,8 @@ class ClusterOptions:
     affinity: str = ""
     """A dict as in a pod, or its YAML."""
     priority_class: str = ""
+    runtime_class: str = ""
+    """How pods are run: `nvidia` where GPUs need it."""
     service_account: str = ""
     mount_service_account_token: bool = False
     image_pull_secrets: tuple[str, ...] = ()
@@ -297,6 +300,7 @@ class Kubernetes(ClusterOptions):
             tolerations: Sequence[Mapping[str, Any]] | Mapping[str, Any] | str | None = None,
             affinity: Mapping[str, Any] | str | None = None,
             priority_class: str | None = None,
+            runtime_class: str | None = None,
             service_account: str | None = None,
             mount_service_account_token: bool = False,
             image_pull_secrets: Sequence[str] | str = (),

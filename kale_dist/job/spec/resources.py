@@ -18,6 +18,9 @@ DEFAULT_CPU = 1.0
 DEFAULT_MEMORY_GIB = 2.0
 """Memory that a rank asks for on a cluster if its call says nothing."""
 
+GPU_CPU, GPU_MEMORY_GIB = 4.0, 16.0
+"""Cores and memory of a rank with GPUs on a cluster if its call says nothing: CUDA, NCCL and DataLoader's workers need them."""
+
 _GPU = "nvidia.com/gpu"
 _CORES = number("a number above 0", "Give a number of cores").or_(None)
 GIB = number("a number above 0", "Give a number of GiB, which are 1024 MiB").or_(None)
@@ -47,11 +50,12 @@ class Resources:
     A dict of the same arguments does as well: `{"cpu": 2, "memory": "4Gi", "gpus": 1, "rdma/hca": 1}`.
 
     Args:
-        cpu: Cores requested: a number, or a text such as `"500m"`. None: `DEFAULT_CPU` on a cluster, no request elsewhere.
+        cpu: Cores requested: a number, or a text such as `"500m"`. None: `DEFAULT_CPU` on a cluster (4 with GPUs), no
+            request elsewhere.
         cpu_limit: Most cores, likewise; None for no limit, unless a quota or a LimitRange of the namespace demands one.
         memory: Memory requested, and its limit, with its unit: `"4Gi"`.
-        memory_gib: The same as a number of GiB. None: `DEFAULT_MEMORY_GIB` on a cluster, no limit elsewhere. Holds
-            /dev/shm, too.
+        memory_gib: The same as a number of GiB. None: `DEFAULT_MEMORY_GIB` on a cluster (16 with GPUs), no limit elsewhere.
+            Holds /dev/shm, too.
         gpus: None: 1 with `cuda=True`, else 0.
         gpu_resource: What the cluster calls a GPU.
         shm: Size of /dev/shm, by which DataLoader workers pass batches, with its unit: `"1Gi"`.
@@ -111,6 +115,21 @@ class Resources:
             for key, number in cores.items()
         }
         return {key: amounts for key, amounts in asked.items() if amounts}
+
+    def filled(self, *, cuda: bool) -> Resources:
+        """The same with a cluster's defaults for the cores, memory and GPUs that are not given.
+
+        Args:
+            cuda: Whether ranks use CUDA.
+        """
+        gpus = int(cuda) if self.gpus is None else self.gpus
+        cores, gib = (GPU_CPU, GPU_MEMORY_GIB) if gpus else (DEFAULT_CPU, DEFAULT_MEMORY_GIB)
+        return dataclasses.replace(
+            self,
+            gpus=gpus,
+            cpu=self.cpu or min(cores, self.cpu_limit or cores),
+            memory_gib=self.memory_gib or max(gib, self.shm_gib or 0.0),
+        )
 
     def _check(self) -> None:
         check_fields(self, _PLAIN, "resources.")

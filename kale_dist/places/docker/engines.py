@@ -22,6 +22,7 @@ from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, Topology, Vol
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.places.docker import containers
 from kale_dist.places.docker.containers import Facts
+from kale_dist.worker.agent.usage import Driver, assigned_gpu
 
 _HOLDING = ("created", "running", "paused", "restarting")
 """States of containers whose GPUs are not free; a container that was just created is about to run."""
@@ -213,8 +214,29 @@ def gpus_held(engine: Engine, spec: JobSpec, facts: Facts) -> Iterator[Facts]:
             found = engine.api.containers(all=True, filters={"label": containers.GPUS_LABEL, "status": list(_HOLDING)})
         numbers = ",".join(item["Labels"][containers.GPUS_LABEL] for item in found).split(",")
         taken = {int(number) for number in numbers if number.isdecimal()}
-        free = (number for number in itertools.count() if number not in taken)
-        yield dataclasses.replace(facts, gpus=tuple(itertools.islice(free, wanted)))
+        numbers_there = gpus_of(engine.is_local)
+        free = (number for number in numbers_there or itertools.count() if number not in taken)
+        chosen = tuple(itertools.islice(free, wanted))
+        if len(chosen) < wanted:
+            problem = f"The job needs {wanted} GPUs, and {len(chosen)} of {len(numbers_there)} are free here"
+            raise BackendError(
+                f"{problem}. Wait for the jobs that hold them, or ask for fewer processes", retryable=True
+            )
+        yield dataclasses.replace(facts, gpus=chosen)
+
+
+def gpus_of(is_local: bool, driver: Driver | None = None) -> list[int]:  # noqa: FBT001 - the engine's own word
+    """Numbers of the GPUs that jobs may have, the emptiest first; empty where they are not known.
+
+    Args:
+        is_local: Whether the engine runs on this machine.
+        driver: In place of this machine's.
+    """
+    found = (driver or Driver()).read() if is_local else ()
+    visible = (assigned_gpu(len(found), os.environ, place) for place in range(len(found)))
+    return sorted(
+        (number for number in visible if number is not None), key=lambda number: found[number].used_bytes or 0
+    )
 
 
 # -- for the doctor --------------------------------------------------------------------------------------------------

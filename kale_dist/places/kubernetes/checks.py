@@ -21,7 +21,8 @@ from kubernetes import client
 from kale_dist.errors import BackendError
 from kale_dist.job.backend import Trouble
 from kale_dist.job.spec import quantities
-from kale_dist.job.spec.job_spec import Settled
+from kale_dist.job.spec.job_spec import Request, Settled, Topology
+from kale_dist.job.spec.resources import Resources
 from kale_dist.places import manifests
 from kale_dist.places.kubernetes import objects, queue, roles
 from kale_dist.places.kubernetes.client import Cluster
@@ -446,6 +447,65 @@ def node_sums(allocatable: Sequence[Mapping[str, str]], groups: Sequence[PodGrou
                     name=name, trouble=sentences.of(name, resource=_WORDS.get(key, f"of {key}"), **texts), is_fatal=True
                 )
                 break
+
+
+_SHARE = 0.9
+"""Of a node, for pods: others have to fit on it, too."""
+
+
+def fit_gpus(cluster: Cluster, request: Request, quotas: Sequence[Any]) -> tuple[Resources, str]:
+    """Cores and memory of ranks with GPUs where the call gives none: the defaults, or less where nodes or quotas have less.
+
+    Args:
+        cluster: Where.
+        request: The call's.
+        quotas: Those of the namespace.
+
+    Returns:
+        What ranks ask for, and a sentence about what was chosen; empty if nothing was.
+    """
+    asked, ranks = request.resources.filled(cuda=request.cuda), request.topology
+    found = _lookup(lambda: cluster.core.list_node(limit=_MANY_NODES, _request_timeout=_TIMEOUT_S).items)
+    nodes = [] if found in (None, _MISSING) else [node.status.allocatable or {} for node in found]
+    return fitted(request.resources, asked, ranks, [node for node in nodes if asked.gpu_resource in node], quotas)
+
+
+def fitted(
+    given: Resources, asked: Resources, ranks: Topology, nodes: Sequence[Mapping[str, str]], quotas: Sequence[Any]
+) -> tuple[Resources, str]:
+    """Like `fit_gpus`, with what was looked up.
+
+    Args:
+        given: What the call gives.
+        asked: The same with defaults.
+        ranks: How many there are, and in how many pods.
+        nodes: What nodes with such GPUs have.
+        quotas: Those of the namespace.
+    """
+    chosen: dict[str, Any] = {}
+    for field, key, unit in (("cpu", "cpu", 1.0), ("memory_gib", "memory", float(1 << 30))):
+        if getattr(given, field) is None:
+            in_nodes = [quantities.amount(node.get(key, "0")) * _SHARE / ranks.processes_per_pod for node in nodes]
+            hard = [(quota.status.hard or {}, quota.status.used or {}) for quota in quotas]
+            in_quotas = [
+                (quantities.amount(limits[name]) - quantities.amount(used.get(name, "0"))) / ranks.number_of_processes
+                for limits, used in hard
+                for name in (key, f"requests.{key}", f"limits.{key}")
+                if name in limits
+            ]
+            room = min([*([max(in_nodes)] if in_nodes else []), *in_quotas], default=math.inf) / unit
+            # What is far too little stays the default, so that the refusal names what is missing.
+            share = math.floor(room * 4) / 4 if math.isfinite(room) else room
+            chosen[field] = min(getattr(asked, field), share or math.inf)
+    if not chosen:
+        return given, ""
+    texts = {"cpu": "{:g} cores", "memory_gib": "{:g} GiB"}
+    what = " and ".join(texts[field].format(value) for field, value in chosen.items())
+    note = f"Each process with a GPU asks for {what}; resources={{'cpu': ..., 'memory': ...}} says otherwise."
+    most = max((int(quantities.amount(node[asked.gpu_resource])) for node in nodes), default=0)
+    if ranks.processes_per_pod == 1 < min(most, ranks.number_of_processes):
+        note += f" The largest node has {most} GPUs: processes_per_pod={most} puts them into one pod, which is faster."
+    return dataclasses.replace(given, **chosen), note
 
 
 def _claims(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:

@@ -22,7 +22,6 @@ from kale_dist.job import records
 from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
-from kale_dist.job.spec.resources import DEFAULT_CPU
 from kale_dist.places import manifests, orders
 from kale_dist.places.kubernetes import checks, client, errand, objects, self_pod
 from kale_dist.places.kubernetes.client import Cluster
@@ -72,7 +71,10 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
     )
     volumes = (*request.volumes, *self_pod.own_volumes(request.volumes, own, namespace))
     options = dataclasses.replace(options, affinity=self_pod.affinity_of(options, volumes, own))
-    resources, cores = request.resources, request.resources.cpu or DEFAULT_CPU
+    resources, note = request.resources, ""
+    if cluster is not None and found is not None and (resources.gpus or (request.cuda and resources.gpus is None)):
+        resources, note = checks.fit_gpus(cluster, request, found.quotas)
+    cores = resources.filled(cuda=request.cuda).cpu or 0.0
     free_cores = found.free_cores if found is not None else math.inf
     if resources.cpu_limit is None and cores * request.topology.processes_per_pod > free_cores:
         resources = dataclasses.replace(resources, cpu_limit=cores)
@@ -90,7 +92,7 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
         options = dataclasses.replace(options, runtime_field=objects.runtime_field(cluster, draft))
     if cluster is None or found is None or not submit:
         return settled(image)
-    for line in self_pod.about_claims(request, draft, own):
+    for line in (*self_pod.about_claims(request, draft, own), *([note] if note else [])):
         say(line)
     if store and not request.store and not configured.store:
         warn(

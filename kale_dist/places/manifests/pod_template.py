@@ -8,8 +8,9 @@ import math
 from typing import Any
 
 from kale_dist.job.spec.job_spec import Settled, Volume, VolumeKind
+from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.quantities import memory_text
-from kale_dist.job.spec.resources import DEFAULT_CPU, DEFAULT_MEMORY_GIB, Resources
+from kale_dist.job.spec.resources import Resources
 from kale_dist.places.manifests import bootstrap
 from kale_dist.places.manifests.settings import (
     CONTAINER_ANNOTATION,
@@ -38,6 +39,9 @@ _DEADLINE_MARGIN_S = 600
 ERRAND_S = 600
 """An errand ends by itself after so long."""
 
+_RDMA = ("rdma", "/efa", "infiniband", "/roce", "/ib")
+"""In the names of resources of network cards that write into memory by themselves."""
+
 DEFAULT_USER = 1000
 """User and group of the processes where none is given."""
 
@@ -63,7 +67,7 @@ def pod_template(
         role: The type, for `kd.Kubernetes(roles=...)`; empty for a kind whose pods are all alike.
     """
     cluster = spec.cluster
-    asked = dataclasses.replace(spec.resources, **roles_of(spec).get(role, {}))
+    asked = dataclasses.replace(spec.resources, **roles_of(spec).get(role, {})).filled(cuda=spec.cuda)
     volumes, mounts = _volumes(spec, settings, asked, ranks)
     has_metrics = bool(cluster.metrics_port) and first_pod == 0 and not settings.command
     main = {
@@ -79,9 +83,9 @@ def pod_template(
             {"name": "bytes", "containerPort": PORT + 2},
             *([{"name": "metrics", "containerPort": cluster.metrics_port}] if has_metrics else []),
         ],
-        "resources": _resources(asked, ranks, cuda=spec.cuda),
+        "resources": asked.of_container(ranks),
         "volumeMounts": mounts,
-        "securityContext": CONTAINER_SECURITY,
+        "securityContext": _security(asked),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     pod = {
@@ -94,9 +98,10 @@ def pod_template(
         "securityContext": pod_security(spec.cluster.run_as_user),
         **_if("imagePullSecrets", [{"name": name} for name in cluster.image_pull_secrets]),
         **_if("nodeSelector", dict(cluster.node_selector)),
-        **_if("tolerations", json.loads(cluster.tolerations or "[]")),
+        **_if("tolerations", _tolerations(cluster, asked)),
         **_if("affinity", json.loads(cluster.affinity or "{}")),
         **_if("priorityClassName", cluster.priority_class),
+        **_if("runtimeClassName", cluster.runtime_class),
         **_if("schedulerName", cluster.scheduler_name),
         "containers": [main],
         "volumes": volumes,
@@ -196,21 +201,26 @@ def _environment(spec: Settled, first_pod: int, index: str, container: str) -> l
     ]
 
 
-def _resources(asked: Resources, ranks: int, *, cuda: bool) -> dict[str, Any]:
-    cores = asked.cpu or min(DEFAULT_CPU, asked.cpu_limit or DEFAULT_CPU)
-    gpus = asked.gpus if asked.gpus is not None else int(cuda)
-    return dataclasses.replace(asked, cpu=cores, memory_gib=_memory_gib(asked), gpus=gpus).of_container(ranks)
+def _security(asked: Resources) -> dict[str, Any]:
+    """What Pod Security "restricted" asks for; with RDMA, which pins memory, one capability more than it allows."""
+    if not any(any(word in name for word in _RDMA) for name, _ in asked.extended):
+        return CONTAINER_SECURITY
+    return {**CONTAINER_SECURITY, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
 
 
-def _memory_gib(asked: Resources) -> float:
-    return asked.memory_gib or max(DEFAULT_MEMORY_GIB, asked.shm_gib or 0.0)
+def _tolerations(cluster: ClusterOptions, asked: Resources) -> list[Any]:
+    """Those of the call, and one for the taint that nodes with GPUs often have."""
+    given: list[Any] = json.loads(cluster.tolerations or "[]")
+    if not asked.gpus or any(one.get("key") == asked.gpu_resource for one in given):
+        return given
+    return [*given, {"key": asked.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}]
 
 
 def _volumes(
     spec: Settled, settings: RunSettings, asked: Resources, ranks: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Volumes and mounts: those that every pod has, then the user's. Mounts of one source share a volume."""
-    shm = min(_LARGEST_SHM_GIB, _memory_gib(asked) * ranks / 2)
+    shm = min(_LARGEST_SHM_GIB, (asked.memory_gib or 0.0) * ranks / 2)
     if asked.shm_gib is not None:
         shm = asked.shm_gib * ranks
     secret = {"secretName": input_secret_name(object_name(spec.name, settings.run)), "optional": False}

@@ -28,7 +28,7 @@ _PATCHED = (
 )  # fmt: skip
 """Fields of a pod that a patch may set; `podTemplateOverrides` have no `securityContext`."""
 
-_OF_THE_RUNTIME = ("priority_class", "scheduler_name", "image_pull_policy", "gang", "ttl_s")
+_OF_THE_RUNTIME = ("priority_class", "runtime_class", "scheduler_name", "image_pull_policy", "gang", "ttl_s")
 
 
 class TrainJob(Kind):

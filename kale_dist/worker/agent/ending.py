@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kale_dist.wire import EXIT_TOLD_TO_END, FailureCause, RankStateName, StateName, Verdict
+from kale_dist.worker.agent import gpu_faults
 from kale_dist.worker.agent.rank_run import Rank
 
 MAX_BYTES = 4096
@@ -21,7 +22,7 @@ BLAME_AFTER_S = 0.15
 BLAME_FAR_AFTER_S = 0.5
 """The same where ranks run in several pods."""
 
-_PEER_GONE = re.compile(r"gloo|connection (closed|reset|refused)|broken pipe|nccl|peer|socket|store", re.IGNORECASE)
+_PEER_GONE = re.compile(r"gloo|connection (closed|reset|refused)|broken pipe|peer|socket|store", re.IGNORECASE)
 
 
 def rank_state(rank: Rank, *, stopped: bool) -> RankStateName:
@@ -43,21 +44,32 @@ def blame(failures: Sequence[Rank]) -> Verdict:
         failures: The ranks that failed or died, in the order in which the agent heard of it; at least one.
     """
     first = next((rank for rank in failures if rank.done is not None and not lost_peer(rank)), None)
-    dead = next((rank for rank in failures if rank.done is None), None)
+    dead = next((rank for rank in failures if rank.done is None and not lost_peer(rank)), None)
     if dead is not None and (first is None or failures.index(dead) < failures.index(first)):
         first = dead
     return _describe(first or failures[0])
 
 
 def lost_peer(rank: Rank) -> bool:
-    """Whether a rank's error only says that it lost another rank."""
+    """Whether a rank's error, or its last lines, only say that it lost another rank."""
+    if (fault := _fault_of(rank)) is not None:
+        return fault.follows
     done = rank.done or {}
     return bool(_PEER_GONE.search(done.get("error_text", ""))) and done.get("error_type", "").endswith("Error")
 
 
+def _fault_of(rank: Rank) -> gpu_faults.Fault | None:
+    """What a rank's error or last lines are about, if that is a trouble of GPUs or NCCL."""
+    if rank.done is not None:
+        return gpu_faults.find(rank.done.get("error_text", ""))
+    # A rank that was killed may have printed the error of an earlier try.
+    aborted = rank.end is not None and rank.end.signal == "SIGABRT"
+    return gpu_faults.find("\n".join(rank.end.tail)) if rank.end is not None and aborted else None
+
+
 def _describe(rank: Rank) -> Verdict:
     if rank.done is not None:
-        return _describe_error(rank.rank, rank.done)
+        return _describe_error(rank.rank, rank.done, _fault_of(rank))
     end = rank.end
     if end is None or (end.reason and end.signal is None and not end.memory_limit):
         why = end.reason if end is not None else "unknown"
@@ -80,13 +92,18 @@ def _describe(rank: Rank) -> Verdict:
     return Verdict(StateName.FAILED, FailureCause.DIED, reason, rank=rank.rank, may_restart=not end.memory_limit)
 
 
-def _describe_error(rank: int, done: dict[str, Any]) -> Verdict:
+def _describe_error(rank: int, done: dict[str, Any], fault: gpu_faults.Fault | None) -> Verdict:
     kind, text = str(done["error_type"]), str(done["error_text"])
     shown = f"{kind}: {text}" if text else kind
     cause, what = FailureCause.ERROR, "failed"
     if done.get("not_started"):
         cause, what = FailureCause.NOT_STARTED, "could not start"
-    return Verdict(StateName.FAILED, cause, f"Rank {rank} {what}: {shown}", rank=rank)
+    may_restart = False
+    if fault is not None:
+        place = f" on node {done['node']}" if done.get("node") else ""
+        first = shown.partition("\n")[0]
+        shown, may_restart = f"{first}. {fault.sentence}{place}. {fault.remedy}", fault.may_restart
+    return Verdict(StateName.FAILED, cause, f"Rank {rank} {what}: {shown}", rank=rank, may_restart=may_restart)
 
 
 # -- a head's last words ---------------------------------------------------------------------------------------------

@@ -119,10 +119,11 @@ class HangWatch:
         for rank in ranks:
             rank.ask_stacks()
         await asyncio.sleep(self._answer_s)
+        left = [rank for rank in self._ranks if rank.done is not None]
         return {
             rank.rank: Sample(
                 frames=parse_main_thread(rank.dump), cpu_ticks=rank.cpu_ticks, moves=self._writer.moves[rank.rank],
-                dump=rank.dump,
+                dump=rank.dump, is_left=any(map(rank.is_ahead_of, left)),
             )
             for rank in ranks
             if rank.done is None and rank.end is None
@@ -223,11 +224,20 @@ class HangWatch:
             verb = "waits" if len(waiting) == 1 else "wait"
             are = "is" if len(busy) == 1 else "are"
             detail = f" {_capital(name_ranks(waiting))} {verb} in a collective, {name_ranks(busy)} {are} not."
+        if behind := self._behind():
+            took = "has" if len(behind) == 1 else "have"
+            detail += (
+                f" {_capital(name_ranks(behind))} {took} taken part in fewer collectives than the others, who wait."
+            )
         self._fail(
             FailureCause.STALLED,
             f"No rank has made progress for {self._stall_timeout_s:g} s (stall_timeout_s).{detail} "
             "The stacks of all ranks are in the log",
         )
+
+    def _behind(self) -> list[int]:
+        """Ranks that others are ahead of, where collectives are counted."""
+        return [rank.rank for rank in self._ranks if any(other.is_ahead_of(rank) for other in self._ranks)]
 
     def _write_stacks(self, title: str, samples: dict[int, Sample]) -> None:
         self._writer.say(title)
@@ -275,6 +285,8 @@ class Sample:
     """Processor time that the rank has used so far, in clock ticks."""
     moves: int
     """Signs of progress that the rank has given so far."""
+    is_left: bool = False
+    """Whether it has begun a collective in which a rank that has ended took no part."""
     dump: bytes = b""
     """The stacks of all its threads, as faulthandler writes them."""
 
@@ -317,7 +329,13 @@ def who_waits(before: dict[int, Sample], after: dict[int, Sample]) -> list[int]:
 
 
 def waits(before: Sample, after: Sample) -> bool:
-    """Whether a rank waited in a collective from one look to the next, without any progress in between."""
+    """Whether a rank waited in a collective from one look to the next, without any progress in between.
+
+    A rank that waits for a GPU uses processor time, in a frame of the user's such as `loss.item()`: there the number of its
+    collectives decides.
+    """
+    if before.is_left and after.is_left:
+        return before.moves == after.moves
     return (
         before.may_wait
         and after.may_wait

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from kale_dist import wire
@@ -64,6 +64,8 @@ class Rank:
         """The rank's last answer to `ask_stacks`; empty if there is none."""
         self.cpu_ticks = 0
         """Processor time that the rank had used at that answer, in clock ticks."""
+        self.exchanges: tuple[int, ...] = ()
+        """Collectives of each backend in which the rank has taken part; empty where it does not count them (CPUs)."""
         self.output: Callable[[bytes, int], None] = functools.partial(writer.lines, rank)
         """Called with the rank's lines, and how many they are."""
         self.prompt = ""
@@ -82,6 +84,10 @@ class Rank:
     def is_gone(self) -> bool:
         """Whether nothing more will come from the rank."""
         return self.process is None or self.end is not None
+
+    def is_ahead_of(self, other: Rank) -> bool:
+        """Whether it has begun a collective that the other rank has not."""
+        return any(mine > theirs for mine, theirs in zip(self.exchanges, other.exchanges, strict=False))
 
     def let_go(self) -> None:
         """Tell a rank that is done to end."""
@@ -147,6 +153,7 @@ class Rank:
         for event in wire.decode_json_lines(data):
             if event.get("event") != EventKind.USAGE:
                 self.moved()
+            self._count(event)
             self._on_event(event)
             if event.get("event") not in (context.ALIVE, context.DISPENSABLE, context.SAVES):
                 self._writer.record(event)
@@ -161,6 +168,7 @@ class Rank:
             self._record_debugging(message["debug"])
         elif "done" in message and self.done is None:
             self.done = message
+            self._count(message)
             error = (
                 {}
                 if message["ok"]
@@ -177,6 +185,10 @@ class Rank:
         """The rank's process has ended."""
         self.end = end
         self._on_change(self)
+
+    def _count(self, message: Mapping[str, Any]) -> None:
+        if "exchanges" in message:
+            self.exchanges = tuple(message["exchanges"])
 
     def _record_debugging(self, said: dict[str, Any]) -> None:
         """The rank waits at a prompt of its debugger, has left it, or has passed a breakpoint over."""

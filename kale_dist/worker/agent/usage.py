@@ -108,7 +108,8 @@ class UsageWatch:
             self._loop.call_soon_threadsafe(self._tell, found, time.monotonic() - began)
 
     def _gpu_of(self, rank: int, gpus: Sequence[Gpu]) -> Fields:
-        index = assigned_gpu(len(gpus), self._environment, rank % self._order.processes_per_agent)
+        place = rank % self._order.processes_per_agent * self._order.gpus_each
+        index = assigned_gpu(len(gpus), self._environment, place)
         gpu = Gpu(percent=None, used_bytes=None, total_bytes=None) if index is None else gpus[index]
         return {
             "gpu_percent": gpu.percent, "gpu_memory_bytes": gpu.used_bytes, "gpu_memory_limit_bytes": gpu.total_bytes
@@ -224,13 +225,13 @@ class Gpu:
     total_bytes: int | None
 
 
-def assigned_gpu(count: int, environment: Mapping[str, str], local_rank: int) -> int | None:
-    """Which GPU a rank with `cuda=True` was given: its turn among those that CUDA_VISIBLE_DEVICES names by numbers.
+def assigned_gpu(count: int, environment: Mapping[str, str], place: int) -> int | None:
+    """Which GPU a rank with `cuda=True` was given: its place among those that CUDA_VISIBLE_DEVICES names by numbers.
 
     Args:
         count: How many the machine has, in the order of the bus, in which CUDA counts GPUs of one model.
         environment: The rank's.
-        local_rank: The rank among those of its machine.
+        place: That of the rank's first GPU among those of its machine's ranks.
 
     Returns:
         Its number on the machine; None if there is none, or its name cannot be read.
@@ -244,7 +245,7 @@ def assigned_gpu(count: int, environment: Mapping[str, str], local_rank: int) ->
                 # So does CUDA: what stands behind a word that names no GPU does not count.
                 break
             visible.append(int(word))
-    return visible[local_rank % len(visible)] if visible else None
+    return visible[place] if place < len(visible) else None
 
 
 class _Utilization(ctypes.Structure):

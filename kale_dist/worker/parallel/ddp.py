@@ -76,7 +76,7 @@ class DataParallel(Replica):
         self._flags: list[bool] = []
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
-        self._control: Tensor = torch.empty(0)
+        self._control: Tensor = torch.empty(0, device="cpu")
         self._sent: _Sent | None = None
         self._next_launch = 0
         self._overlap = False
@@ -280,14 +280,16 @@ class DataParallel(Replica):
         numbers[_LEFT] = float(left)
         mine = [p.grad is not None for p in self._trainable]
         is_remote = self._control.is_cuda
-        given = torch.tensor([*numbers, *map(float, mine)], dtype=self._control.dtype, pin_memory=is_remote)
+        given = torch.tensor(
+            [*numbers, *map(float, mine)], dtype=self._control.dtype, device="cpu", pin_memory=is_remote
+        )
         self._control.copy_(given, non_blocking=is_remote)
         return mine
 
     def _fetch_controls(self) -> None:
         """Start to copy the sums of the control numbers to the CPU, without waiting for a GPU."""
         is_remote = self._control.is_cuda
-        numbers = torch.empty(self._control.shape, dtype=self._control.dtype, pin_memory=is_remote)
+        numbers = torch.empty(self._control.shape, dtype=self._control.dtype, device="cpu", pin_memory=is_remote)
         numbers.copy_(self._control, non_blocking=is_remote)
         arrived = torch.cuda.Event() if is_remote else None  # type: ignore[no-untyped-call]
         if arrived is not None:

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -32,8 +31,9 @@ from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import Layout, Settings
 from kale_dist.strategies.fsdp import select_units
 from kale_dist.worker.parallel.blocks import alter_blocks
-from kale_dist.worker.parallel.replica import Replica
+from kale_dist.worker.parallel.replica import Replica, refuse_gradients
 from kale_dist.worker.parallel.tensor import norm_of_parts, whole_states
+from kale_dist.worker.training.group import all_gather_single, reduce_scatter_single
 from kale_dist.worker.training.strategy import FullState, Parts
 
 _GATHER, _REDUCE, _NO_BACKWARD, _LEFT, _EVALUATED = range(5)
@@ -55,7 +55,7 @@ class FullySharded(Replica):
         layout: This rank's layout.
     """
 
-    reduces = False
+    reduces, divides = False, True
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
         super().__init__(settings, layout)
@@ -71,6 +71,7 @@ class FullySharded(Replica):
         """Shard the model and the optimizer's state in place."""
         model, optimizer = parts.model, parts.optimizer
         if parts.column.is_alone:
+            parts.move()
             super().prepare(parts, stack)
             return
         _write_data(stack)
@@ -89,19 +90,23 @@ class FullySharded(Replica):
         for name in names:
             # The outermost module, too: whole parameters of an evaluation would outlive a step of the optimizer.
             fully_shard(modules[name], mesh=mesh, reshard_after_forward=True)
+            # The unit was brought to the GPU whole, which need not hold the next one, too.
+            used = {id(p) for module, own, p in before if module._parameters.get(own) is p}  # noqa: SLF001 - as FSDP does
+            for old in (p for p in named_before.values() if id(p) not in used):
+                old.data = torch.full((), float("nan"), dtype=old.dtype, device=old.device).expand(old.shape)
+                old.grad = None
         now = dict(model.named_parameters(remove_duplicate=False))
         self._old_of = {id(now[name]): old for name, old in named_before.items()}
         new_of = {id(old): now[name] for name, old in named_before.items()}
         _rekey(optimizer, new_of, mesh)
         for name, tensor in parts.named.items():
             parts.named[name] = new_of.get(id(tensor), tensor)
-        for old in named_before.values():
-            old.data = torch.full((), float("nan"), dtype=old.dtype, device=old.device).expand(old.shape)
-            old.grad = None
+        parts.move()
         largest = max(sum(1 for _ in modules[name].parameters()) for name in names)
         for number, name in enumerate(names):
             self._units.append(_Unit(self, number, name, modules[name], largest))
         super().prepare(parts, stack)
+        refuse_gradients(model.parameters(), "fsdp", stack)
 
     def _restore(self, modules: dict[str, Any], before: list[Any], classes: dict[Any, type]) -> None:
         """Put the old parameters back; in rank 0 with the trained values."""
@@ -119,7 +124,8 @@ class FullySharded(Replica):
             by_name = {f"{name}.{own}" if name else own: p for name, m in modules.items() for own, p in _parameters(m)}
             for name, parameter in by_name.items():
                 if name in self._full.model:
-                    parameter.data = self._full.model[name].to(parameter.device)
+                    # On the CPU: one GPU need not hold the whole model.
+                    parameter.data = self._full.model[name]
             optimizer.load_state_dict(self._full.optimizer)
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
@@ -149,9 +155,11 @@ class FullySharded(Replica):
         """
         column = self.parts.column
         width = self._units[0].width if self._units else 0
-        mine = torch.tensor([kind, unit, *map(int, flags)] + [0] * (width - len(flags)), dtype=torch.int32)
+        mine = torch.tensor(
+            [kind, unit, *map(int, flags)] + [0] * (width - len(flags)), dtype=torch.int32, device="cpu"
+        )
         everyone = mine.new_empty(column.world_size * len(mine))
-        dist.all_gather_single(everyone, mine, group=column.world)
+        all_gather_single(everyone, mine, group=column.world)
         rows = everyone.view(column.world_size, -1).tolist()
         heads = [tuple(row[:2]) for row in rows]
         going = {head for head in heads if head[0] != _EVALUATED}
@@ -176,7 +184,7 @@ class FullySharded(Replica):
         """All-gather a unit's weights."""
         if not self._joins:
             self.agree(_GATHER, unit.number)
-        dist.all_gather_single(output, given, group=self.parts.column.world)
+        all_gather_single(output, given, group=self.parts.column.world)
         self._count(output)
 
     def reduce_scatter(self, output: Tensor, given: Tensor, op: Any) -> None:
@@ -186,7 +194,7 @@ class FullySharded(Replica):
             given.zero_()
         elif self._weight != 1.0:
             given.mul_(self._weight)
-        dist.reduce_scatter_single(output, given, op=op, group=self.parts.column.world)
+        reduce_scatter_single(output, given, op=op, group=self.parts.column.world)
         self._count(given)
 
     def _count(self, whole: Tensor) -> None:
@@ -273,7 +281,10 @@ class _Unit:
         for method in self._methods:
             register_fsdp_forward_method(module, method)
         self._state = module._get_fsdp_state()  # noqa: SLF001 - nothing public shows gradients before their reduction
-        for group in self._state._fsdp_param_groups:  # noqa: SLF001
+        state: Any = self._state
+        # One group a unit before torch 2.13.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001
+        for group in groups:
             group.post_backward = self._agreed(group)
 
     def gather(self, output: Tensor, given: Tensor) -> None:

@@ -291,7 +291,7 @@ class _Meetings:
         if self._is_active:
             pair = self._pairs[self._choice.choice(sorted(self._pairs))]
             theirs = [torch.empty_like(tensor) for tensor in own.buffers]
-            pair.send(torch.tensor(1), *own.buffers)
+            pair.send(torch.tensor(1, device="cpu"), *own.buffers)
             pair.receive(*theirs)
             self._owner.bytes_sent += own.bytes
             for mine, other in zip(own.buffers, theirs, strict=True):
@@ -321,7 +321,7 @@ class _Meetings:
         try:
             theirs = [torch.empty_like(tensor) for tensor in self._shown]
             while True:
-                head = torch.tensor(0)
+                head = torch.tensor(0, device="cpu")
                 pair.receive(head)
                 if not head:
                     return
@@ -341,7 +341,7 @@ class _Meetings:
             return
         if self._is_active:
             for pair in self._pairs.values():
-                pair.send(torch.tensor(0))
+                pair.send(torch.tensor(0, device="cpu"))
         for thread in self._threads:
             thread.join()
         for pair in self._pairs.values():

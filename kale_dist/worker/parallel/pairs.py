@@ -61,13 +61,16 @@ class Pair:
 
     def send_bytes(self, data: bytes) -> None:
         """Send bytes and their number. Raises what `send` raises."""
-        self.send(torch.tensor([len(data)]), *([torch.frombuffer(bytearray(data), dtype=torch.uint8)] if data else []))
+        self.send(
+            torch.tensor([len(data)], device="cpu"),
+            *([torch.frombuffer(bytearray(data), dtype=torch.uint8)] if data else []),
+        )
 
     def receive_bytes(self) -> bytes:
         """Receive what the other rank sent by `send_bytes`. Raises what `receive` raises."""
-        length = torch.empty(1, dtype=torch.int64)
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
         self.receive(length)
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         if length:
             self.receive(data)
         return data.numpy().tobytes()

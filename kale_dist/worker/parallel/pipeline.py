@@ -30,6 +30,7 @@ from kale_dist.strategies import DDP, Layout, Pipeline
 from kale_dist.worker.parallel.blocks import alter_blocks
 from kale_dist.worker.parallel.ddp import DataParallel
 from kale_dist.worker.parallel.ghosts import Calls, Ghosts, Shape, ghost, owners_of, units_of
+from kale_dist.worker.parallel.replica import refuse_gradients
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.result import optimizers_of
 from kale_dist.worker.training.strategy import FullState, Parts
@@ -60,9 +61,9 @@ class _Links:
     def _send(self, tensor: Tensor, to: int) -> None:
         self._under_way.append((dist.isend(tensor, group=self._row.world, group_dst=to), tensor))
 
-    def receive(self, shape: Shape, source: int) -> Tensor:
-        """Wait for a tensor, and return it."""
-        tensor = torch.empty(shape.size, dtype=shape.dtype, device=self._row.device)
+    def receive(self, shape: Shape, source: int, device: str | torch.device | None = None) -> Tensor:
+        """Wait for a tensor, and return it. It has to be on the same kind of device as where it is sent: each has a backend."""
+        tensor = torch.empty(shape.size, dtype=shape.dtype, device=device or self._row.device)
         return self._receive(tensor, source)
 
     def _receive(self, tensor: Tensor, source: int) -> Tensor:
@@ -76,15 +77,15 @@ class _Links:
         data = pickle.dumps(value)
         is_known = self._last_sent.get((kind, to)) == data
         self._last_sent[kind, to] = data
-        self._send(torch.tensor([0 if is_known else len(data)]), to)
+        self._send(torch.tensor([0 if is_known else len(data)], device="cpu"), to)
         if not is_known:
             self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to)
 
     def receive_note(self, kind: str, source: int) -> tuple[Any, bool]:
         """Receive a value; returns it, and whether it differs from the last value of its kind."""
-        size = int(self._receive(torch.empty(1, dtype=torch.int64), source))
+        size = int(self._receive(torch.empty(1, dtype=torch.int64, device="cpu"), source))
         if size:
-            array: Any = self._receive(torch.empty(size, dtype=torch.uint8), source).numpy()
+            array: Any = self._receive(torch.empty(size, dtype=torch.uint8, device="cpu"), source).numpy()
             self._last_received[kind, source] = array.tobytes()
         return pickle.loads(self._last_received[kind, source]), bool(size)
 
@@ -138,6 +139,8 @@ class PipelineParallel(DataParallel):
         layout: This rank's layout.
     """
 
+    divides = True
+
     def __init__(self, settings: Pipeline, layout: Layout) -> None:
         super().__init__(DDP(), layout)
         self._cutting = settings
@@ -155,6 +158,9 @@ class PipelineParallel(DataParallel):
         elsewhere = {id(p) for p in self._elsewhere.values()}
         self._shared = [p for name, p in named.items() if len(self._owners[name]) > 1]
         own = {name: tensor for name, tensor in parts.named.items() if id(tensor) not in elsewhere}
+        for name, parameter in self._elsewhere.items():
+            self._let_go(name, parameter, parts, stack)
+        parts.move()
         super().prepare(dataclasses.replace(parts, named=own), stack)
         own_units = [unit for unit in self._units if unit.stage == self.stage]
         alter_blocks(
@@ -164,9 +170,8 @@ class PipelineParallel(DataParallel):
             checkpointed=self._cutting.activation_checkpointing,
         )
         self._ghosts = Ghosts(model, self._units, self.stage, self.stages, row.device, stack)
-        for name, parameter in self._elsewhere.items():
-            self._let_go(name, parameter, stack)
         alter(model, stack, forward=self._forward)
+        refuse_gradients(model.parameters(), "pipeline", stack)
         count = sum(p.numel() for p in self.parameters.values())
         total = sum(p.numel() for p in named.values())
         if not self.layout.shard:
@@ -175,11 +180,11 @@ class PipelineParallel(DataParallel):
                 f" {total:,} parameters, {self._cutting.micro_batches} micro-batches"
             )
 
-    def _let_go(self, name: str, parameter: torch.nn.Parameter, stack: contextlib.ExitStack) -> None:
+    def _let_go(self, name: str, parameter: torch.nn.Parameter, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Free a parameter of another stage; a result that uses it is NaN, and a gradient of it raises an error."""
-        parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), parameter.device)
+        parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), parts.group.device)
         parameter.grad = None
-        for optimizer in optimizers_of(self.parts.optimizer):
+        for optimizer in optimizers_of(parts.optimizer):
             optimizer.state.pop(parameter, None)
 
         def refuse(_: Tensor) -> None:
@@ -279,8 +284,7 @@ class PipelineParallel(DataParallel):
             shapes = [one for one in pytree.tree_leaves(described) if isinstance(one, Shape)]
             tensors = [self._links.receive(shape, last) for shape in shapes]
         if any(flags) and torch.is_grad_enabled():
-            self._is_called = True
-            anchor = torch.zeros((), requires_grad=True)
+            anchor = torch.zeros((), device="cpu", requires_grad=True)
             tensors = list(_Join.apply(anchor, self._once(passages), flags, *tensors))  # type: ignore[no-untyped-call]
         found = iter(tensors)
         return pytree.tree_map_only(Shape, lambda _: next(found), described)
@@ -302,7 +306,6 @@ class PipelineParallel(DataParallel):
 
     def _backward(self, passages: list[_Passage], gradients: Sequence[Tensor | None]) -> None:
         """Run this stage backwards. Autograd calls this within the user's `backward()`."""
-        self._went_back = True
         with self._one_pass(), self._summed_over_stages(), self._ghosts.backward():
             sizes = [passage.size for passage in passages]
             for number, passage in enumerate(passages):
@@ -346,8 +349,6 @@ class PipelineParallel(DataParallel):
             self._is_within = False
 
     _is_within = False
-    _is_called = _went_back = False
-    """Whether the model was called with gradients since the last step, and whether a backward pass came."""
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self._is_within:
@@ -394,20 +395,6 @@ class PipelineParallel(DataParallel):
 
     # -- around a step ---------------------------------------------------------------------------------------------
 
-    def complete(self, correction: float) -> None:
-        """Refuse a step for which nothing went backwards through the stages, then complete the gradients.
-
-        Raises:
-            KaleDistError: The step has called the model, and made no backward pass.
-        """
-        if self._is_called and not self._went_back:
-            raise KaleDistError(
-                "strategy=Pipeline: train_step calls optimizer.step() without a backward() through the model. Gradients of"
-                " torch.autograd.grad end at this stage: call loss.backward(), or use strategy='ddp'"
-            )
-        self._is_called = self._went_back = False
-        super().complete(correction)
-
     def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
         """Return the norm over all stages; a parameter that several stages hold counts once."""
         counted = {
@@ -416,8 +403,8 @@ class PipelineParallel(DataParallel):
             if p.grad is not None and self.stage == self._stages_of.get(id(p), (0,))[0]
         }
         mine = [gradient for gradient in gradients if id(gradient) in counted]
-        norm = super().total_norm(mine, kind) if mine else torch.zeros(())
-        norms = [torch.zeros((), dtype=torch.float64) for _ in range(self.stages)]
+        norm = super().total_norm(mine, kind) if mine else torch.zeros((), device="cpu")
+        norms = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in range(self.stages)]
         dist.all_gather(norms, norm.detach().to("cpu", torch.float64), group=self.parts.row.world)
         like = gradients[0] if gradients else next(self.parts.model.parameters())
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
@@ -450,20 +437,21 @@ class PipelineParallel(DataParallel):
                     *theirs,
                     *_tensors_of(optimizers, named, names),
                 ):
-                    self._links.send(tensor, 0)
+                    # Rank 0's GPU need not hold the whole model, and step counts are on the CPU anyway.
+                    self._links.send(tensor.cpu(), 0)
                 self._links.flush()
             elif not self.stage:
                 states, _ = self._links.receive_note("states", stage)
                 for name in names:
                     parameter = named[name]
-                    parameter.data = self._links.receive(Shape(tuple(parameter.shape), parameter.dtype), stage)
+                    parameter.data = self._links.receive(Shape(tuple(parameter.shape), parameter.dtype), stage, "cpu")
                 for buffer in theirs:
-                    buffer.copy_(self._links.receive(Shape(tuple(buffer.shape), buffer.dtype), stage))
+                    buffer.copy_(self._links.receive(Shape(tuple(buffer.shape), buffer.dtype), stage, "cpu"))
                 for optimizer, described in zip(optimizers, states, strict=True):
                     for name, state in zip(names, described, strict=True):
                         if state:
                             optimizer.state[named[name]] = {
-                                key: self._links.receive(value, stage) if isinstance(value, Shape) else value
+                                key: self._links.receive(value, stage, "cpu") if isinstance(value, Shape) else value
                                 for key, value in state.items()
                             }
         self._links.bytes_sent = sent
@@ -471,7 +459,7 @@ class PipelineParallel(DataParallel):
             return None
         full = super().full_state()
         for parameter in self._elsewhere.values():
-            parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), parameter.device)
+            parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), row.device)
             for optimizer in optimizers:
                 optimizer.state.pop(parameter, None)
         return full

@@ -119,7 +119,9 @@ class Replica(Strategy):
             parameter.requires_grad_(True)  # noqa: FBT003 - torch's own signature
         self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
         if self._weight_handles or self._accumulates:
-            self._weight_handles[id(parameter)] = parameter.register_hook(functools.partial(self._weigh, parameter))
+            self._weight_handles[id(parameter)] = parameter.register_hook(
+                functools.partial(self._on_weighing, parameter)
+            )
         if frozen:
             parameter.requires_grad_(False)  # noqa: FBT003
 
@@ -160,15 +162,18 @@ class Replica(Strategy):
         elif not self._weight_handles:
             for key, parameter in self.parameters.items():
                 if parameter.requires_grad:
-                    hook = functools.partial(self._weigh, parameter)
+                    hook = functools.partial(self._on_weighing, parameter)
                     self._weight_handles[key] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _weigh(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+    def _on_weighing(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         if torch.is_grad_enabled() and _is_returned(parameter):
             # By `torch.autograd.grad(create_graph=True)`: it goes into a loss, whose own gradients are weighed.
             return None
-        weight = self._weight
         self._is_weighed = True
+        return self._weigh(gradient)
+
+    def _weigh(self, gradient: Tensor) -> Tensor | None:
+        weight = self._weight
         if weight == 1.0:
             return None
         # A repeated sample may well give nan, which no factor removes.
@@ -236,14 +241,14 @@ class Replica(Strategy):
 
         Such gradients come from `torch.autograd.grad` and assignment, or from a last batch without a backward pass.
         """
-        if self._exchanges:
+        if not self.parts.column.is_alone:
             by_hand = [p for p in self.parameters.values() if p.requires_grad and self._is_unknown(p)]
             # Those of `torch.autograd.grad` have been through the hooks; those of `torch.func`, or of a copy of the model, not.
             if self._weight != 1.0 and not (self._is_weighed or self._accumulates):
                 for parameter in by_hand:
                     if (gradient := parameter.grad) is not None:
-                        parameter.grad = self._weigh(parameter, gradient)
-            if any(id(p) not in self._late for p in by_hand) and not self._is_held_back:
+                        parameter.grad = self._weigh(gradient)
+            if self._exchanges and any(id(p) not in self._late for p in by_hand) and not self._is_held_back:
                 self.parts.group.say(
                     "Gradients were assigned by the step, such as those of torch.autograd.grad or of a copy of the model: they"
                     " are averaged over the ranks before the optimizer's step."
@@ -265,9 +270,7 @@ class Replica(Strategy):
 
     def _mark(self) -> None:
         self._marks = {
-            key: (id(p.grad), p.grad._version)  # noqa: SLF001 - torch's public name for it
-            for key, p in self.parameters.items()
-            if p.grad is not None
+            key: (id(p.grad), _version_of(p.grad)) for key, p in self.parameters.items() if p.grad is not None
         }
 
     def _is_unknown(self, parameter: torch.nn.Parameter) -> bool:
@@ -277,7 +280,7 @@ class Replica(Strategy):
             return False
         identity, version = self._marks.get(id(parameter), (0, 0))
         # A new object at an old address has been changed less often than the old one.
-        return id(gradient) != identity or gradient._version < version  # noqa: SLF001
+        return id(gradient) != identity or _version_of(gradient) < version
 
     def check_held(self, but: Tensor | None = None) -> None:
         """Refuse gradients that the user's code has changed while they are held back, except the one of `but`."""
@@ -285,12 +288,41 @@ class Replica(Strategy):
             gradient, mark = parameter.grad, self._marks.get(key)
             if parameter is but or gradient is None is mark:
                 continue
-            if gradient is None or (id(gradient), gradient._version) != mark:  # noqa: SLF001
+            if gradient is None or (id(gradient), _version_of(gradient)) != mark:
                 raise KaleDistError(
                     "train_step changed or dropped gradients while they are accumulated over several batches. Clip by"
                     " `clip_norm=` instead of inside the step, clear gradients by optimizer.zero_grad() only, and leave"
                     " `accumulate` out if the step accumulates by itself"
                 )
+
+
+def _version_of(gradient: Tensor) -> int:
+    """Return how often a gradient was changed; of a part of one (`DTensor`), the part counts."""
+    version: int = getattr(gradient, "_local_tensor", gradient)._version  # noqa: SLF001 - torch's public name for it
+    return version
+
+
+def refuse_gradients(parameters: Iterable[Tensor], word: str, stack: contextlib.ExitStack) -> None:
+    """Refuse `torch.autograd.grad` of weights that are divided over ranks: the engine does not reach them, and returns None.
+
+    Args:
+        parameters: The weights.
+        word: The strategy's.
+        stack: Undoes it.
+    """
+    divided = {id(parameter) for parameter in parameters}
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # noqa: SLF001 - both `grad`, by any name, and `backward` call it
+
+    def checked(outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+        if options.get("accumulate_grad") is False and any(id(one) in divided for one in inputs):
+            raise KaleDistError(
+                f"train_step takes gradients of weights by torch.autograd.grad, and with strategy={word!r} ranks have parts of"
+                " them. Call loss.backward(), which sets p.grad, or use strategy='ddp'"
+            )
+        return run(outputs, gradients, retain, create, inputs, *rest, **options)
+
+    stack.callback(setattr, torch.autograd, "_engine_run_backward", run)
+    torch.autograd._engine_run_backward = checked  # type: ignore[attr-defined,assignment]  # noqa: SLF001
 
 
 def _is_returned(parameter: Tensor) -> bool:

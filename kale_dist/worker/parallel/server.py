@@ -227,7 +227,7 @@ class Server(Strategy):
 
     def receive_head(self, pair: Pair) -> list[int]:
         """Receive the header of a worker's next request."""
-        head = torch.empty(HEAD + len(self._shard.parameters), dtype=torch.int64)
+        head = torch.empty(HEAD + len(self._shard.parameters), dtype=torch.int64, device="cpu")
         pair.receive(head)
         return head.tolist()
 
@@ -235,7 +235,7 @@ class Server(Strategy):
         """Receive the options of the parameter groups, if the request has them; else return an empty list."""
         if not head[2]:
             return []
-        data = torch.empty(head[2], dtype=torch.uint8)
+        data = torch.empty(head[2], dtype=torch.uint8, device="cpu")
         pair.receive(data)
         options: list[dict[str, Any]] = pickle.loads(data.numpy().tobytes())
         return options

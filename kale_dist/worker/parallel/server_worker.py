@@ -119,11 +119,11 @@ class Worker(Replica):
         if self.settings.mode == "async":
             return super().total_norm(gradients, kind)
         given = set(map(id, gradients))
-        norms = [torch.empty(1, dtype=torch.float64) for _ in self._pairs]
+        norms = [torch.empty(1, dtype=torch.float64, device="cpu") for _ in self._pairs]
         self._ask(Kind.NORM, lambda parameter: id(parameter.grad) in given, norm=kind)
         for pairs, norm in zip(self._pairs, norms, strict=True):
             self._each(pairs, self._receive, norm)
-        like = gradients[0] if len(gradients) else torch.empty(0)
+        like = gradients[0] if len(gradients) else torch.empty(0, device="cpu")
         total: Tensor = torch.linalg.vector_norm(torch.cat(norms), kind)
         return total.to(like.device, like.dtype)
 
@@ -173,7 +173,7 @@ class Worker(Replica):
             ]
             flat = Flat(gradients, torch.device("cpu"))
             flat.read()
-            request = (torch.tensor(head), *(() if new is None else (new,)), *flat.buffers)
+            request = (torch.tensor(head, device="cpu"), *(() if new is None else (new,)), *flat.buffers)
             self._each(pairs, Pair.send, *request)
             self._bytes_sent += flat.bytes * len(pairs)
 
@@ -184,7 +184,7 @@ class Worker(Replica):
             self._each(pairs, Pair.send, head)
 
     def _head(self, kind: Kind, shard: Shard) -> Tensor:
-        return torch.tensor([kind, self.parts.pace.batches, 0, 0, *([0] * len(shard.parameters))])
+        return torch.tensor([kind, self.parts.pace.batches, 0, 0, *([0] * len(shard.parameters))], device="cpu")
 
     def _each(self, pairs: list[Pair], call: Callable[..., None], *arguments: Any) -> None:
         """Call a function for each server of a shard that is left.

@@ -25,7 +25,7 @@ from kale_dist.strategies import DDP, Layout, Settings
 from kale_dist.strategies.tensor import assign, dimension, kind_of
 from kale_dist.worker.parallel.blocks import alter_blocks, blocks_of
 from kale_dist.worker.parallel.ddp import DataParallel
-from kale_dist.worker.training.group import Group, differing, fingerprint
+from kale_dist.worker.training.group import Group, all_gather_single, differing, fingerprint
 from kale_dist.worker.training.strategy import FullState, Parts
 from kale_dist.worker.training.trained import alter
 
@@ -69,7 +69,7 @@ class Peers:
     def gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return all ranks' tensors."""
         parts = tensor.new_empty(self.size * tensor.numel())
-        dist.all_gather_single(parts, tensor.contiguous().view(-1), group=self._group)
+        all_gather_single(parts, tensor.contiguous().view(-1), group=self._group)
         return parts.view(self.size, *tensor.shape).unbind()
 
     def own(self, tensor: Tensor) -> Tensor:
@@ -281,6 +281,7 @@ class TensorParallel(DataParallel):
         layout: This rank's layout.
     """
 
+    divides = True
     division: Division
     divides_weights = True
 
@@ -295,6 +296,7 @@ class TensorParallel(DataParallel):
         stack.callback(self._restore)
         peers = Peers(parts.row)
         self.division = divide_layers(parts.model, self._dividing.plan, peers, parts.optimizer, stack)
+        parts.move()
         alter_blocks(
             blocks_of(parts.model),
             stack,
@@ -343,11 +345,16 @@ class TensorParallel(DataParallel):
         """Gather the parts; rank 0 keeps the whole weights."""
         if self.layout.shard != 0:
             return None
-        full, whole = whole_states(self.parts, self.division.whole)
+        full, whole = whole_states(self.parts, self._kept)
         if self.parts.group.rank:
             return None
         self._full = whole
         return full
+
+    def _kept(self, value: Tensor, parameter: Any) -> Tensor:
+        """Gather a tensor: rank 0 keeps it on the CPU, the other ranks drop it at once."""
+        whole = self.division.whole(value, parameter)
+        return whole.cpu() if self.parts.group.rank == 0 else whole.new_empty(0)
 
     def metrics(self) -> dict[str, float]:
         """Return the bytes sent, of activations and of gradients."""

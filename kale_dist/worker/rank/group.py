@@ -13,16 +13,57 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import os
+import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable
 from multiprocessing import util
 from typing import Any
 
-from kale_dist.errors import ConfigError
+from kale_dist.errors import ConfigError, ContractError
 from kale_dist.wire import Assignment, context
 
 _TIMEOUT = dt.timedelta(days=7)
 """Torch's own limits must not end a job: telling a hang from slow work is the agent's task."""
+
+CONNECT_S = 120.0
+"""In which all ranks have exchanged a first number over NCCL, counted from when the last one is there. It takes seconds."""
+
+_COUNT_EACH_S = 1.0
+_SHM = "/dev/shm"  # noqa: S108 - NCCL's and DataLoader's
+_SHM_BYTES = 64 << 20
+"""Of shared memory for each rank. Containers have 64 MiB in all unless told otherwise."""
+
+
+_NO_CONNECTION = (
+    f"The ranks could not exchange a number over NCCL within {CONNECT_S:g} s. Between machines NCCL needs all ports of the"
+    " job's pods (a NetworkPolicy may close them) and an interface that all can reach, which environment="
+    '{"NCCL_SOCKET_IFNAME": "eth0"} names; within one it needs /dev/shm. {"NCCL_DEBUG": "INFO"} logs what NCCL tries'
+)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def small_shm(ranks: int, folder: str = _SHM) -> str:
+    """A sentence if shared memory is too small for the ranks of one machine; empty if it is not.
+
+    Args:
+        ranks: How many.
+        folder: Where it is mounted.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    if ranks == 1 or free >= ranks * _SHM_BYTES:
+        return ""
+    return (
+        f"{folder} has {free >> 20} MiB free for {ranks} ranks: NCCL and DataLoader's workers pass data through it, and fail when"
+        " it is full (Bus error, unhandled system error). Start the container with --shm-size=8g, or mount a larger one"
+    )
 
 
 class KeptGroup:
@@ -46,11 +87,12 @@ class KeptGroup:
         self._has_other_store = False
         self._replace_functions()
 
-    def open(self, listener: int | None) -> None:
-        """Make the group.
+    def open(self, listener: int | None, give_up: Callable[[BaseException], None] = _raise) -> None:
+        """Make the group, and with CUDA connect all ranks over NCCL.
 
         Args:
             listener: Descriptor of the store's listening socket, for rank 0; None for the others.
+            give_up: Called in another thread, and not to return, if the ranks do not connect.
         """
         import torch
         import torch.distributed as dist
@@ -65,13 +107,12 @@ class KeptGroup:
             wait_for_workers=False,
             master_listen_fd=listener,
         )
-        self._init(
-            self.backend,
-            store=PrefixStore(f"kale_dist/{self._attempt.number}", self.store),
-            rank=self._rank,
-            world_size=self._world_size,
-            timeout=_TIMEOUT,
-        )
+        store = PrefixStore(f"kale_dist/{self._attempt.number}", self.store)
+        given: dict[str, Any] = {"rank": self._rank, "world_size": self._world_size, "timeout": _TIMEOUT}
+        if self._cuda:
+            self._connect(store, given, give_up)
+        else:
+            self._init(self.backend, store=store, **given)
         self.world = dist.group.WORLD
         _mark_waits()
         self._exchanges = self._count_exchanges()
@@ -84,20 +125,57 @@ class KeptGroup:
             return original(*args, **kwargs)
 
         setattr(torch.Tensor, "backward", backward)  # noqa: B010 - mypy sees no function of this type there
+        if self._cuda:
+            threading.Thread(target=self._report_exchanges, name="kale_dist exchanges", daemon=True).start()
+
+    def _connect(self, store: Any, given: dict[str, Any], give_up: Callable[[BaseException], None]) -> None:
+        """Make the group and exchange a number over NCCL at once, not in the first backward pass, where it may hang unseen."""
+        import torch
+        import torch.distributed as dist
+
+        device = torch.device(context.context().device)
+        if not self._assignment.local_rank and (sentence := small_shm(self._assignment.local_world_size)):
+            context.say(sentence)
+        # The last rank may still load its snapshot, which may take long and is no hang.
+        if store.add("here", 1) == self._world_size:
+            store.set("all", "")
+        store.wait(["all"], _TIMEOUT)
+        limit = threading.Timer(CONNECT_S, lambda: give_up(ContractError(_NO_CONNECTION)))
+        limit.daemon = True
+        limit.start()
+        self._init(self.backend, store=store, device_id=device, **given)
+        first = torch.ones(1, device=device)
+        dist.all_reduce(first)
+        first.item()
+        limit.cancel()
+
+    def _report_exchanges(self) -> None:
+        """Tell the agent, while the main thread may wait for a GPU, how many collectives and steps there were. A thread."""
+        told: tuple[int, ...] = ()
+        while True:
+            now = (*self.exchanges(), self._steps)
+            if now != told:
+                told = now
+                context.mark_exchanges(now[:-1])
+            time.sleep(_COUNT_EACH_S)
+
+    def exchanges(self) -> tuple[int, ...]:
+        """Collectives of the default group so far, of each backend. The same on all ranks that wait for none."""
+        import torch
+
+        devices = [torch.device(name) for name in (("cpu", "cuda") if self._cuda else ("cpu",))]
+        backends = [self.world._get_backend(device) for device in devices]  # noqa: SLF001 - there is no public way
+        return tuple(backend._get_sequence_number_for_group() for backend in backends)  # noqa: SLF001
 
     def _count_step(self, *_: Any) -> None:
         self._steps += 1
 
     def _count_exchanges(self) -> int:
         """Collectives so far, of this group; one more where the user's code has found another way to talk."""
-        import torch
         from torch.distributed import distributed_c10d as c10d
 
         found = len(c10d._world.pg_map) + self._has_other_store  # noqa: SLF001 - there is no public list of groups
-        for device in ("cpu", "cuda") if self._cuda else ("cpu",):
-            backend = self.world._get_backend(torch.device(device))  # noqa: SLF001 - nor of a group's backends
-            found += backend._get_sequence_number_for_group()  # noqa: SLF001
-        return int(found)
+        return found + sum(self.exchanges())
 
     def advise(self, *, trained: bool) -> None:
         """After the user's function: say so if the ranks have trained and never exchanged anything.

@@ -30,11 +30,17 @@ _LIMITS = tuple(sorted({value for name, value in vars(resource).items() if name.
 Flag = tuple[str, str | int | float | bool]
 
 _LOG_LEVEL = "logging_level"
-_ATTRIBUTES = ("backends.mkldnn.enabled", "backends.opt_einsum.enabled")
+_MATMUL_PRECISION = "float32_matmul_precision"
+_ATTRIBUTES = (
+    "backends.mkldnn.enabled", "backends.opt_einsum.enabled",
+    *(f"backends.mkldnn.{name}.fp32_precision" for name in ("matmul", "conv", "rnn")),
+)  # fmt: skip
 _CUDA_ATTRIBUTES = (
     "backends.cudnn.enabled", "backends.cudnn.benchmark", "backends.cudnn.deterministic", "backends.cudnn.allow_tf32",
     "backends.cuda.matmul.allow_tf32", "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
     "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    # Last: the older switches above set them, too, and torch refuses a mixture of both that differs.
+    "backends.cuda.matmul.fp32_precision", "backends.cudnn.conv.fp32_precision", "backends.cudnn.rnn.fp32_precision",
 )  # fmt: skip
 
 
@@ -214,10 +220,15 @@ def read_flags(*, cuda: bool) -> tuple[Flag, ...]:
         ("default_dtype", str(torch.get_default_dtype()).removeprefix("torch.")),
         ("deterministic_algorithms", bool(torch.are_deterministic_algorithms_enabled())),
         ("deterministic_warn_only", bool(torch.is_deterministic_algorithms_warn_only_enabled())),
-        ("float32_matmul_precision", str(torch.get_float32_matmul_precision())),
         ("anomaly_detection", bool(torch.is_anomaly_enabled())),
         ("flush_denormal", _flushes_denormal(torch)),
     ]
+    # `torch.get_default_device()` would initialise CUDA to find the number of a device that was set without one.
+    if (chosen := getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)) is not None:  # noqa: SLF001
+        flags.append(("default_device", str(chosen.device)))
+    # Where the notebook has used the newer switches (`fp32_precision`), the older one cannot be read.
+    with contextlib.suppress(RuntimeError):
+        flags.append((_MATMUL_PRECISION, str(torch.get_float32_matmul_precision())))
     for name in (*_ATTRIBUTES, *(_CUDA_ATTRIBUTES if cuda else ())):
         with contextlib.suppress(AttributeError, RuntimeError):
             value = operator.attrgetter(name)(torch)
@@ -240,10 +251,11 @@ def apply_flags(flags: Iterable[Flag]) -> None:
         return
     import torch
 
+    given.pop("default_device", None)
     if "default_dtype" in given:
         torch.set_default_dtype(getattr(torch, str(given.pop("default_dtype"))))
-    if "float32_matmul_precision" in given:
-        torch.set_float32_matmul_precision(str(given.pop("float32_matmul_precision")))
+    if _MATMUL_PRECISION in given:
+        torch.set_float32_matmul_precision(str(given.pop(_MATMUL_PRECISION)))
     if "deterministic_algorithms" in given:
         warn_only = bool(given.pop("deterministic_warn_only", False))
         torch.use_deterministic_algorithms(bool(given.pop("deterministic_algorithms")), warn_only=warn_only)
@@ -258,6 +270,20 @@ def apply_flags(flags: Iterable[Flag]) -> None:
                 setattr(operator.attrgetter(owner)(torch), attribute, value)
 
 
+def set_default_device(flags: Iterable[Flag], own: str) -> None:
+    """Let tensors be made where the notebook makes them: on the CPU, or on the rank's own device for any accelerator.
+
+    Args:
+        flags: What `read_flags` gave.
+        own: The rank's device.
+    """
+    wanted = str(dict(flags).get("default_device", "cpu"))
+    if wanted != "cpu":
+        import torch
+
+        torch.set_default_device(wanted if wanted == "meta" else own)
+
+
 def _flushes_denormal(torch: Any) -> bool:
     """Torch has no question for it, but an operation shows it."""
-    return not bool((torch.tensor(1e-310, dtype=torch.float64) * 1.0).item())
+    return not bool((torch.tensor(1e-310, dtype=torch.float64, device="cpu") * 1.0).item())

@@ -26,13 +26,13 @@ from typing import Any, NoReturn
 from kale_dist import wire
 from kale_dist.errors import ContractError
 from kale_dist.errors.local_variables import FrameLocals
-from kale_dist.snapshot import sources
+from kale_dist.snapshot import loading, sources
 from kale_dist.snapshot.given_models import GivenModels
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire import STACKS_SIGNAL, Assignment, JobFiles, context
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.pod import mpi
-from kale_dist.worker.rank import process_state, stand_ins
+from kale_dist.worker.rank import gpus, process_state, stand_ins
 
 _LOOK_AGAIN_MS = 200
 
@@ -72,7 +72,7 @@ def run(descriptors: Descriptors) -> NoReturn:
 
 def _carry_out(control: _Control, events: int, assignment: Assignment, listener: int | None) -> int:
     """Run the job's function and write the outcome; gives the exit code once the agent lets this rank go."""
-    from kale_dist.snapshot import loading, outcome
+    from kale_dist.snapshot import outcome
     from kale_dist.worker.rank import group
 
     order, rank, attempt = assignment.order, assignment.rank, assignment.attempt.number
@@ -83,6 +83,15 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
     kept = None
     error: BaseException | None = None
     shown: dict[int, FrameLocals] = {}
+
+    def give_up(error: BaseException) -> None:
+        """End this rank, whose main thread hangs."""
+        _print_error(error)
+        outcome.write_failure(path, signer=signer, error=error, references=references)
+        control.say(_account(error, is_started=False))
+        control.wait_for_go()
+        os._exit(1)
+
     try:
         try:
             _settle(assignment, events, files, control)
@@ -91,7 +100,7 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
             loaded = loading.load(FolderStore(pathlib.Path(order.store)), order.snapshot, modules=files.modules)
             references = loaded.references
             if hidden is not None:
-                hidden.open(listener)
+                hidden.open(listener, give_up)
             kept = hidden
             control.say({"running": True})
             is_training = getattr(loaded.fn, "__module__", "").startswith("kale_dist.worker.training.")
@@ -122,14 +131,24 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
         _print_error(second)
     context.flush()
     _flush_output()
-    done: dict[str, Any] = {"done": True, "ok": error is None}
+    done = _account(error, is_started=kept is not None)
     if error is not None:
-        done |= {"error_type": sources.type_name(error), "error_text": _safe_text(error)[:4000]}
         done["locals"] = "\n".join(map(str, shown.values()))
-        done["not_started"] = isinstance(error, ContractError) and kept is None
+    if kept is not None and order.cuda:
+        done["exchanges"] = kept.exchanges()
     control.say(done)
     control.wait_for_go()
     return 0 if error is None else 1
+
+
+def _account(error: BaseException | None, *, is_started: bool) -> dict[str, Any]:
+    """How the call went, for the agent."""
+    if error is None:
+        return {"done": True, "ok": True}
+    told = {"error_type": sources.type_name(error), "error_text": _safe_text(error)[:4000]}
+    if node := os.environ.get(wire.PodVariable.NODE):
+        told["node"] = node
+    return {"done": True, "ok": False, **told, "not_started": isinstance(error, ContractError) and not is_started}
 
 
 def _settle(assignment: Assignment, events: int, files: JobFiles, control: _Control) -> None:
@@ -142,21 +161,15 @@ def _settle(assignment: Assignment, events: int, files: JobFiles, control: _Cont
     else:
         sys.path.insert(0, str(files.modules))
     process_state.set_torchrun_environment(assignment)
+    if not order.cuda:
+        gpus.hide()
     if order.mpi:
         mpi.join(order, assignment.attempt.number, rank)
     process_state.set_threads(assignment)
     process_state.set_seeds(assignment.attempt.seed + rank)
-    device = "cpu"
-    if order.cuda:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ContractError(
-                f"cuda=True, but torch {torch.__version__} sees no GPU here. Ask for GPUs, and use a torch that is "
-                "built for CUDA (on a cluster that of the image)"
-            )
-        device = f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
-        torch.cuda.set_device(device)
+    device = gpus.claim(local_rank, assignment.local_world_size, order.gpus_each) if order.cuda else "cpu"
+    if order.process is not None and loading.has_torch():
+        process_state.set_default_device(order.process.torch_flags, device)
     place = context.Context(
         rank=rank,
         local_rank=local_rank,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kale_dist.errors import ConfigError
 from kale_dist.wire import EventKind, PodVariable, context
+from kale_dist.worker.agent import gpu_faults
 
 if TYPE_CHECKING:
     from kale_dist.worker.rank.debugger import Agent
@@ -188,6 +189,12 @@ def clearer(error: BaseException) -> BaseException:
             f"The process is user {os.getuid()}, who may not do this here. On a cluster, give the user that the volume's "
             "folders belong to as kd.Kubernetes(run_as_user=...), or have their owner open them to this user"
         )
+    if (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, ConfigError)
+        and (fault := gpu_faults.find(str(error)))
+    ):
+        error.add_note(f"{fault.sentence}. {fault.remedy}.")
     return error
 
 

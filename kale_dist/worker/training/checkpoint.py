@@ -23,7 +23,7 @@ from kale_dist.wire import EventKind, blobs, context
 from kale_dist.worker.training.data.dealing import generator_states, set_generator_states
 from kale_dist.worker.training.given import Differences, Given
 from kale_dist.worker.training.group import Group
-from kale_dist.worker.training.result import load_state, state_of
+from kale_dist.worker.training.result import load_state, on_cpu, state_of
 from kale_dist.worker.training.trained import Progress, Trained
 
 VERSION = 2
@@ -188,7 +188,8 @@ def describe(
         steps: Real steps of the optimizer so far.
         mine: This rank's part of the position; None between epochs.
     """
-    ranks = group.gather((random_states(group.device, trained.loaders), own_state, seed, mine))
+    # On the CPU: unpickled, a tensor of a GPU would be on that GPU in every rank.
+    ranks = group.gather((random_states(group.device, trained.loaders), on_cpu(own_state), seed, mine))
     position = None if progress.position is None else {**progress.position, "ranks": [own for *_, own in ranks]}
     return {
         "given": {field.name: getattr(given, field.name) for field in dataclasses.fields(given)},
@@ -441,11 +442,13 @@ def random_states(device: torch.device, loaders: Iterable[Any]) -> dict[str, Any
 def packed(states: Any) -> dict[str, Any]:
     """Return what `generator_states` returned as values that a checkpoint can hold."""
     (version, numbers, gauss), numpy_state, torch_state = states
-    name, keys, *rest = numpy_state if numpy_state is not None else ("", torch.zeros(0))
+    name, keys, *rest = numpy_state if numpy_state is not None else ("", torch.zeros(0, device="cpu"))
     return {
-        "random": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
+        "random": (version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss),
         "torch": torch_state,
-        "numpy": None if numpy_state is None else (name, torch.tensor(keys.tolist(), dtype=torch.int64), *rest),
+        "numpy": None
+        if numpy_state is None
+        else (name, torch.tensor(keys.tolist(), dtype=torch.int64, device="cpu"), *rest),
     }
 
 

@@ -189,6 +189,6 @@ class Differences:
 
 def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        one, other = torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu()
+        one, other = torch.as_tensor(one, device="cpu"), torch.as_tensor(other, device="cpu")
         return torch.equal(one, other)
     return bool(one == other)

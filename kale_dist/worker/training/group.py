@@ -13,6 +13,16 @@ from torch import Tensor
 from kale_dist.errors import KaleDistError
 from kale_dist.wire import context
 
+_torch: Any = dist
+all_gather_single = getattr(_torch, "all_gather_single", None) or _torch.all_gather_into_tensor
+"""Torch's function by its name since 2.13, or by the one before."""
+
+reduce_scatter_single = getattr(_torch, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
+"""Torch's function by its name since 2.13, or by the one before."""
+
+_NOT_OF_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes that NCCL does not send, and gloo does."""
+
 STEP_ENDS = "the end of the step"
 """The place where ranks meet after the user's step."""
 
@@ -74,7 +84,9 @@ class Group:
         mine = copy.copy(self)
         for ranks in parts:
             # Every rank has to make every group.
-            made = dist.new_group(list(ranks), sort_ranks=False) if len(ranks) > 1 else None
+            # Before torch 2.13 groups are always sorted.
+            order: Any = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+            made = dist.new_group(list(ranks), **order) if len(ranks) > 1 else None
             if self.rank in ranks:
                 mine.world, mine.rank, mine.world_size = made, ranks.index(self.rank), len(ranks)
                 mine.size_at_start = mine.world_size
@@ -133,7 +145,7 @@ class Group:
         """Return the sum over ranks of each of the values."""
         if self.is_alone:
             return list(values)
-        sums = torch.tensor(values, dtype=torch.int64)
+        sums = torch.tensor(values, dtype=torch.int64, device="cpu")
         self.sum(sums)
         return sums.tolist()
 
@@ -163,7 +175,7 @@ class Group:
             tensor.detach().copy_(self.send(tensor.detach().cpu(), source))
         elif not self.is_alone:
             data = tensor.detach()
-            whole = data.contiguous()
+            whole = (data.cpu() if data.is_cuda and data.dtype in _NOT_OF_NCCL else data).contiguous()
             dist.broadcast(whole, group_src=source, group=self.world)
             if whole.data_ptr() != data.data_ptr():
                 data.copy_(whole)
@@ -202,7 +214,7 @@ LARGE = 1 << 18
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
     """Return the sum of absolute values of each tensor; 0 for a tensor without a shape yet."""
-    sums = [torch.zeros(()) if torch.nn.parameter.is_lazy(t) else _sum(t.detach()) for t in tensors]
+    sums = [torch.zeros((), device="cpu") if torch.nn.parameter.is_lazy(t) else _sum(t.detach()) for t in tensors]
     return torch.stack(sums).tolist() if sums else []
 
 

@@ -141,7 +141,9 @@ class Setup:
         given = Given.of(training, trained, group.world_size)
         structure = Structure.of(trained.model)
         stack.enter_context(CLOCK.watching_collectives())
-        trained.move_to(group.device)
+        strategy = _made(training.strategy, layout)
+        if not strategy.divides:
+            trained.move_to(group.device)
         resumption = Resumption(group, trained, given)
         named = trained.tensors()
         prints = group.gather(fingerprint(named.values())) if not group.is_alone else []
@@ -155,8 +157,8 @@ class Setup:
             column=group.divided(_columns(layouts)),
             row=group.divided(sorted({one.peers for one in layouts})),
             pace=Pace(layout.shards, training.accumulate),
+            move=functools.partial(trained.move_to, group.device),
         )
-        strategy = _made(training.strategy, layout)
         strategy.prepare(parts, stack)
         if (dispensable := training.strategy.dispensable(group.world_size)) and group.rank == 0:
             # Every connection stands by now, and ranks without data take part in nothing else.
@@ -213,6 +215,10 @@ class Session:
             stack: Undoes everything.
         """
         training, trained, strategy, group = setup.training, setup.trained, setup.strategy, setup.group
+        is_slow = training.precision == "bf16" and group.device.type == "cuda"
+        if is_slow and not torch.cuda.is_bf16_supported(including_emulation=False):
+            name = torch.cuda.get_device_name(group.device)
+            group.say(f"precision='bf16' is emulated on this GPU ({name}), and slow. Use precision='fp16'.")
         _follow_lazy_modules((trained.model, trained.criterion), strategy)
         profiler = Profiler(training.profile, group.device, strategy) if training.profile else None
         losses = Losses(group, trained.model)

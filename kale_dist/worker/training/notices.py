@@ -150,6 +150,9 @@ class Losses:
         self._latest: Tensor | None = None
         self._root: Tensor | None = None
         self._is_told = False
+        self._copy: tuple[Tensor, Any] | None = None
+        """Numbers on their way from the GPU, and the event that ends it."""
+        self._numbers: list[float | None] = [None, None]
 
     @contextlib.contextmanager
     def watched(
@@ -182,10 +185,28 @@ class Losses:
 
     @_harmless
     def latest(self) -> float | None:
-        """Return the criterion's latest loss. Waits for a GPU, so it is not called for every batch."""
-        if self._root is not None:
-            self._look(float(self._root))
-        return None if self._latest is None else float(self._latest)
+        """Return the criterion's latest loss; on a GPU the last one that has arrived, for which nothing waits."""
+        root, latest = self._root, self._latest
+        given = latest if latest is not None else root
+        if given is not None and given.is_cuda:
+            root_value, value = self._arrived(given if root is None else root.to(given.device), given)
+        else:
+            root_value, value = (None if one is None else float(one) for one in (root, latest))
+        if root_value is not None:
+            self._look(root_value)
+        return value if latest is not None else None
+
+    def _arrived(self, root: Tensor, latest: Tensor) -> tuple[float | None, float | None]:
+        """Start to copy two numbers from the GPU, and return those of an earlier copy that has ended."""
+        if self._copy is not None and self._copy[1].query():
+            self._numbers, self._copy = self._copy[0].tolist(), None
+        if self._copy is None:
+            numbers = torch.empty(2, device="cpu", pin_memory=True)
+            numbers.copy_(torch.stack([root.float().reshape(()), latest.float().reshape(())]), non_blocking=True)
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._copy = numbers, event
+        return self._numbers[0], self._numbers[1]
 
     @_harmless
     def _note(self, _module: Any, _inputs: Any, output: Any) -> None:

@@ -246,15 +246,26 @@ class OptimizerControl:
         self._strategy.complete(self._pace.correction)
 
     def flush(self) -> None:
-        """Apply the gradients of a window that the user's step has left unfinished. Called when the step has returned."""
-        if self._strategy.has_pending and self._accumulates:
-            portion, self._pace.portion = self._pace.portion, None
-            self._pace.optimizer_steps_of_batch = 0
-            try:
-                self.step()
-                self._zero_grad()
-            finally:
-                self._pace.portion = portion
+        """Make the step that was held back in a window that the user's step has left. Called when that has returned.
+
+        Raises:
+            ConfigError: The window has gradients, and no step.
+        """
+        if not (self._strategy.has_pending and self._accumulates):
+            return
+        if not self._is_held:
+            raise ConfigError(
+                "accumulate",
+                "train_step ended with gradients for which it has not called optimizer.step()",
+                "Call optimizer.step() in each batch, or leave accumulate out",
+            )
+        portion, self._pace.portion = self._pace.portion, None
+        self._pace.optimizer_steps_of_batch = 0
+        try:
+            self.step()
+            self._zero_grad()
+        finally:
+            self._pace.portion = portion
 
     def _done(self) -> None:
         self.real_steps += 1

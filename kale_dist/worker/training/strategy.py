@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ class Parts:
     """The peers, in their order; alone where there are none."""
     pace: Pace
     """The current batch."""
+    move: Callable[[], None]
+    """Brings model and optimizer to the rank's device, which strategies with `divides` call when they have divided them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,8 @@ class Strategy:
 
     levels: frozenset[str] = frozenset()
     """Names of `metrics` that are not added up over epochs, such as a distance."""
+    divides = False
+    """Whether no rank has the whole model: then it is divided on the CPU, where it fits."""
     saves_within_epochs = True
     """Whether there are moments within an epoch at which all ranks are at the same step and `is_settled`."""
     is_settled = True

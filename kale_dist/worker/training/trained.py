@@ -84,11 +84,20 @@ class Trained:
         for part in (self.model, self.criterion, *self.state):
             if isinstance(part, torch.nn.Module):
                 part.to(device)
-        for parameter, state in self.optimizer.state.items():
-            for name, value in state.items():
-                # Step counts stay where the optimizer keeps them.
-                if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
-                    state[name] = value.to(device)
+        states = self.optimizer.state
+        for options in self.optimizer.param_groups:
+            # Other optimizers keep step counts on the CPU, as torch's own `load_state_dict` does.
+            stays = () if options.get("fused") or options.get("capturable") else ("step",)
+            for state in (states.get(parameter, {}) for parameter in options["params"]):
+                for name in state.keys() - set(stays):
+                    state[name] = _moved(state[name], device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A state of an optimizer on a device: a tensor, or lists of them (LBFGS)."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return [_moved(one, device) for one in value] if type(value) is list else value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

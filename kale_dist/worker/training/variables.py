@@ -231,7 +231,7 @@ def _set_count(one: Any, count: int) -> None:
 def _can_set_counts() -> bool:
     if sys.implementation.name != "cpython":
         return False
-    one: enumerate[Any] = enumerate(())
+    one: enumerate[object] = enumerate(())
     _set_count(one, 7)
     return bool(one.__reduce__()[1][1] == 7)  # noqa: PLR2004 - what was set
 

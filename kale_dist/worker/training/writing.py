@@ -39,7 +39,7 @@ class Writing:
         """
         kept = self._kept.get(place)
         if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
-            kept = self._kept[place] = torch.empty(value.shape, dtype=value.dtype)
+            kept = self._kept[place] = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         return kept.copy_(value.detach())
 
     def write(self, contents: Checkpoint, write: Callable[[dict[str, Any]], None], *, at_once: bool) -> tuple[str, ...]:

@@ -343,12 +343,12 @@ class Batches:
         if feed.reads:
             with contextlib.suppress(StopIteration):
                 portion, batch = self._next()
-                sent = portion, batch, torch.get_rng_state()
+                sent = portion, batch, rng_states(feed.group.device)
         sent = feed.row.send(sent)
         if sent is None:
             raise StopIteration
         portion, batch, random = sent
-        torch.set_rng_state(random)
+        set_rng_states(random, feed.group.device)
         return portion, batch
 
     # -- where every rank knows what comes -------------------------------------------------------------------------
@@ -508,6 +508,18 @@ class CountedCollate:
     def __call__(self, items: Any) -> tuple[int, Any]:
         """Collate items."""
         return len(items), self.collate(items)
+
+
+def rng_states(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The states of torch's generators, on the CPU and on a rank's GPU if it has one."""
+    return torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def set_rng_states(states: tuple[torch.Tensor, ...], device: torch.device) -> None:
+    """Set torch's generators to what `rng_states` returned."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
 
 
 def move(batch: Any, device: torch.device) -> Any:

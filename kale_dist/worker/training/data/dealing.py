@@ -259,7 +259,7 @@ def advance_generators() -> None:
     random.random()  # noqa: S311 - no secret
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.random()
-    torch.rand(())
+    torch.rand((), device="cpu")
 
 
 _DRAWN_WHOLE = 1 << 24
