@@ -58,6 +58,9 @@ class Config:
     `http://` in front if it has no TLS."""
     registry_pull: str = ""
     """The same place as the cluster's nodes reach it, if that is another name."""
+    show_locals: str = ""
+    """How much an error tells of the local variables of its last frames: `none`, `summary` (numbers, shapes, types), `full` (texts
+    and reprs, too); `summary` if not set."""
     origins: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False, compare=False)
     """(setting, file or variable that it comes from), for each that is set."""
 
@@ -194,5 +197,6 @@ _FORMS: dict[str, tuple[Callable[[str], bool], str, str]] = {
     "on": (KINDS.__contains__, "is not a place to run", "Use one of: 'local', 'docker', 'kubernetes'"),
     "image": (names.is_image, "is not an image's reference", "Write it as 'registry.example.com/team/train:1'"),
     "registry": (names.is_registry_path, _REGISTRY_PROBLEM, _REGISTRY_REMEDY),
+    "show_locals": (("none", "summary", "full").__contains__, "is no such choice", "Use one of: 'none', 'summary', 'full'"),
     "registry_pull": (names.is_registry_path, _REGISTRY_PROBLEM, _REGISTRY_REMEDY),
 }  # fmt: skip

@@ -8,22 +8,25 @@ What you make yourself is in `kale_dist` (`kd.Kubernetes`, `kd.Resources`, ...),
 
 from __future__ import annotations
 
+from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.job.backend import Backend, Plan
 from kale_dist.job.profiles import Profile
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import ImageFile
 from kale_dist.job.spec.volumes import VolumeKind
-from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus, Usage
+from kale_dist.job.status import Breakpoint, JobStatus, RankProgress, ReplicaStatus, Usage
 from kale_dist.wire import FailureCause, LogLine, MetricRow, RankStateName, StateName
 from kale_dist.wire.context import Context
 from kale_dist.worker.training.result import TrainingResult
 
 __all__ = [
     "Backend",
+    "Breakpoint",
     "ClusterOptions",
     "Context",
     "FailureCause",
+    "FrameLocals",
     "ImageFile",
     "JobSpec",
     "JobStatus",

@@ -162,9 +162,16 @@ class FakeBackend(Backend):
         return self._run(ref).status
 
     def logs(
-        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
+        self,
+        ref: JobRef,
+        *,
+        follow: bool = False,
+        ranks: Sequence[int] | None = None,
+        tail: int | None = None,
+        on_status: Callable[[JobStatus], None] | None = None,
     ) -> Iterator[LogLine]:
         """What the script printed."""
+        del on_status
         return self._run(ref).lines(lambda line: ranks is None or line.rank in ranks, tail, follow=follow)
 
     def cancel(self, ref: JobRef, *, grace_s: float = 5.0, save: bool = True) -> None:

@@ -14,6 +14,7 @@ from kale_dist.calls import image_checks, save_to, training_checks
 from kale_dist.calls.options import Options
 from kale_dist.calls.resuming import Earlier
 from kale_dist.errors import ConfigError
+from kale_dist.job import interrupts
 from kale_dist.job.backend import Backend
 from kale_dist.job.spec import names, place_settings
 from kale_dist.job.spec.job_spec import Request, Settled, Topology
@@ -21,6 +22,7 @@ from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local, Place
 from kale_dist.places.agent_client import LOAD_ONLY_PREFIXES
 from kale_dist.places.manifests import kind_of
 from kale_dist.trackers import Tracker
+from kale_dist.wire import Debugging
 from kale_dist.wire.memory import free_memory
 from kale_dist.wording import closest
 from kale_dist.worker.training.settings import Training
@@ -169,7 +171,7 @@ def checked(
     request = Request(
         name=options.name, label=label, kind="call" if training is None else "training", topology=ranks.topology,
         cuda=ranks.cuda, threads=options.threads, seed=options.seed, environment=options.environment, policy=options.policy,
-        strategy=strategies.DDP() if training is None else training.strategy,
+        debugging=_debugging(), strategy=strategies.DDP() if training is None else training.strategy,
         saves=training is not None and training.checkpoint_every is not None, **of_pods,
     )  # fmt: skip
     if isinstance(place, Kubernetes):
@@ -204,6 +206,14 @@ def where(on: Any) -> tuple[Backend, Place]:
         problem = f"processes on this machine need Linux, and this is {sys.platform}"
         raise ConfigError("on", problem, "Give on=kd.Docker(...) or on=kd.Kubernetes(...), or use a notebook on Linux")
     return backend, place_settings.filled(place, config.load().place(place_settings.word_of(place)))
+
+
+def _debugging() -> Debugging:
+    """What is configured of errors, and whether a person may come to a breakpoint."""
+    chosen: dict[str, Any] = {} if interrupts.has_person() else {"breakpoint_wait_s": 0.0}
+    if show_locals := config.load().show_locals:
+        chosen["show_locals"] = show_locals
+    return Debugging(**chosen)
 
 
 def _word(on: Any) -> str:

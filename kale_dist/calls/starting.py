@@ -198,6 +198,8 @@ def _again(backend: Backend, job: Job[Any], checkpoint: pathlib.Path | None) -> 
         spec = spec if checkpoint is None else _resuming(spec, checkpoint, store)
         ref = backend.submit(spec, key)
     _say_started(ref, spec)
+    with contextlib.suppress(OSError):
+        records.files(ref.record_name).arguments.write_bytes(inside(job).files.arguments.read_bytes())
     return handle(backend, ref, spec, key, targets=inside(job).targets)
 
 

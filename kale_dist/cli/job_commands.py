@@ -1,4 +1,4 @@
-"""Commands for one job: `kale-dist status`, `logs`, `events`, `fetch`, `cancel`, `retry`, `render`."""
+"""Commands for one job: `kale-dist status`, `logs`, `events`, `fetch`, `debug`, `cancel`, `retry`, `render`."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "-o", "--output", metavar="FILE", help="where to (model.pt, or result.pt for a function's value)"
     )
     fetch.add_argument("--partial", action="store_true", help="the last checkpoint, also of a job that runs or failed")
+    debug = command("debug", "debug ranks that wait in breakpoint(), with pdb", _debug)
+    debug.add_argument("--rank", type=_count, metavar="N", help="only this rank (all that wait, one after the other)")
     cancel = command("cancel", "end a job; a training writes one more checkpoint first", _cancel)
     cancel.add_argument("--no-save", action="store_true", help="end it at once, without that checkpoint")
     retry = command("retry", "submit the same call again, as a new job, and show its output", _retry)
@@ -152,6 +154,11 @@ def _fetch(options: argparse.Namespace) -> int:
     name = "model.pt" if job.spec.kind == "training" else "result.pt"
     path = job.save(options.output or name, partial=options.partial)
     print(json.dumps({"ref": job.ref, "file": str(path), "bytes": path.stat().st_size}) if options.json else path)
+    return 0
+
+
+def _debug(options: argparse.Namespace) -> int:
+    _job(options.ref).debug(options.rank)
     return 0
 
 

@@ -16,7 +16,7 @@ taken (`SnapshotError`), the place to run refused (`BackendError`), or the job i
         BackendUnavailableError
         JobNotFoundError
         JobExistsError
-      JobError                        `.ref` names the job
+      JobError                        `.ref` names the job, `.locals` has the local variables of the rank's last frames
         JobFailedError                its cause is the first failing rank's own exception
         JobTimeoutError               the job ran into `timeout_s` or `stall_timeout_s`
         JobCancelledError
@@ -44,6 +44,7 @@ from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 from kale_dist.errors import tracebacks
+from kale_dist.errors.local_variables import FrameLocals
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -221,6 +222,8 @@ class JobError(KaleDistError):
     def __init__(self, message: str, ref: str = "") -> None:
         super().__init__(message, ref)
         self.ref = ref
+        self.locals: tuple[FrameLocals, ...] = ()
+        """The local variables of the last frames of the rank's own exception: descriptions by name, outermost frame first."""
 
 
 class JobFailedError(JobError):

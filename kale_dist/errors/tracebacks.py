@@ -86,7 +86,7 @@ def _of_user(frames: types.TracebackType | None, *, called: bool) -> types.Trace
     while frames is not None:
         package = str(frames.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
         called = called or package == "kale_dist"
-        if package not in ("kale_dist", "IPython") and not (called and _is_library(frames.tb_frame.f_code.co_filename)):
+        if package not in ("kale_dist", "IPython") and not (called and is_library(frames.tb_frame.f_code.co_filename)):
             kept.append(frames)
         frames = frames.tb_next
     following = None
@@ -95,7 +95,8 @@ def _of_user(frames: types.TracebackType | None, *, called: bool) -> types.Trace
     return following
 
 
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
+    """Whether a file belongs to Python or to an installed package."""
     path = pathlib.PurePath(filename)
     return (
         filename.startswith("<frozen ")

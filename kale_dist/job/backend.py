@@ -150,7 +150,13 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def logs(
-        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
+        self,
+        ref: JobRef,
+        *,
+        follow: bool = False,
+        ranks: Sequence[int] | None = None,
+        tail: int | None = None,
+        on_status: Callable[[JobStatus], None] | None = None,
     ) -> Iterator[LogLine]:
         """Lines of the log; with `follow` until the job has ended.
 
@@ -160,6 +166,7 @@ class Backend(abc.ABC):
             ranks: Only these ranks' lines (and no lines of the agent); None for all.
             tail: Only the last lines of those there are now, this many, and with `follow` all later ones; None for
                 all from the first.
+            on_status: Called with the job's status, in the caller's thread, each time before more lines are waited for.
 
         Raises:
             JobNotFoundError: No such job.
@@ -177,6 +184,21 @@ class Backend(abc.ABC):
         Raises:
             JobNotFoundError: No such job.
         """
+
+    def tell(self, ref: JobRef, rank: int, message: Mapping[str, str]) -> None:
+        """Send a message to the debugger of a rank. One that it does not expect has no effect.
+
+        Args:
+            ref: The job.
+            rank: The rank.
+            message: `{}` when a person has opened a prompt; `prompt` and `input` with an answer to it.
+
+        Raises:
+            JobNotFoundError: No such job.
+            BackendError: The rank cannot be reached.
+        """
+        del rank, message
+        raise BackendError(f"Ranks of {ref} take no messages")
 
     @abc.abstractmethod
     def delete(self, ref: JobRef) -> None:

@@ -27,7 +27,7 @@ from kale_dist.errors import (
     short_refusals,
     warn,
 )
-from kale_dist.job import interrupts, watch, weights
+from kale_dist.job import debugging, interrupts, watch, weights
 from kale_dist.job.backend import Backend, JobRef, PlaceEvent
 from kale_dist.job.outcomes import OutcomeReader
 from kale_dist.job.profiles import Profile
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _QUICK_S = 1.0
-"""A cell that waits for a job for longer shows the job below it."""
+"""A cell of a notebook with a person that waits for a job for longer shows the job below it."""
 
 _SHOWN_LINES = 1000
 """A printed log shows its last lines: a notebook with a million of them would not open again."""
@@ -122,6 +122,7 @@ class Job(Generic[R]):
         self._again = again
         self._track = track
         self._watcher = watch.watcher(backend)
+        self._prompts = debugging.Prompts(backend, ref)
         self._inside = Inside(
             files=outcomes.files,
             key=outcomes.key,
@@ -409,7 +410,7 @@ class Job(Generic[R]):
         """
         wanted = check_lines(ranks, tail, self._spec.topology.number_of_processes)
         read = functools.partial(self._backend.logs, self._ref, ranks=wanted, tail=tail)
-        return Log(self._passed_on(read(follow=follow)), read)
+        return Log(self._passed_on(read(follow=follow, on_status=self._prompts.open)), read)
 
     @short_refusals
     def stream_logs(self) -> None:
@@ -435,7 +436,7 @@ class Job(Generic[R]):
         unsubscribe = self.subscribe(show)
         try:
             with self._interruptible(), self._inside.reasons.printed():
-                for line in self._backend.logs(self._ref, follow=True):
+                for line in self._backend.logs(self._ref, follow=True, on_status=self._prompts.open):
                     say(line)
             show(self.status)
         finally:
@@ -462,6 +463,29 @@ class Job(Generic[R]):
             ConfigError: There is no such tracker, or its package is not installed here.
         """
         self._track(self, trackers.resolve(track))
+
+    def debug(self, rank: int | None = None) -> None:
+        """Debug the ranks that wait in `breakpoint()`: pdb's prompt opens here. Returns when they have left it.
+
+        A cell that waits for the job opens the prompt by itself. An interrupt leaves the prompt, and the rank waits on.
+
+        Args:
+            rank: Only this rank; None for all that wait, one after the other.
+
+        Raises:
+            ConfigError: The job has no such rank, or nothing can be typed here.
+            BackendError: No such rank waits in `breakpoint()`.
+        """
+        ranks = check_lines(rank, None, self._spec.topology.number_of_processes)
+        if not interrupts.can_answer():
+            problem = "nothing can be typed here: this is no terminal, and no cell with a person at it"
+            raise ConfigError("debug", problem, f"Type in a terminal: kale-dist debug {self.ref}")
+        status = self.status
+        if not any(ranks is None or one.rank in ranks for one in status.at_breakpoints):
+            who = f"No rank of {self.ref} waits" if rank is None else f"Rank {rank} of {self.ref} does not wait"
+            raise BackendError(f"{who} in breakpoint() now: {status.state.value}")
+        with contextlib.suppress(KeyboardInterrupt):
+            self._prompts.open(status, ranks)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -563,18 +587,24 @@ class Job(Generic[R]):
         try:
             with self._interruptible():
                 is_long = timeout is None or timeout > _QUICK_S
-                if is_long and self._cell_of_card is None and interrupts.running_cell() is not None:
+                in_cell = interrupts.is_interactive() and interrupts.running_cell() is not None
+                if is_long and in_cell and self._cell_of_card is None:
                     with contextlib.suppress(WaitTimeoutError):
-                        return self._watcher.wait(self._ref, _QUICK_S)
+                        return self._watcher.wait(self._ref, _QUICK_S, self._attend)
                     timeout = None if timeout is None else timeout - _QUICK_S
                     self._ipython_display_()
-                return self._watcher.wait(self._ref, timeout, self._inside.reasons.print)
+                return self._watcher.wait(self._ref, timeout, self._attend)
         finally:
             with contextlib.suppress(KaleDistError):
                 self._inside.reasons.print(self.status)
             for callback in tuple(self._inside.after_wait):
                 with contextlib.suppress(Exception):
                     callback()
+
+    def _attend(self, status: JobStatus) -> None:
+        """Do what a wait does at each status: say why the job waits, open the prompts of ranks at breakpoints."""
+        self._inside.reasons.print(status)
+        self._prompts.open(status)
 
     def _succeed(self, timeout: float | None) -> None:
         """Wait for a success, or raise what stood in its way."""

@@ -37,6 +37,21 @@ def is_interactive() -> bool:
     return kernel is not None and bool(getattr(kernel, "_allow_stdin", True))
 
 
+def can_answer() -> bool:
+    """Whether this thread can ask a person: a cell's input and a terminal belong to the main thread."""
+    return threading.current_thread() is threading.main_thread() and has_person()
+
+
+def has_person() -> bool:
+    """Whether this process has a cell with a front end, or a terminal."""
+    if getattr(shell(), "kernel", None) is not None:
+        return is_interactive()
+    # Some programs have no standard input, or have closed it.
+    with contextlib.suppress(AttributeError, ValueError):
+        return sys.stdin.isatty()
+    return False
+
+
 def running_cell() -> int | None:
     """The number of the notebook's cell that this thread runs; None in scripts, terminals and other threads."""
     if getattr(shell(), "kernel", None) is None or threading.current_thread() is not threading.main_thread():

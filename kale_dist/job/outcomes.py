@@ -17,6 +17,7 @@ from kale_dist.errors import (
     ResultUnavailableError,
     StoreError,
 )
+from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.job import records, weights
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus
@@ -85,7 +86,7 @@ class OutcomeReader:
         sentence = f"{self._ref} {status.state.value}: {status.reason or 'no reason is known'}"
         if status.state is StateName.CANCELLED:
             return JobCancelledError(sentence, self._ref)
-        cause, traceback = self._cause(status)
+        cause, traceback, frames = self._cause(status)
         if isinstance(cause, ModuleNotFoundError) and self._spec.image:
             sentence += (
                 ". packages='auto' adds the packages that a call imports to its image, packages=['name'] those named"
@@ -95,6 +96,7 @@ class OutcomeReader:
         kind = JobTimeoutError if status.cause in _TIME_CAUSES else JobFailedError
         error = kind(f"{sentence}\n\n{traceback}" if traceback else sentence, self._ref)
         error.__cause__ = cause
+        error.locals = frames
         return error
 
     def model_state(self, attempt: int) -> dict[str, Any]:
@@ -155,7 +157,7 @@ class OutcomeReader:
         found = [run.files.checkpoint for run in records.runs(self.files.folder.name) if run.files.checkpoint.exists()]
         if found:
             return found[-1]
-        why = "One is written after every `checkpoint_every` epochs"
+        why = "It has not come to the first one (checkpoint_every)"
         if not self._spec.saves:
             why = "It was called with checkpoint_every=None"
         problem = f"{self._ref} has written no checkpoint. {why}"
@@ -208,8 +210,8 @@ class OutcomeReader:
         if self._fetch is not None:
             self._fetch(path.name)
 
-    def _cause(self, status: JobStatus) -> tuple[BaseException, str]:
-        """The exception of the rank that failed first, and its formatted traceback."""
+    def _cause(self, status: JobStatus) -> tuple[BaseException, str, tuple[FrameLocals, ...]]:
+        """The exception of the rank that failed first, its formatted traceback, and its local variables."""
         if status.failed_rank is not None and status.cause not in _TIME_CAUSES:
             try:
                 found = self._outcome(status.failed_rank, status.attempt)
@@ -218,8 +220,8 @@ class OutcomeReader:
             else:
                 if found.error is not None:
                     # A traceback without frames would only repeat the reason.
-                    return found.error, found.traceback if "\n  File " in found.traceback else ""
-        return RankError(status.reason), ""
+                    return found.error, found.traceback if "\n  File " in found.traceback else "", found.locals
+        return RankError(status.reason), "", ()
 
     def _resolve(self, index: int) -> object:
         if self._originals is not None:

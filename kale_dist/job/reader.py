@@ -320,26 +320,42 @@ class FolderBackend(Backend):
         self._listeners.append(callback)
 
     def logs(
-        self, ref: JobRef, *, follow: bool = False, ranks: Sequence[int] | None = None, tail: int | None = None
+        self,
+        ref: JobRef,
+        *,
+        follow: bool = False,
+        ranks: Sequence[int] | None = None,
+        tail: int | None = None,
+        on_status: Callable[[JobStatus], None] | None = None,
     ) -> Iterator[LogLine]:
         """Yield the log's lines, or only the last `tail` of those so far; with `follow`, until the job has ended."""
         job = self._reader(ref)
         if not job.status().is_final:
             self._attend(ref)
-        return self._lines(ref, job, None if ranks is None else frozenset(ranks), tail, follow=follow)
+        wanted = None if ranks is None else frozenset(ranks)
+        return self._lines(ref, job, wanted, tail, follow=follow, on_status=on_status)
 
     def _lines(
-        self, ref: JobRef, job: JobReader, ranks: frozenset[int] | None, tail: int | None, *, follow: bool
+        self,
+        ref: JobRef,
+        job: JobReader,
+        ranks: frozenset[int] | None,
+        tail: int | None,
+        *,
+        follow: bool,
+        on_status: Callable[[JobStatus], None] | None,
     ) -> Iterator[LogLine]:
         log = job.open_log()
         if tail is not None:
             yield from log.tail(tail, ranks)
         while follow or tail is None:
             # Checked before reading, so that everything is read that the job wrote before its end.
-            seen, is_last = self._changes, not follow or job.status().is_final
+            seen, status = self._changes, job.status()
             yield from log.read(ranks)
-            if is_last:
+            if not follow or status.is_final:
                 return
+            if on_status is not None:
+                on_status(status)
             timeout_s = self._attend(ref)
             with self._changed:
                 self._changed.wait_for(lambda seen=seen: self._changes != seen, timeout_s)  # type: ignore[misc]

@@ -87,10 +87,11 @@ class Run:
     """When the run was submitted, or resumed after a suspension, in seconds since 1970; 0 stands for `Record.created`."""
     is_started: bool = True
     """Whether the run's object was created on the cluster."""
-    is_free: bool = False
-    """Whether the run does not count against `max_restarts`, as after a suspension."""
+    free: int = 0
+    """How many attempts do not count against `max_restarts`: those of the run before that only had more ranks, and this run's first
+    one if it follows a suspension."""
     is_suspended: bool = False
-    """Whether the run was suspended: the next head of the same object is then the next run, with `is_free`."""
+    """Whether the run was suspended: the next head of the same object is then the next run, which is free."""
     place: tuple[tuple[str, str], ...] = ()
     """Facts by which the backend finds the run again; empty if they are those of the record."""
 

@@ -91,7 +91,9 @@ def _rows(jobs: Any) -> list[Row]:
     for job in jobs:
         # A job may be deleted meanwhile.
         with contextlib.suppress(JobNotFoundError):
-            found.append(Row(status=job.status, arguments=_arguments(job)))
+            status = job.status
+            created = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.created)) if status.created else ""
+            found.append(Row(status=status, arguments=_arguments(job), created=created))
     return found
 
 

@@ -53,6 +53,20 @@ class Usage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Breakpoint:
+    """Where a rank waits in `breakpoint()`."""
+
+    prompt: str
+    """Names the prompt that an answer is for; each has another one."""
+    where: str
+    """`Cell In[3]:5 in step`."""
+    text: str
+    """What the debugger has printed since the last answer, with the prompt."""
+    typed: str
+    """The last answer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStatus:
     """One rank."""
 
@@ -64,8 +78,12 @@ class ReplicaStatus:
     """Name of the signal that ended it, such as `SIGKILL`."""
     error: str | None = None
     """`Type: text` of its exception."""
+    locals: str = ""
+    """The local variables of that exception's last frames, as text."""
     in_collective: bool | None = None
     """Whether it waited in a collective when last looked at; None if it was not examined."""
+    breakpoint: Breakpoint | None = None
+    """None if it waits in none."""
     progress: RankProgress | None = None
     usage: Usage | None = None
     """None until its agent has looked for the first time."""
@@ -113,6 +131,11 @@ class JobStatus:
     def is_final(self) -> bool:
         """Whether the job has ended."""
         return self.state.is_final
+
+    @property
+    def at_breakpoints(self) -> tuple[ReplicaStatus, ...]:
+        """The ranks that wait in `breakpoint()`."""
+        return tuple(replica for replica in self.replicas if replica.breakpoint is not None and not self.is_final)
 
     @property
     def fraction(self) -> float | None:
@@ -190,7 +213,11 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
         case EventKind.OUTCOME if rank is not None and not event.get("ok"):
             error = ": ".join(part for part in (event.get("error_type"), event.get("error_text")) if part)
             first = rank if status.failed_rank is None else status.failed_rank
-            return _with_replica(dataclasses.replace(status, failed_rank=first), rank, error=error)
+            shown = str(event.get("locals") or "")
+            return _with_replica(dataclasses.replace(status, failed_rank=first), rank, error=error, locals=shown)
+        case EventKind.DEBUG if rank is not None:
+            values = {field.name: str(event[field.name]) for field in dataclasses.fields(Breakpoint)}
+            return _with_replica(status, rank, breakpoint=Breakpoint(**values) if values["prompt"] else None)
         case EventKind.PROGRESS if rank is not None:
             return _with_replica(status, rank, progress=_progress(event))
         case EventKind.USAGE if rank is not None:
@@ -230,7 +257,7 @@ def _reduce_rank(status: JobStatus, rank: int, event: dict[str, Any]) -> JobStat
     if state is RankStateName.FAILED and status.failed_rank is None:
         status = dataclasses.replace(status, failed_rank=rank)
     known = {name: event[name] for name in ("pid", "exit_code", "signal") if event.get(name) is not None}
-    return _with_replica(status, rank, state=state, **known)
+    return _with_replica(status, rank, state=state, breakpoint=None, **known)
 
 
 def _with_replica(status: JobStatus, rank: int, **changes: Any) -> JobStatus:

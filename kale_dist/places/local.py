@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kale_dist.errors import BackendError, BackendUnavailableError
 from kale_dist.job import records
@@ -24,7 +24,7 @@ from kale_dist.job.status import JobStatus
 from kale_dist.places import agent_client
 from kale_dist.places.agent_client import AgentClient, Fingerprint
 from kale_dist.places.orders import order_of
-from kale_dist.wire import CANCEL_GRACE_S, Order
+from kale_dist.wire import CANCEL_GRACE_S, Op, Order
 from kale_dist.worker.agent import processes
 from kale_dist.worker.rank import process_state
 
@@ -69,6 +69,12 @@ class LocalBackend(FolderBackend):
         status, client = self._reader(ref).status(), self._client
         problem = client.disk_problems.get(ref.name) if client is not None else ""
         return dataclasses.replace(status, reason=problem) if problem and not status.is_final else status
+
+    def tell(self, ref: JobRef, rank: int, message: Mapping[str, str]) -> None:
+        """Have the job's agent, of this process or of another one, pass a message on to a rank."""
+        told = {"op": Op.TELL, "job": ref.name, "rank": rank, "message": dict(message)}
+        if not agent_client.send(self._reader(ref).record().agent_socket, told):
+            raise BackendError(f"The agent that runs {ref} has ended")
 
     def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S, save: bool = True) -> None:
         """Have the job's agent, of this process or of another one, end its ranks."""

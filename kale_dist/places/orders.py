@@ -30,6 +30,7 @@ def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
         "cuda": spec.cuda,
         "threads": spec.threads,
         "seed": spec.seed,
+        "debugging": spec.debugging,
         "policy": dataclasses.replace(policy, max_restarts=max(0, policy.max_restarts - used_restarts)),
     }
     return Order(**(fields | site))

@@ -18,11 +18,13 @@ import json
 import os
 import pathlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import IO, Any
 
 from kale_dist import wire
 from kale_dist.errors import RemoteError, ResultUnavailableError, SnapshotDamagedError, StoreError
+from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.snapshot import reducers, sources, unpicklable
 from kale_dist.snapshot.pickling import TensorPickler
 from kale_dist.snapshot.reducers import References
@@ -46,6 +48,8 @@ class Outcome:
     """The exception with its causes and notes; a `RemoteError` if it cannot be loaded here."""
     traceback: str = ""
     """The error's traceback as the rank would have printed it, with the lines of the cells."""
+    locals: tuple[FrameLocals, ...] = ()
+    """The local variables of the error's last frames."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +130,12 @@ def write_success(path: str | os.PathLike[str], *, signer: Signer, value: object
 
 
 def write_failure(
-    path: str | os.PathLike[str], *, signer: Signer, error: BaseException, references: References
+    path: str | os.PathLike[str],
+    *,
+    signer: Signer,
+    error: BaseException,
+    references: References,
+    shown: Mapping[int, FrameLocals] | None = None,
 ) -> None:
     """Write the exception of a rank's function. An exception that cannot be pickled is written as text.
 
@@ -135,6 +144,7 @@ def write_failure(
         signer: Signs for the job, attempt and rank.
         error: The exception with its traceback.
         references: Functions and classes of the loaded snapshot.
+        shown: The local variables of its frames: `sources.locals_of`.
 
     Raises:
         StoreError: The disk is full.
@@ -147,7 +157,7 @@ def write_failure(
             raise pickle.PicklingError("an exception with tensors in it")
         return data
 
-    described = describe_error(error, dump)
+    described = describe_error(error, dump, shown or {})
     _write(path, signer, signer.header(ok=False), [json.dumps(described).encode()])
 
 
@@ -177,8 +187,10 @@ def read_outcome(path: str | os.PathLike[str], *, signer: Signer, resolve: Calla
         )
     if not header["ok"]:
         with reducers.loading(_surroundings(lambda _: memoryview(b""), resolve)):
-            failure, text = rebuild_error(json.loads(data), pickle.loads)
-        return Outcome(ok=False, error=failure, traceback=text)
+            described = json.loads(data)
+            failure, text = rebuild_error(described, pickle.loads)
+        frames = tuple(FrameLocals(**frame) for frame in described.get("locals", ()))
+        return Outcome(ok=False, error=failure, traceback=text, locals=frames)
     count = int(header["buffers"])
     plain, storages = buffers[1 : count + 1], buffers[count + 1 :]
     with reducers.loading(_surroundings(storages.__getitem__, resolve)):
@@ -225,12 +237,15 @@ def _surroundings(storage: Callable[[int], memoryview], resolve: Callable[[int],
 # -- exceptions: each with its causes, notes and traceback, and a stand-in where it must be ---------------------------
 
 
-def describe_error(error: BaseException, dump: Callable[[object], bytes]) -> dict[str, Any]:
+def describe_error(
+    error: BaseException, dump: Callable[[object], bytes], shown: Mapping[int, FrameLocals] = MappingProxyType({})
+) -> dict[str, Any]:
     """Describe an exception and its causes for JSON. Never raises, whatever the exceptions' own methods do.
 
     Args:
         error: The exception.
         dump: Pickles a value, or raises.
+        shown: The local variables of its frames.
     """
     chain: list[BaseException] = [error]
     described: list[dict[str, Any]] = []
@@ -252,14 +267,14 @@ def describe_error(error: BaseException, dump: Callable[[object], bytes]) -> dic
             {
                 "type": sources.type_name(one),
                 "text": _text_of(one),
-                "traceback": sources.format_error(one) if position == 0 else "",
+                "traceback": sources.format_error(one, shown) if position == 0 else "",
                 "notes": [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else [],
                 "suppress": bool(_quietly(getattr, one, "__suppress_context__")),
                 "links": links,
                 "pickles": [base64.b64encode(data).decode() for data in _pickles(one, dump)],
             }
         )
-    return {"chain": described}
+    return {"chain": described, "locals": [dataclasses.asdict(frame) for frame in shown.values()]}
 
 
 def rebuild_error(described: dict[str, Any], load: Callable[[bytes], Any]) -> tuple[BaseException, str]:

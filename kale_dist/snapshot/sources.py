@@ -14,13 +14,37 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kale_dist.errors import KaleDistError
+from kale_dist.errors import KaleDistError, local_variables, tracebacks
+from kale_dist.errors.local_variables import FrameLocals
 
 _labels: dict[str, str] = {}
 _PASSING_ON = ("/torch/nn/modules/module.py", "/torch/nn/modules/container.py")
 """Files of torch whose frames, three a layer, are left out of tracebacks."""
 
+_SHOWN_FRAMES = 3
+"""How many frames of an error show their local variables."""
+
 _OWN = str(pathlib.Path(__file__).parent.parent) + "/"
+
+
+def is_own(filename: str) -> bool:
+    """Whether a file is this library's."""
+    return filename.startswith(_OWN)
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is the user's: a cell, a script, a local module; nothing that is installed."""
+    return not is_own(filename) and not tracebacks.is_library(filename)
+
+
+def label_of(filename: str) -> str:
+    """A file as the user knows it: `Cell In[3]`."""
+    return _labels.get(filename, filename)
+
+
+def place_of(frame: types.FrameType, line: int) -> str:
+    """A place in the user's code in short: `Cell In[3]:5 in step`, `train.py:12 in main`."""
+    return f"{pathlib.PurePath(label_of(frame.f_code.co_filename)).name}:{line} in {frame.f_code.co_name}"
 
 
 def install(sources: Mapping[str, tuple[str, str]]) -> None:
@@ -67,13 +91,46 @@ def files_of_class(cls: type) -> Iterator[str]:
             yield filename
 
 
-def format_error(error: BaseException) -> str:
+def locals_of(error: BaseException, *, show: str) -> dict[int, FrameLocals]:
+    """The local variables of an exception's last three frames in the user's code, by their places in its traceback.
+
+    Never raises, whatever the objects do.
+
+    Args:
+        error: The exception.
+        show: `Debugging.show_locals`.
+    """
+    found: dict[int, FrameLocals] = {}
+    if show == "none":
+        return found
+    # A failure of what is only shown must not hide the error itself.
+    with contextlib.suppress(Exception), local_variables.short_tensors():
+        frames = list(enumerate(traceback.walk_tb(error.__traceback__)))
+        shown = [one for one in frames if is_users(one[1][0].f_code.co_filename)][-_SHOWN_FRAMES:]
+        left = local_variables.MAX_BYTES
+        for place, (frame, line) in reversed(shown):
+            where = place_of(frame, line)
+            left -= len(where.encode("utf-8", "replace")) + 1
+            values = local_variables.of_frame(frame, line, limit=left, full=show == "full")
+            if values:
+                found[place] = FrameLocals(where=where, values=values)
+                left -= sum(len(f"    {name} = {value}\n".encode("utf-8", "replace")) for name, value in values.items())
+    return dict(sorted(found.items()))
+
+
+def format_error(error: BaseException, shown: Mapping[int, FrameLocals] | None = None) -> str:
     """An exception's traceback as Python prints it, without the frames of kale_dist, cells named as the user knows them.
 
     Never raises, even if the exception's own methods do.
+
+    Args:
+        error: The exception.
+        shown: Local variables by places in its traceback: they follow the lines of their frames.
     """
     try:
         described = traceback.TracebackException.from_exception(error)
+        for place, one in (shown or {}).items():
+            described.stack[place].locals = dict(one.values)
         _clean(described, error, set())
         return "".join(described.format())
     except Exception as problem:  # noqa: BLE001 - the user's __str__, __cause__ or the like may do anything

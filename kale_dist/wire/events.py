@@ -5,7 +5,7 @@ agent speaks of the whole job) and `attempt`; beyond these:
 
     state       state (`StateName`), reason (a sentence or ""), cause (`FailureCause` or ""),
                 failed_rank (the rank that failed first; None or left out where there is none or it is unknown).
-                A final one is a `Verdict`
+                free (how many attempts were begun only to have more ranks). A final one is a `Verdict`
     attempt     members: those of the `Attempt` whose ranks are started now, as objects
     rank        state (`RankStateName`), pid, exit_code (int or None), signal (name such as "SIGKILL", or None)
     metrics     values {name: number}; epoch and step where they are known; source: "train" or "eval" (what the steps
@@ -15,13 +15,17 @@ agent speaks of the whole job) and `attempt`; beyond these:
                 Kept in `progress.json` alone, the last one of each rank.
     usage       memory_bytes, memory_limit_bytes, gpu_percent, gpu_memory_bytes, gpu_memory_limit_bytes (each an int
                 or None) and node (or None): what the rank uses, as its agent sees it. Kept like progress.
-    checkpoint  epoch, step, path (relative to the job's folder), bytes
-    resumed     epoch: training continues after this epoch from its checkpoint; 0: it starts from the beginning
+    checkpoint  epoch (finished ones), step, batches (of the epoch that has begun; 0 between epochs), asked (whether the agent
+                has asked for it), path (relative to the job's folder), bytes
+    resumed     epoch: training continues after this epoch from its checkpoint; 0: it starts from the beginning;
+                batches: of the next epoch that are done
     note        text: a sentence for the user (how data is sharded, say); warns: whether it is a warning
     display     data {MIME type: text, base64 for pictures}: what a rank shows in the notebook
     disk        problem: why ranks wait for the disk with the job's folder, as a sentence; "" if they do not. Kept like progress.
     waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress
-    outcome     ok; on failure error_type, error_text
+    debug       prompt (what an answer has to name; "" where the rank has left its breakpoint), where (file, line and
+                function), text (what the debugger has printed since the last answer, with the prompt), typed (that answer)
+    outcome     ok; on failure error_type, error_text, locals (the local variables of the last frames, as text)
 """
 
 from __future__ import annotations
@@ -54,6 +58,7 @@ class EventKind(enum.StrEnum):
     DISPLAY = "display"
     DISK = "disk"
     WAITING = "waiting"
+    DEBUG = "debug"
     OUTCOME = "outcome"
 
 

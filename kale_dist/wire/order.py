@@ -32,9 +32,6 @@ CANCEL_GRACE_S = 5.0
 SAVE_LIMIT_S = 20.0
 """How long the end of ranks that are asked for one more checkpoint waits for it."""
 
-SAVE = b"s"
-"""On a rank's control socket: write a checkpoint soon."""
-
 
 class Op(enum.StrEnum):
     """What a message to or from an agent is about. Messages are JSON objects, one a line, with an `op`."""
@@ -45,6 +42,8 @@ class Op(enum.StrEnum):
     """To the agent: end a job. Fields `job`, `grace_s`, and `save` (whether one more checkpoint is written first)."""
     STOP = "stop"
     """To the agent: end when no job is left."""
+    TELL = "tell"
+    """To the agent: pass a message on to a rank, as `JobRun.tell` takes it. Fields `job`, `rank`, `message`."""
     TAKEN = "taken"
     """From the agent: it has the order. Field `job`."""
     WAKE = "wake"
@@ -147,6 +146,16 @@ class Policy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Debugging:
+    """What ranks do for the person who debugs them: from the configuration, and from where the call was made."""
+
+    breakpoint_wait_s: float = 600.0
+    """Seconds that a rank waits in `breakpoint()` for a person; 0 where there is none, as in CI: it goes on at once."""
+    show_locals: str = "summary"
+    """How much an error tells of local variables: `none`, `summary` (numbers, shapes, types), `full` (texts and reprs, too)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
     """What the agents of a job are to do: the same for all of them, on every backend. Made by `orders.order_of`."""
 
@@ -189,6 +198,7 @@ class Order:
     """Seed of rank 0; rank r gets seed + r. None: a random one, drawn by the head."""
     policy: Policy = dataclasses.field(default_factory=Policy)
     """Of the call, with the restarts that are left to this run."""
+    debugging: Debugging = dataclasses.field(default_factory=Debugging)
     replaces_pods: bool = False
     """Whether a pod that is lost is made again, by its controller, so that an attempt may wait for it."""
     ends_with: EndsWith = EndsWith.ANY_FAILURE
@@ -215,6 +225,11 @@ class Order:
     def agents(self) -> int:
         """How many agents were asked for; number 0 is the head."""
         return -(-self.number_of_processes // self.processes_per_agent)
+
+    @property
+    def may_lose_pods(self) -> bool:
+        """Whether an attempt can follow the loss of a pod: with another pod in its place, or with fewer ranks."""
+        return self.replaces_pods or len(self.sizes) > 1
 
     def size_with(self, agents: int) -> int:
         """World size of an attempt in so many agents: the largest that is allowed; 0 if there are too few of them."""

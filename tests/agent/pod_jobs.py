@@ -71,7 +71,7 @@ class Pod:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         self.process = subprocess.Popen(
-            [job.python, "-P", "-m", "kale_dist.worker", "pod"],
+            [job.python, *job.command],
             env=os.environ | told | environment,
             stdout=subprocess.PIPE,
             cwd=folder,
@@ -126,6 +126,7 @@ class PodJob:
         self, root: pathlib.Path, function: Callable[..., Any], *args: Any, ranks: int, **options: Any
     ) -> None:
         self.python = sys.executable
+        self.command = ["-P", "-m", "kale_dist.worker", "pod"]
         self.root = root / f"t-{secrets.token_hex(4)}"
         self.root.mkdir()
         self.store = FolderStore(self.root / "notebook")

@@ -279,3 +279,17 @@ def test_what_ends_a_job_ends_its_wait_for_a_pod(make_bare):
     assert job.start(1).end() == 0
     assert job.pods[0].end() == 1
     assert (job.state()["state"], job.state()["reason"]) == ("cancelled", "The job was cancelled")
+
+
+@pytest.mark.parametrize(("timeout_s", "code"), [(3.0, 1), (None, 143)])
+def test_a_pod_that_gets_sigterm_past_its_deadline_is_not_made_again(make_bare, timeout_s, code):
+    waits = {"start_wait_s": 6.0, "input_wait_s": 0.1, "collect_wait_s": 0.1}
+    job = make_bare(speak_and_sleep, ranks=2, max_restarts=1, timeout_s=timeout_s, **waits).put_input().start_all()
+    job.until_running()
+    # The head ends the job at its time limit, and the cluster ends pods only if it does not.
+    job.pods[0].process.send_signal(signal.SIGSTOP)
+    time.sleep(9.5)
+    job.pods[1].process.terminate()
+    time.sleep(0.5)
+    job.pods[0].process.kill()
+    assert job.pods[1].end() == code

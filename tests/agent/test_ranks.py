@@ -434,8 +434,6 @@ def test_the_picture_functions_of_a_notebook_work_by_the_names_it_imported(jobs)
     ("body", "said"),
     [
         ("input('name? ')", "a rank has no terminal. Ask in the notebook before the call"),
-        ("breakpoint()", "a rank has no terminal to debug in"),
-        ("import pdb; pdb.set_trace()", "a rank has no terminal to debug in"),
         ("import torch; torch.ones(1).cuda()", "this code asks for a GPU, and the rank has none"),
         ("import torch; torch.cuda.set_device(0)", "this code asks for a GPU, and the rank has none"),
         ("import torch; torch.nn.Linear(1, 1).to('cuda')", "pass cuda=True where there are GPUs"),

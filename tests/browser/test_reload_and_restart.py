@@ -50,7 +50,7 @@ def test_reload_restart_and_no_kernel(open_notebook):
     notebook.ready()
     view = notebook.show("import kale_dist as kd\nplain = kd.attach('plain')\nplain")
     expect(view).to_have_attribute("data-state", "cancelled")
-    expect(view.get_by_text("Cancelled after").first).to_contain_text("kernel ended")
+    expect(view.get_by_text("Cancelled after").first).to_contain_text("kernel, or the script, that started it ended")
     view = notebook.show("kept = kd.attach('kept')\nkept")
     expect(view).to_have_attribute("data-state", "running")
     expect(view.locator(".kd-line").first).to_have_text("[0] step 0")

@@ -47,3 +47,22 @@ def test_cancel_while_a_cell_waits(open_notebook, kernel):
         expect(waiting).to_contain_text("cancelled")
     expect(view.locator(".kd-line").first).to_have_text(re.compile(r"^\[0\] step 0$"))
     assert not notebook.errors
+
+
+def test_a_cell_that_only_waits_shows_the_job_live_below_itself(open_notebook, kernel):
+    cell = "job = kd.launch(work, number_of_processes=1)\njob.result()"
+    notebook = open_notebook(f"only-wait-{kernel}.ipynb", cells=[WORK, cell], kernel=kernel)
+    for index in range(2):
+        notebook.run_cell(index)
+    view = notebook.cell(1).locator(".kd-job")
+    view.wait_for(timeout=60_000)
+    expect(view).to_have_attribute("data-state", "running")
+    view.scroll_into_view_if_needed()
+    for step in (5, 15):
+        expect(view.get_by_text(f"[0] step {step}", exact=True)).to_be_visible()
+    assert view.count() == 1
+    notebook.photograph(f"only-waits-{kernel}", view)
+    notebook.command("notebook:interrupt-kernel")
+    expect(notebook.cell(1)).to_contain_text("keeps running")
+    notebook.run("job.cancel()")
+    expect(view).to_have_attribute("data-state", "cancelled", timeout=20_000)

@@ -1,7 +1,4 @@
-"""Worker pods that are lost on the real cluster and made again by their controllers, while no notebook lives.
-
-TFJobs are those of the same operator; a kind that the cluster does not serve is skipped.
-"""
+"""Worker pods that are lost on the real cluster and made again by their controllers, while no notebook lives."""
 
 import json
 import pathlib
@@ -17,7 +14,6 @@ from on_cluster import make_claim, run_kubectl
 import kale_dist as kd
 from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
-from kale_dist.places.kubernetes import objects
 from kale_dist.places.manifests import KINDS
 from kale_dist.wire import StateName
 
@@ -37,10 +33,8 @@ NOTEBOOK = """
 """
 
 
-@pytest.fixture(params=["pytorch", "job", pytest.param("tf", marks=pytest.mark.nightly)])
-def word(request, cluster):
-    if not objects.is_served(cluster, KINDS[request.param]):
-        pytest.skip(f"the cluster has no {KINDS[request.param].name}")
+@pytest.fixture(params=["pytorch", "job"])
+def word(request):
     return request.param
 
 

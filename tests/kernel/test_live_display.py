@@ -78,6 +78,10 @@ def test_a_cell_that_only_waits_shows_the_job_once_below_itself(kernel):
     assert job_name(kernel) in shown["text/plain"]
 
 
+def test_in_an_executed_notebook_only_what_is_asked_for_is_shown(kernel):
+    assert not kernel("kd.launch(chatter, 2, number_of_processes=1).result()", allow_stdin=False).shown
+
+
 def test_a_cell_that_waits_for_a_job_shown_before_does_not_show_it_again(kernel):
     kernel("job = kd.launch(chatter, 2, number_of_processes=1)\njob")
     assert not kernel("job.result()").shown

@@ -12,8 +12,10 @@ import pytest
 from on_cluster import IMAGE, make_claim
 
 ROOT = pathlib.Path(__file__).parents[2]
-# The tour and the strategies have outputs, and tests of their own.
-NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem not in ("tour", "strategies"))
+# The tour and the strategies have outputs, and tests of their own; the one on debugging asks for input.
+NOTEBOOKS = sorted(
+    path for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem not in ("debugging", "tour", "strategies")
+)
 ON_A_CLUSTER = {"cluster", "data"}
 NIGHTLY = {"data", "gan", "hugging_face", "images", "packages", "sounds", "sweep"}
 IN_CONTAINERS = {"packages"}

@@ -62,7 +62,7 @@ def train(step, fatal, *, calls=12, workers=0, make=net, every="3 steps", ranks=
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = loader or DataLoader(Noisy(96), batch_size=4, shuffle=True, num_workers=workers)
+    loader = loader if loader is not None else DataLoader(Noisy(96), batch_size=4, shuffle=True, num_workers=workers)
     job = kd.distribute(
         model, loader, Fatal(fatal, calls + 9), optimizer, step, epochs=3, seed=3, number_of_processes=ranks, threads=1,
         max_restarts=1, checkpoint_every=every, **options,
@@ -94,5 +94,88 @@ def test_a_rank_is_killed_within_an_epoch(name):
     (resumed,) = [line for line in log if "the training resumes" in line]
     said = [line for line in log if "no checkpoint can be written" in line]
     assert ("in epoch 2, after" in resumed, bool(said)) == (outcome == EXACT, says), log
+    assert not [line for line in log if "another order" in line or "could not be set" in line]
+    check(expected, found)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Items in an order and with noise from the generators that code may share."""
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        numbers = list(range(96))[info.id :: info.num_workers] if info else list(range(96))
+        random.shuffle(numbers)
+        for number in numbers:
+            x = torch.full((4,), float(number)) / 96 + 0.1 * torch.rand(4)
+            yield x, int(number > 40)
+
+
+def one_cycle(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=36)
+
+
+def per_batch(model, loader, criterion, optimizer, device, args):
+    total = 0.0
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        args["scheduler"].step()
+        total += loss.item()
+    return {"loss": total}
+
+
+def several(size=96, batch=4, **options):
+    return lambda: DataLoader(Noisy(size), batch_size=batch, shuffle=True, **options)
+
+
+def of_batches():
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(range(96)), 4, drop_last=False)
+    return DataLoader(Noisy(96), batch_sampler=sampler)
+
+
+class WithoutLength(torch.utils.data.Sampler):
+    def __iter__(self):
+        yield from torch.randperm(96).tolist()
+
+
+READY_MADE = {
+    "a sampler without a length": {"loader": lambda: DataLoader(Noisy(96), 4, sampler=WithoutLength())},
+    "plain": {},
+    "two workers": {"loader": several(num_workers=2)},
+    "persistent workers": {"loader": several(num_workers=2, persistent_workers=True)},
+    "the generator of the loader": {
+        "loader": lambda: DataLoader(Noisy(96), 4, shuffle=True, generator=torch.Generator().manual_seed(5))
+    },
+    "accumulate": {"loader": several(size=94), "accumulate": 3, "every": "1 steps"},
+    "accumulate with workers": {"loader": several(size=94, num_workers=1), "accumulate": 3, "every": "1 steps"},
+    "bf16 and clipping": {"precision": "bf16", "clip_norm": 0.5},
+    "averages and the best": {"callbacks": [kd.callbacks.EMA(0.9), kd.callbacks.ModelCheckpoint("train/loss")]},
+    "batch sampler": {"loader": of_batches},
+    "not sharded": {"shard": False, "calls": 24},
+    "split batches": {"split_batches": True, "calls": 24},
+    "a stream": {"loader": lambda: DataLoader(Stream(), batch_size=4)},
+    "a stream with workers": {"loader": lambda: DataLoader(Stream(), batch_size=4, num_workers=2)},
+    "a stream on one rank": {"loader": lambda: DataLoader(Stream(), batch_size=4), "ranks": 1, "calls": 24, "lost": 0},
+    "rank 0 is lost": {"lost": 0},
+    "fsdp": {"strategy": "fsdp"},
+    "PowerSGD": {"strategy": kd.strategies.DDP(compress="powersgd")},
+    "local SGD": {"strategy": kd.strategies.LocalSGD(sync_every=2)},
+    "a sync parameter server": {"strategy": kd.strategies.ParameterServer(mode="sync"), "ranks": 3},
+    "tensor": {"strategy": "tensor", "calls": 24},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*share 2 cores")
+@pytest.mark.parametrize("name", READY_MADE)
+def test_the_ready_made_step_goes_on_within_an_epoch(name):
+    options = dict(READY_MADE[name])
+    lost, make_loader = options.pop("lost", 1), options.pop("loader", several())
+    expected, _, _ = train(None, -1, loader=make_loader(), **options)
+    found, attempt, log = train(None, lost, loader=make_loader(), **options)
+    assert attempt == 1
+    assert [line for line in log if "resumes in epoch 2, after" in line], log
     assert not [line for line in log if "another order" in line or "could not be set" in line]
     check(expected, found)

@@ -105,14 +105,6 @@ JOBS = {
     ),
     "restarts": (a_spec(policy=Policy(max_restarts=2)), SETTINGS),
     "restarts_job": (a_spec(policy=Policy(max_restarts=2), cluster=ClusterOptions(kind="job")), SETTINGS),
-    "restarts_tf": (
-        a_spec(
-            policy=Policy(max_restarts=2),
-            topology=Topology(number_of_processes=4),
-            cluster=ClusterOptions(kind="tf", servers=1),
-        ),
-        SETTINGS,
-    ),
     "job": (a_spec(cluster=ClusterOptions(kind="job", ttl_s=3600)), SETTINGS),
     "job_one_pod": (
         a_spec(topology=Topology(number_of_processes=2, processes_per_pod=2), cluster=ClusterOptions(kind="job")),

@@ -36,6 +36,9 @@ class Agent:
     def cancel_requested(self, grace_s, save):
         self.told.append(("cancel", grace_s))
 
+    def tell_rank(self, rank, message):
+        self.told.append((rank, message))
+
     def acknowledged(self):
         self.told.append("ack")
 
@@ -50,7 +53,7 @@ class Place:
         self.agent.writer = JobWriter(self.files, self.loop, self.notify, limit_bytes=limit_bytes)
         self.server = ByteServer(
             host, 0, key=KEY, files=self.files, store=self.store, writer=self.agent.writer, missing=self.agent.missing,
-            cancel=self.agent.cancel_requested, acknowledge=self.agent.acknowledged,
+            cancel=self.agent.cancel_requested, tell=self.agent.tell_rank, acknowledge=self.agent.acknowledged,
         )  # fmt: skip
 
     def notify(self):
@@ -131,7 +134,14 @@ def place(tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/missing"), ("GET", "/nothing"), ("PUT", "/blobs/00?offset=0"), ("POST", "/cancel"), ("POST", "/ack")],
+    [
+        ("GET", "/missing"),
+        ("GET", "/nothing"),
+        ("PUT", "/blobs/00?offset=0"),
+        ("POST", "/cancel"),
+        ("POST", "/tell"),
+        ("POST", "/ack"),
+    ],
 )
 def test_a_wrong_key_is_told_nothing(place, method, path):
     assert place.ask(method, path, b'{"grace_s": 0}' if method != "GET" else None, key=b"x" * 32) == (403, b"")
@@ -192,6 +202,8 @@ def test_a_body_that_was_not_signed_is_refused(place):
         ("PUT", f"/blobs/{'0' * 64}?offset=1", b"x", 400),
         ("POST", "/cancel", b"{}", 400),
         ("POST", "/cancel", b"no json", 400),
+        ("POST", "/tell", b'{"rank": 1}', 400),
+        ("POST", "/tell", b'{"rank": "x", "message": {}}', 400),
         ("POST", "/cancel", b'{"grace_s": NaN}', 400),
         ("POST", "/cancel", b'{"grace_s": -1}', 400),
         ("POST", "/missing", b"", 404),
@@ -222,6 +234,11 @@ def test_the_notebook_can_acknowledge_and_cancel(place):
     assert place.ask("POST", "/ack", b"")[0] == 200
     assert place.ask("POST", "/cancel", b'{"grace_s": 2.5}')[0] == 200
     assert place.agent.told == ["ack", ("cancel", 2.5)]
+
+
+def test_the_notebook_has_messages_for_a_ranks_debugger_passed_on(place):
+    assert place.ask("POST", "/tell", b'{"rank": 3, "message": {"prompt": "a", "input": "n"}}')[0] == 200
+    assert place.agent.told == [(3, {"prompt": "a", "input": "n"})]
 
 
 def numbers(blocks, since=0):
@@ -426,7 +443,7 @@ def test_a_taken_port_is_an_error_and_a_closed_one_is_free(place, tmp_path):
     agent = place.agent
     settings = {
         "key": KEY, "files": place.files, "store": place.store, "writer": agent.writer, "missing": agent.missing,
-        "cancel": agent.cancel_requested, "acknowledge": agent.acknowledged,
+        "cancel": agent.cancel_requested, "tell": agent.tell_rank, "acknowledge": agent.acknowledged,
     }  # fmt: skip
     with pytest.raises(OSError, match="in use"):
         ByteServer("127.0.0.1", place.server.port, **settings)

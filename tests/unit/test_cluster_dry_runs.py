@@ -155,6 +155,14 @@ def test_pods_that_never_fit_together_beside_those_that_stay_are_warned_of(monke
     assert [(item.name, item.is_fatal) for item in found] == [("no-room", False)] * is_said
 
 
+def test_a_range_of_processes_needs_room_for_its_lower_number_only(monkeypatch, tmp_path):
+    answers = {NODES: nodes({"cpu": "2", "memory": "24Gi"}), "/api/v1/pods": (200, {"items": []})}
+    for sizes, names in (((2, 3, 4), []), ((3, 4), ["cluster-too-small"])):
+        topology = Topology(number_of_processes=4, sizes=sizes)
+        found, _ = check(monkeypatch, tmp_path, answers=answers, resources=Resources(cpu=1), topology=topology)
+        assert [item.name for item in found] == names
+
+
 def test_a_sum_that_fits_does_not_hide_pods_of_which_none_fits_a_node(monkeypatch, tmp_path):
     answers = {
         NODES: nodes({"cpu": "2", "memory": "24Gi"}, {"cpu": "2", "memory": "24Gi"}),

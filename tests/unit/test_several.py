@@ -121,5 +121,6 @@ def test_what_cannot_be_compared_is_refused(given):
 
 
 def test_the_arguments_stay_beside_the_job_for_other_processes():
-    files = inside(trained(0.25, 1.0)).files
-    assert json.loads(files.arguments.read_text())["lr"] == 0.25
+    job = trained(0.25, 1.0)
+    for one in (job, job.retry()):
+        assert json.loads(inside(one).files.arguments.read_text())["lr"] == 0.25

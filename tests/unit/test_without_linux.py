@@ -74,7 +74,7 @@ try:
 except kd.KaleDistError as error:
     print(error.argument, "Linux" in error.problem, "kd.Kubernetes" in error.remedy, sep="|")
 print(doctor.examine()[0].verdict, doctor._python("kubernetes").verdict, sep="|")
-print(kd.jobs())
+print(list(kd.jobs()))
 """,
         tmp_path,
     )

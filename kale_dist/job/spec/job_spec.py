@@ -17,10 +17,10 @@ from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
-from kale_dist.wire import VERSION, Policy, decode
+from kale_dist.wire import VERSION, Debugging, Policy, decode
 
 __all__ = [
-    "ClusterOptions", "JobSpec", "Policy", "Request", "Resources", "Settled", "Topology", "Volume", "VolumeKind"
+    "ClusterOptions", "Debugging", "JobSpec", "Policy", "Request", "Resources", "Settled", "Topology", "Volume", "VolumeKind"
 ]  # fmt: skip
 
 
@@ -39,6 +39,11 @@ class Topology:
     def number_of_pods(self) -> int:
         """Pods needed; rank 0 is in the first."""
         return math.ceil(self.number_of_processes / self.processes_per_pod)
+
+    @property
+    def fewest_pods(self) -> int:
+        """Pods with which the job begins, and goes on."""
+        return math.ceil(min(self.sizes, default=self.number_of_processes) / self.processes_per_pod)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +76,7 @@ class Request:
     saves: bool = True
     """Whether it writes checkpoints, from which a later call can resume."""
     policy: Policy = dataclasses.field(default_factory=Policy)
+    debugging: Debugging = dataclasses.field(default_factory=Debugging)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -135,7 +135,7 @@ def sentence(status: JobStatus, now: float | None) -> str:
         case StateName.STARTING:
             return reason or f"Starting{on}"
         case StateName.RUNNING:
-            doing = reason or _doing(status) or f"Running{on}"
+            doing = reason or _debugged(status) or _doing(status) or f"Running{on}"
             return f"Attempt {status.attempt + 1}: {doing}" if status.attempt else doing
         case StateName.SUCCEEDED:
             return f"Succeeded{time}{on}{f', in attempt {status.attempt + 1}' if status.attempt else ''}"
@@ -266,7 +266,9 @@ def _remark(replica: ReplicaStatus, *, with_error: bool) -> str:
         remarks.append(f"ended by {clean(replica.signal)}")
     elif replica.exit_code:
         remarks.append(f"exit code {replica.exit_code}")
-    if replica.in_collective is not None and replica.state is RankStateName.RUNNING:
+    if replica.breakpoint is not None:
+        remarks.append(f"in breakpoint() at {clean(replica.breakpoint.where)}")
+    elif replica.in_collective is not None and replica.state is RankStateName.RUNNING:
         remarks.append("waits for the others" if replica.in_collective else "the others wait for it")
     return "; ".join(remarks)
 
@@ -324,6 +326,14 @@ def _doing(status: JobStatus) -> str:
     where = {"train": "step ", "eval": "evaluation, step "}.get(progress.phase, f"{clean(progress.phase)}, step ")
     count = step.rpartition(" ")[2].replace("/", " of ")
     return f"Epoch {progress.epoch} of {progress.epochs}{f', {where}{count}' if count else ''}"
+
+
+def _debugged(status: JobStatus) -> str:
+    """Which rank waits in `breakpoint()`, and how to get there."""
+    for replica in status.at_breakpoints[:1]:
+        if replica.breakpoint is not None:
+            return f"Rank {replica.rank} waits in breakpoint() at {clean(replica.breakpoint.where)}: job.debug(rank={replica.rank})"
+    return ""
 
 
 def _ended(word: str, time: str, reason: str) -> str:

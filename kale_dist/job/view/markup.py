@@ -109,7 +109,7 @@ def _parts(status: JobStatus, now: float | None, *, is_frozen: bool, has_titles:
         "head": _head(status, now, is_frozen=is_frozen),
         "progress": _progress(status, None if is_frozen else now, is_frozen=is_frozen),
         "error": _error(status),
-        "curves": _curves(status, has_titles=has_titles),
+        "curves": charts(curves.collect(status.metrics), has_titles=has_titles),
         "profile": profile(status),
         "ranks": _ranks(status, is_frozen=is_frozen),
         "notes": _notes(status),
@@ -176,22 +176,36 @@ def _error(status: JobStatus) -> str:
     if error is None:
         return ""
     rank, message = error
+    shown = facts.clean_lines(next(replica.locals for replica in status.replicas if replica.rank == rank))
+    variables = (
+        f'<details style="margin-top:6px"><summary style="cursor:pointer">Local variables</summary>'
+        f'<pre style="{_MONO};font-size:12px;margin:2px 0 0;padding:0;background:none;color:inherit;white-space:pre-wrap;'
+        f'overflow-wrap:anywhere">{_text(shown)}</pre></details>'
+        if shown
+        else ""
+    )
     return (
         f'<div style="margin-top:10px;padding:8px 12px;border-left:3px solid {_RED};border-radius:4px;background:{_RED}1c">'
         f'<div style="font-weight:600">Rank {rank}</div>'
         f'<pre style="{_MONO};font-size:12px;margin:2px 0 0;padding:0;background:none;color:inherit;white-space:pre-wrap;'
-        f'overflow-wrap:anywhere">{_text(message)}</pre></div>'
+        f'overflow-wrap:anywhere">{_text(message)}</pre>{variables}</div>'
     )
 
 
-def _curves(status: JobStatus, *, has_titles: bool) -> str:
-    found = curves.collect(status.metrics)
+def charts(found: Sequence[curves.Curve], *, has_titles: bool = True) -> str:
+    """Draw the first curves beside each other, and say how many are left out; empty without any."""
     figures = [figure(curve, has_titles=has_titles) for curve in found[: curves.MAX_CURVES]]
     if not figures:
         return ""
     others = len(found) - len(figures)
-    more = f'<div style="{_MUTED};margin-top:8px">and {others:,} more in job.metrics</div>' if others else ""
+    more = small([f"and {others:,} more in job.metrics"] if others else [])
     return f'<div style="display:flex;flex-wrap:wrap;gap:12px 20px;margin-top:14px">{"".join(figures)}</div>{more}'
+
+
+def small(lines: Sequence[str]) -> str:
+    """Draw remarks; escaped here."""
+    style = f"{_MUTED};margin-top:6px;overflow-wrap:anywhere"
+    return "".join(f'<div style="{style}">{_text(line)}</div>' for line in lines if line)
 
 
 def figure(curve: curves.Curve, *, has_titles: bool = True) -> str:
@@ -256,7 +270,7 @@ def table(
     for name, *others in found.rows:
         shown = [_text(value) for value in others]
         if colours is not None:
-            shown[0] = f"{_dot(colours[others[0]])}&nbsp; {shown[0]}"
+            shown[0] = f"{_dot(colours.get(others[0], 'transparent'))}&nbsp; {shown[0]}"
         body += [
             f'<tr style="background:none{";font-weight:600" if name == bold else ""}">',
             f'<th scope="row" style="{cell}left;font-weight:inherit">{_text(name)}</th>',

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
-from html import escape
 
-from kale_dist.job.status import JobStatus, values_of
+from kale_dist.job.status import JobStatus
 from kale_dist.job.view import curves, facts, markup, plain
 
 MAX_ROWS = 20
 """Rows of a table; the newest jobs are shown."""
 
+_NONE = "There are no jobs."
 _METRICS = 3
 """Metrics of a job in the table of all."""
 
@@ -24,6 +23,8 @@ class Row:
     status: JobStatus
     arguments: Mapping[str, str]
     """Arguments of its call, as text."""
+    created: str
+    """When it was submitted, in local time."""
 
     @property
     def name(self) -> str:
@@ -33,45 +34,32 @@ class Row:
 
 def text(rows: Sequence[Row], left_out: int, now: float) -> str:
     """A table of jobs; `left_out` says how many older ones there are."""
-    return "\n".join([*_lines(_table(rows, left_out, now)), *_more(left_out)]) if rows else "There are no jobs."
+    return "\n".join([*_lines(_table(rows, left_out, now)), *_more(left_out)]) if rows else _NONE
 
 
 def html(rows: Sequence[Row], left_out: int, now: float) -> str:
     """The table of `text` as HTML."""
-    if not rows:
-        return markup.frame("Jobs", "There are no jobs.")
-    more = "".join(f'<div style="margin-top:4px;opacity:.72">{escape(line)}</div>' for line in _more(left_out))
     colours = {row.name: markup.colour(row.status) for row in rows}
-    return markup.frame("Jobs", markup.table(_table(rows, left_out, now), "Jobs", colours=colours) + more)
+    table = markup.table(_table(rows, left_out, now), "Jobs", colours=colours) if rows else _NONE
+    return markup.frame("Jobs", table + markup.small(_more(left_out)))
 
 
 def comparison_text(rows: Sequence[Row]) -> str:
     """A comparison of jobs: a row for each, with the arguments in which they differ and their last metrics."""
     table, same = _compared(rows)
-    return "\n".join([*_lines(table), *([same] if same else [])])
+    return "\n".join([*_lines(table), same])
 
 
 def comparison_html(rows: Sequence[Row]) -> str:
     """The comparison with a picture for each metric, in which each job is a line."""
-    found = [curve for curve in _curves(rows) if curve.drawn]
-    figures = "".join(markup.figure(curve) for curve in found[: curves.MAX_CURVES])
     table, same = _compared(rows)
-    missing = []
-    if len(rows) > curves.MAX_SERIES:
-        missing.append(f"The pictures show the first {curves.MAX_SERIES} of {len(rows)} jobs.")
-    if len(found) > curves.MAX_CURVES:
-        missing.append(f"and {len(found) - curves.MAX_CURVES} more metrics in job.metrics")
-    words = [word for word in (*missing, same) if word]
-    notes = "".join(
-        f'<div style="margin-top:6px;opacity:.72;overflow-wrap:anywhere">{escape(one)}</div>' for one in words
+    most = (
+        f"The charts show the first {curves.MAX_SERIES} of {len(rows)} jobs." if len(rows) > curves.MAX_SERIES else ""
     )
-    plot = (
-        f'<div style="display:flex;flex-wrap:wrap;gap:12px 20px;margin-bottom:12px">{figures}</div>' if figures else ""
-    )
-    colours = dict.fromkeys((row.name for row in rows), "transparent") | {
-        row.name: colour for row, colour in zip(rows, curves.COLOURS, strict=False)
-    }
-    return markup.frame("Comparison of jobs", f"{plot}{markup.table(table, 'Compared jobs', colours=colours)}{notes}")
+    colours = dict(zip((row.name for row in rows), curves.COLOURS, strict=False))
+    drawn = markup.table(table, "Compared jobs", colours=colours)
+    charts = markup.charts([curve for curve in _curves(rows) if curve.drawn])
+    return markup.frame("Comparison of jobs", f"{drawn}{markup.small([same, most])}{charts}")
 
 
 def _table(rows: Sequence[Row], first: int, now: float) -> facts.Table:
@@ -81,10 +69,9 @@ def _table(rows: Sequence[Row], first: int, now: float) -> facts.Table:
         elapsed, percent = facts.elapsed_s(status, now), facts.percent(status)
         done = "" if status.is_final or percent is None else f"{percent} %"
         metrics = ", ".join(f"{name} {value}" for name, value in list(_last(status).items())[:_METRICS])
-        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.created)) if status.created else ""
         ran = "" if elapsed is None else facts.duration(elapsed)
         ranks = str(len(status.replicas))
-        cells.append((str(number), row.name, facts.state(status), done, ranks, created, ran, metrics))
+        cells.append((str(number), row.name, facts.state(status), done, ranks, row.created, ran, metrics))
     return _shown(("", "job", "state", "done", "ranks", "created", "ran", "last metrics"), cells, {0, 3, 4, 6})
 
 
@@ -118,25 +105,22 @@ def _shown(titles: Sequence[str], cells: Sequence[Sequence[str]], numeric: set[i
     )
 
 
+def _series(status: JobStatus) -> list[tuple[str, curves.Series]]:
+    """A job's curves by name, such as `eval/loss`; those of evaluations first."""
+    found = [(f"{one.label}/{curve.name}", one) for curve in curves.collect(status.metrics) for one in curve.series]
+    return sorted(found, key=lambda named: not named[0].startswith("eval/"))
+
+
 def _last(status: JobStatus) -> dict[str, str]:
-    """The last value of each metric: `eval/loss` to its text, those of evaluations first."""
-    names = dict.fromkeys(
-        f"{one.label}/{curve.name}" for curve in curves.collect(status.metrics) for one in curve.series
-    )
-    ordered = sorted(names, key=lambda name: not name.startswith("eval/"))
-    found = {name: values_of(status, name) for name in ordered}
-    return {name: facts.number(values[-1]) for name, values in found.items() if values}
+    return {name: facts.number(one.last) for name, one in _series(status)}
 
 
 def _curves(rows: Sequence[Row]) -> list[curves.Curve]:
     found: dict[str, list[curves.Series]] = {}
     for number, (row, colour) in enumerate(zip(rows, curves.COLOURS, strict=False)):
-        for curve in curves.collect(row.status.metrics):
-            for one in curve.series:
-                of_job = dataclasses.replace(one, label=str(number), colour=colour)
-                found.setdefault(f"{one.label}/{curve.name}", []).append(of_job)
-    ordered = sorted(found.items(), key=lambda item: not item[0].startswith("eval/"))
-    return [curves.Curve(name=name, series=tuple(series)) for name, series in ordered]
+        for name, one in _series(row.status):
+            found.setdefault(name, []).append(dataclasses.replace(one, label=str(number), colour=colour))
+    return [curves.Curve(name=name, series=tuple(series)) for name, series in found.items()]
 
 
 def _lines(table: facts.Table) -> list[str]:

@@ -102,16 +102,14 @@ def text(picture: SweepPicture) -> str:
 def html(picture: SweepPicture) -> str:
     """Draw a sweep as one HTML element with inline styles and no script; all text of trials is escaped."""
     best = picture.best
-    notes = "".join(f'<div style="margin-top:4px;opacity:.72">{escape(line)}</div>' for line in _notes(picture))
     table = markup.table(_table(picture), "Trials", bold=str(best.number) if best is not None else "", height=_HEIGHT)
-    figures = "".join(markup.figure(curve) for curve in (_curve(picture), *_by_parameter(picture)) if curve.drawn)
-    plot = f'<div style="display:flex;flex-wrap:wrap;gap:12px 20px;margin-top:10px">{figures}</div>' if figures else ""
+    plot = markup.charts([curve for curve in (_curve(picture), *_by_parameter(picture)) if curve.drawn])
     return markup.frame(
         f"Sweep {facts.clean(picture.name)}",
         f'<strong style="font-size:14px;font-weight:600">{escape(facts.clean(picture.name))}</strong> '
         f"{'ended' if picture.is_over else 'is running'}"
         f'<div style="margin-top:6px;overflow-wrap:anywhere">{escape(sentence(picture))}</div>{plot}'
-        f'<div style="margin-top:10px">{table}</div>{notes}',
+        f'<div style="margin-top:10px">{table}</div>{markup.small(_notes(picture))}',
     )
 
 

@@ -85,6 +85,11 @@ class FollowedBackend(FolderBackend):
         if not self._reader(ref).status().is_final:
             self._follow(ref).cancel(grace_s, save=save)
 
+    def tell(self, ref: JobRef, rank: int, message: Mapping[str, str]) -> None:
+        """Have the job's head pass a message on to a rank."""
+        if not self._follow(ref).tell(rank, message):
+            raise BackendError(f"The head of {ref} cannot be reached from here", retryable=True)
+
     def delete(self, ref: JobRef) -> None:
         """End the job and remove every trace of it, at its place and here."""
         record = self._reader(ref).record()

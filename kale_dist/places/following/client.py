@@ -62,6 +62,10 @@ class HeadClient:
         """Have the head end the job: one more checkpoint if wanted, SIGTERM to all ranks, SIGKILL after `grace_s` seconds."""
         self._ask("POST", "/cancel", json.dumps({"grace_s": grace_s, "save": save}).encode())
 
+    def tell(self, rank: int, message: Mapping[str, str]) -> None:
+        """Have the head pass a message on to a rank's debugger."""
+        self._ask("POST", "/tell", json.dumps({"rank": rank, "message": dict(message)}).encode())
+
     @contextlib.contextmanager
     def stream(self, line: int, event: int, silence_s: float) -> Iterator[tuple[Iterator[bytes], Callable[[], None]]]:
         """Blocks of the log and events as they come, until the job has ended.

@@ -73,6 +73,8 @@ class RunCopy:
         """The head's verdict. Readers do not see it, or events after it, before `release`."""
         self.last_attempt = 0
         """The head's newest attempt that was seen."""
+        self.free = 0
+        """How many of its attempts were begun only to have more ranks."""
         self.has_started = False
         """Whether ranks have started."""
         self._files = files
@@ -232,6 +234,7 @@ class RunCopy:
     def _note(self, event: dict[str, Any]) -> None:
         with contextlib.suppress(TypeError, ValueError):
             self.last_attempt = max(self.last_attempt, int(event.get("attempt") or 0))
+            self.free = max(self.free, int(event.get("free") or 0))
         if event.get("event") in (EventKind.STATE, EventKind.RANK) and event.get("state") == StateName.RUNNING:
             self.has_started = True
 

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kale_dist.errors import BackendError, JobExistsError, KaleDistError, StoreError
@@ -182,6 +182,10 @@ class Follower:
         if not self._ask_head(lambda head: head.cancel(grace_s, save=save)):
             self._place.kill(self._handle, grace_s)
         self._woken.set()
+
+    def tell(self, rank: int, message: Mapping[str, str]) -> bool:
+        """Have the head pass a message on to a rank; returns whether the head has it."""
+        return self._ask_head(lambda head: head.tell(rank, message))
 
     def fetch(self, name: str) -> bool:
         """Fetch a file of the newest run as it is now: from the head while it runs, else from the place.
@@ -587,8 +591,8 @@ class Follower:
 
     def _used_restarts(self) -> int:
         """How often the job was restarted, as an attempt of the same head or as another run."""
-        free = sum(run.is_free for run in records.runs(self._record.name))
-        return self._run.first_attempt + self._copy.last_attempt - free
+        free = sum(run.free for run in records.runs(self._record.name))
+        return self._run.first_attempt + self._copy.last_attempt - free - self._copy.free
 
     def _plan_run(self, reason: str, *, uid: str = "", is_free: bool = False) -> None:
         """End the present run, and record the next one: it is started even if this process ends before.
@@ -610,7 +614,7 @@ class Follower:
             first_attempt=run.first_attempt + copy.last_attempt + 1,
             began=self._clock.time(),
             is_started=bool(uid),
-            is_free=is_free,
+            free=copy.free + is_free,
             place=self._handle.place if uid else (),
         )
         text = f"Run {run.number} of the job ended: {reason.rstrip('.')}. Run {fresh.number} starts"
@@ -653,7 +657,7 @@ class Follower:
                     self._key,
                     run=self._run.number,
                     checkpoint=next(reversed(self._checkpoints()), None),
-                    used_restarts=self._run.first_attempt - sum(run.is_free for run in runs),
+                    used_restarts=self._run.first_attempt - sum(run.free for run in runs),
                 )
             except JobExistsError:
                 # The follower of another machine has started this run, or a process that was killed since.

@@ -148,13 +148,20 @@ def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Findin
     job = kind.make(spec, RunSettings(submitter=cluster.identity))
     groups = kind.pod_groups(job)
     waits = bool(getattr(spec.cluster, "wait_for_nodes", False))
+    # A range of processes runs as soon as its lower number has room.
+    spare = (
+        spec.topology.number_of_pods - math.ceil(min(spec.topology.sizes) / spec.topology.processes_per_pod)
+        if spec.topology.sizes
+        else 0
+    )
+    least = [*groups[:-1], dataclasses.replace(groups[-1], pods=max(0, groups[-1].pods - spare))]
     questions: tuple[Callable[[], list[Finding]], ...] = (
         functools.partial(_dry_runs, cluster, spec, kind, job),
         functools.partial(_dry_pods, cluster, job, groups),
         functools.partial(_claims, cluster, groups),
         functools.partial(_named, cluster, job, groups),
         functools.partial(_runtime, cluster, job),
-        *(() if waits else (functools.partial(_nodes, cluster, groups),)),
+        *(() if waits else (functools.partial(_nodes, cluster, least),)),
     )
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist checks") as pool:
         found = [item for task in [pool.submit(ask) for ask in questions] for item in task.result()]

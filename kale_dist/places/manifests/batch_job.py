@@ -46,6 +46,8 @@ class BatchJob(Kind):
         ttl = spec.cluster.ttl_s
         return {
             **(_indexed(spec.policy.max_restarts) if pods > 1 else {"backoffLimit": 0}),
+            # Pods of a range that still run or wait when the head has succeeded are deleted.
+            **({"successPolicy": {"rules": [{"succeededIndexes": "0"}]}} if topology.sizes else {}),
             "completions": pods,
             "parallelism": pods,
             **({} if ttl is None else {"ttlSecondsAfterFinished": ttl}),

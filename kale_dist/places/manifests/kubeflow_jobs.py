@@ -132,7 +132,7 @@ class PyTorchJob(KubeflowJob):
         """Run policy and replicas."""
         per_pod = spec.topology.processes_per_pod
         return {
-            "runPolicy": _run_policy(spec),
+            "runPolicy": _run_policy(spec, ends_late_pods=bool(spec.topology.sizes) and self.replaces_pods(spec)),
             **({"nprocPerNode": str(per_pod)} if per_pod > 1 else {}),
             "pytorchReplicaSpecs": self._replicas(spec, settings),
         }
@@ -180,7 +180,11 @@ def _has_master(spec: Settled) -> bool:
 
 
 class TFJob(KubeflowJob):
-    """The last pods are the parameter servers. TensorFlow has one process a pod, which uses all of its GPUs."""
+    """The last pods are the parameter servers. TensorFlow has one process a pod, which uses all of its GPUs.
+
+    Lost pods are not waited for: the operator may take a TFJob for failed while it makes them again, as it happens to look at
+    the chief or at the workers first.
+    """
 
     word = "tf"
     name = "TFJob"
@@ -228,10 +232,6 @@ class TFJob(KubeflowJob):
     def head_host(self, spec: Settled, run: int = 1) -> str:
         """The host name of the chief's Service; the operator makes one for each pod."""
         return self.pod_names(spec, run)[0]
-
-    def replaces_pods(self, spec: Settled) -> bool:
-        """Workers and servers alike."""
-        return spec.policy.max_restarts > 0
 
     def order(self, spec: Settled) -> Mapping[str, Any]:
         """With parameter servers, which wait for requests until they are ended, the chief's end is that of the job."""
@@ -294,15 +294,20 @@ class MPIJob(KubeflowJob):
         return {"mpi": True}
 
 
-def _run_policy(spec: Settled) -> dict[str, Any]:
-    """Neither a deadline nor retries of the operator's: both delete pods and their logs."""
-    cluster = spec.cluster
-    policy: dict[str, Any] = {"cleanPodPolicy": "None"}
+def _run_policy(spec: Settled, *, ends_late_pods: bool = False) -> dict[str, Any]:
+    """Neither a deadline nor retries of the operator's: both delete pods and their logs.
+
+    Args:
+        spec: The job.
+        ends_late_pods: Whether pods that still run or wait when the head has ended are deleted.
+    """
+    cluster, topology = spec.cluster, spec.topology
+    policy: dict[str, Any] = {"cleanPodPolicy": "Running" if ends_late_pods else "None"}
     if cluster.ttl_s is not None:
         policy["ttlSecondsAfterFinished"] = cluster.ttl_s
     if cluster.gang:
         policy["schedulingPolicy"] = {
-            "minAvailable": cluster.min_available or spec.topology.number_of_pods,
+            "minAvailable": cluster.min_available or topology.fewest_pods,
             **({"priorityClass": cluster.priority_class} if cluster.priority_class else {}),
         }
     return policy

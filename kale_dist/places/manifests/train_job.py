@@ -91,10 +91,6 @@ class TrainJob(Kind):
         """A name that the Service of the JobSet gives it."""
         return f"{self.pod_names(spec, run)[0]}.{object_name(spec.name, run)}"
 
-    def replaces_pods(self, spec: Settled) -> bool:
-        """Pods that are deleted; a container that fails starts again in its pod, if the runtime says so."""
-        return spec.policy.max_restarts > 0
-
     def state(self, made: Mapping[str, Any]) -> ObjectState:
         """Its conditions tell how it ended or was resumed; that it runs, only its jobs do."""
         status = made.get("status") or {}

@@ -177,6 +177,9 @@ class Agent:
                 grace_s = max(0.0, float(message.get("grace_s", CANCEL_GRACE_S)))
                 if (job := self._jobs.get(str(message.get("job")))) is not None:
                     job.cancel(FailureCause.USER, _CANCELLED, grace_s, save=bool(message.get("save")))
+            case Op.TELL:
+                if (job := self._jobs.get(str(message.get("job")))) is not None:
+                    job.tell(int(message["rank"]), dict(message["message"]))
             case Op.STOP:
                 self._is_stopping = True
                 self._news.set()

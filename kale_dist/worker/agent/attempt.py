@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,10 @@ class RunningAttempt:
         self.ranks = [
             Rank(number, site.writer, self._rank_changed, self._take_event) for number in range(attempt.world_size)
         ]
+        self.world_size = attempt.world_size
+        self.began_at = time.monotonic()
+        self.has_saved = False
+        """Whether the last checkpoint that the ranks were asked for is written."""
         self.lost: list[Rank] = []
         """Ranks without which the others carry on."""
         self.verdict: Verdict | None = None
@@ -113,6 +118,7 @@ class RunningAttempt:
             has_far_ranks=site.relays is not None,
             stall_warn_s=order.policy.stall_warn_s,
             stall_timeout_s=order.policy.stall_timeout_s,
+            breakpoint_wait_s=order.debugging.breakpoint_wait_s,
             fail=self.fail,
         )
         try:
@@ -144,9 +150,13 @@ class RunningAttempt:
             self._grace_s = FAILURE_GRACE_S if grace_s is None else grace_s
         elif grace_s is not None:
             self._site.loop.call_later(grace_s, self._kill, self.ranks)
-        if self.verdict is None or (self.verdict.may_restart and not self._is_last):
+        if self.verdict is None or self._leads_on(self.verdict):
             self.verdict = verdict
         self._changed.set()
+
+    def _leads_on(self, verdict: Verdict) -> bool:
+        """Whether another attempt follows: after a loss that the job may have, or because there are pods for more ranks."""
+        return verdict.may_restart and (verdict.state is StateName.PENDING or not self._is_last)
 
     def save_first(self, then: Callable[[], None], limit_s: float) -> None:
         """Have the ranks write a checkpoint, and call a function once it is written.
@@ -156,9 +166,11 @@ class RunningAttempt:
                 when the attempt ends in another way before.
             limit_s: Seconds.
         """
-        if not self.can_save or self.verdict is not None:
+        # A rank at a breakpoint would save only when it has left it.
+        if not self.can_save or self.verdict is not None or any(rank.prompt for rank in self.ranks):
             then()
             return
+        self.has_saved = False
         self._after_save.append(then)
         if isinstance(first := self.ranks[0].process, NearRank):
             first.ask_to_save()
@@ -269,6 +281,7 @@ class RunningAttempt:
         elif event.get("event") == context.SAVES:
             self.can_save = True
         elif event.get("event") == EventKind.CHECKPOINT and event.get("asked"):
+            self.has_saved = True
             self._go_on()
         elif event.get("event") == EventKind.PROGRESS and self._watch is not None:
             self._watch.progressed(event)
@@ -297,7 +310,7 @@ class RunningAttempt:
         # If the ranks failed only because they missed a lost one, that one is to blame.
         are_followers = all(ending.lost_peer(rank) for rank in self._failed)
         if relays is not None and are_followers and (sentence := relays.explain_loss()):
-            may_restart = self._site.order.replaces_pods
+            may_restart = self._site.order.may_lose_pods
             return Verdict(StateName.FAILED, FailureCause.LOST, sentence, may_restart=may_restart)
         verdict = ending.blame([*self.lost, *self._failed] if are_followers else self._failed)
         if before := [rank.rank for rank in self.lost if rank.rank != verdict.rank]:

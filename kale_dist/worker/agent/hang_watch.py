@@ -51,6 +51,9 @@ LATER_LOOKS_S = 2.0
 STALL_CHECK_S = 1.0
 """How often it is checked whether something has moved."""
 
+VISITED_WAIT_S = 3600.0
+"""How long a rank waits in its debugger for the next line of a person who has come: GPUs are not held for a night."""
+
 Fail = Callable[[FailureCause, str], None]
 
 
@@ -64,6 +67,7 @@ class HangWatch:
         has_far_ranks: Whether relays look after some of them.
         stall_warn_s: Seconds without progress after which the stacks go into the log; None for never.
         stall_timeout_s: Seconds without progress after which the job fails; None for never.
+        breakpoint_wait_s: Seconds that ranks wait in `breakpoint()` for a person.
         fail: Called when the job has to end, with the cause and a sentence.
     """
 
@@ -76,6 +80,7 @@ class HangWatch:
         has_far_ranks: bool,
         stall_warn_s: float | None,
         stall_timeout_s: float | None,
+        breakpoint_wait_s: float,
         fail: Fail,
     ) -> None:
         self._ranks = ranks
@@ -84,6 +89,7 @@ class HangWatch:
         self._writer = writer
         self._stall_warn_s = stall_warn_s
         self._stall_timeout_s = stall_timeout_s
+        self._breakpoint_wait_s = breakpoint_wait_s
         self._fail = fail
         self._moves = 0
         self._moved_at = time.monotonic()
@@ -170,8 +176,13 @@ class HangWatch:
         while True:
             await asyncio.sleep(min([STALL_CHECK_S, *limits]))
             self._writer.look_at_disk()
-            if not self._writer.has_room or any(rank.state is RankStateName.PENDING for rank in self._ranks):
-                # Ranks that wait for the disk have not stalled, nor those for which torch is still being imported.
+            is_debugged = self._watch_breakpoints()
+            if (
+                is_debugged
+                or not self._writer.has_room
+                or any(one.state is RankStateName.PENDING for one in self._ranks)
+            ):
+                # Ranks that wait for the disk or a person have not stalled, nor those for which torch is being imported.
                 self._moved_at = time.monotonic()
             if self._is_stalled and not self._in_first_step:
                 samples = await self._look()
@@ -187,6 +198,21 @@ class HangWatch:
                 await asyncio.sleep(BETWEEN_LOOKS_S)
                 samples = await self._look()
                 self._say_waiting(who_waits(before, samples), samples)
+
+    def _watch_breakpoints(self) -> bool:
+        """Have ranks go on that no person debugs; returns whether any rank waits at a breakpoint."""
+        waiting = [rank for rank in self._ranks if rank.prompt and rank.done is None and rank.end is None]
+        if not waiting:
+            return False
+        # One person debugs one rank after the other.
+        limit_s = VISITED_WAIT_S if any(rank.is_visited for rank in waiting) else self._breakpoint_wait_s
+        if time.monotonic() - max(rank.attended_at for rank in waiting) >= limit_s:
+            ranks = _capital(name_ranks([rank.rank for rank in waiting]))
+            told = f"nothing was typed for {limit_s:g} s. Breakpoints to come are passed over"
+            self._writer.say(f"{ranks} {'goes' if len(waiting) == 1 else 'go'} on from breakpoint(): {told}")
+            for rank in waiting:
+                rank.pass_over()
+        return True
 
     def _fail_stalled(self, samples: dict[int, Sample]) -> None:
         self._write_stacks(f"No rank has made progress for stall_timeout_s = {self._stall_timeout_s:g} s:", samples)

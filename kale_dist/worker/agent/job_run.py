@@ -17,6 +17,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
@@ -36,6 +37,12 @@ from kale_dist.worker.agent.fork_pool import REFILL_AFTER_S
 
 REPLACE_WAIT_S = 600.0
 """How long an attempt waits for pods that were lost: their controller makes them again."""
+
+GATHER_S = 30.0
+"""How long the first attempt waits for more pods once there are enough for the fewest ranks of a range."""
+
+GROW_EACH_S = 60.0
+"""An attempt lasts so long before all ranks start again because there are pods for more of them."""
 
 SAY_MISSING_EACH_S = 30.0
 """The log says this often which pods are not ready."""
@@ -67,6 +74,9 @@ class JobRun:
         """What ends the wait for agents."""
         self._changed = asyncio.Event()
         self._is_cancelled = False
+        self._free = 0
+        """How many attempts were begun only to have more ranks, and do not count as restarts."""
+        self._growth: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -104,9 +114,14 @@ class JobRun:
             self._end(verdict, grace_s)
             return
         self._is_cancelled = True
-        if self._running is not None and self._running.can_save:
+        if self.can_save:
             grace_s = min(grace_s, CANCEL_GRACE_S)
         self.save_first(functools.partial(self._end, verdict, grace_s))
+
+    @property
+    def can_save(self) -> bool:
+        """Whether the ranks write a checkpoint when they are asked to, within an epoch, too."""
+        return self._running is not None and self._running.can_save
 
     def save_first(self, then: Callable[[], None], limit_s: float = SAVE_LIMIT_S) -> None:
         """Have the ranks write a checkpoint, and call a function once it is written; at once if they cannot.
@@ -120,13 +135,37 @@ class JobRun:
         else:
             self._running.save_first(then, limit_s)
 
+    def tell(self, rank: int, message: dict[str, Any]) -> None:
+        """Pass a notebook's message on to the debugger of a rank; see `Rank.tell`. Without such a rank nothing happens."""
+        if self._running is not None and 0 <= rank < len(self._running.ranks):
+            self._running.ranks[rank].tell(message)
+
     def fail(self, cause: FailureCause, reason: str) -> None:
         """End the job as failed; nothing if its end is decided already."""
         self._end(Verdict(StateName.FAILED, cause, reason))
 
     def pod_is_ready(self) -> None:
-        """Another pod can run ranks."""
+        """Another pod can run ranks. An attempt at work with fewer than there might be is started again with more, but not at once."""
         self._changed.set()
+        if self._running is not None and self._growth is None and self._size > self._running.world_size:
+            due_s = self._running.began_at + GROW_EACH_S - time.monotonic()
+            self._growth = self._site.loop.call_later(max(0.0, due_s), self._grow, self._running)
+
+    def _grow(self, running: RunningAttempt) -> None:
+        """Have the ranks write a checkpoint, so that no batch is lost when they start again in more pods."""
+        self._growth = None
+        if self._running is running and self._size > running.world_size:
+            self.save_first(functools.partial(self._start_again_larger, running))
+
+    def _start_again_larger(self, running: RunningAttempt) -> None:
+        if self._running is not running or running.verdict is not None or self._size <= running.world_size:
+            return
+        if running.has_saved:
+            reason = f"There are pods for {self._size} processes instead of {running.world_size}"
+            running.end(Verdict(StateName.PENDING, None, reason, may_restart=True))
+        else:
+            # The ranks cannot save yet, or were too slow.
+            self._growth = self._site.loop.call_later(GROW_EACH_S, self._grow, running)
 
     def lose_pod(self, reason: str, *, has_ranks: bool) -> None:
         """A pod is lost: all ranks start again once its controller has made it again, or the job ends.
@@ -136,7 +175,7 @@ class JobRun:
             has_ranks: Whether ranks are lost with it. Without any, it is missed only while an attempt waits for pods.
         """
         if has_ranks or self._running is None:
-            self._end(Verdict(StateName.FAILED, FailureCause.LOST, reason, may_restart=self.order.replaces_pods))
+            self._end(Verdict(StateName.FAILED, FailureCause.LOST, reason, may_restart=self.order.may_lose_pods))
 
     def pod_leaves(self, reason: str) -> None:
         """A pod with ranks got SIGTERM, and ends when none is left in it."""
@@ -151,29 +190,42 @@ class JobRun:
 
     def write_end(self, verdict: Verdict) -> None:
         """Write the last event: the verdict that `run` returned."""
-        writer, most, reason = self._site.writer, self.order.policy.max_restarts, verdict.reason
-        if verdict.may_restart and most:
-            reason = f"{reason}. This was attempt {writer.attempt + 1} of {most + 1}"
+        reason = verdict.reason
+        if verdict.may_restart and self.order.policy.max_restarts:
+            reason = f"{reason}. This was attempt {self._count(0)}"
         if reason:
-            writer.say(reason)
-        writer.event(EventKind.STATE, **dataclasses.replace(verdict, reason=reason, lost=self._lost).fields())
+            self._site.writer.say(reason)
+        self._site.writer.event(
+            EventKind.STATE, **dataclasses.replace(verdict, reason=reason, lost=self._lost).fields()
+        )
 
     # -- attempts -----------------------------------------------------------------------------------------------------
 
     async def _run_attempts(self) -> Verdict:
         """Run one attempt after the other, until one ends in a way that another could not better."""
-        writer, most, reason = self._site.writer, self.order.policy.max_restarts, ""
+        writer, reason = self._site.writer, ""
         while True:
             verdict = await self._wait_for_agents(reason) or await self._run_attempt(reason)
-            if not verdict.may_restart or writer.attempt >= most:
+            is_larger = verdict.state is StateName.PENDING
+            if not is_larger and (not verdict.may_restart or self._is_last):
                 return verdict
             if self._site.relays is not None:
                 self._site.relays.dismiss_leavers()
-            count = f"attempt {writer.attempt + 2} of {most + 1}"
+            self._free += is_larger
+            count = f"attempt {self._count(1)}"
             writer.begin_attempt(writer.attempt + 1)
             self._lost = ()
             writer.say(f"{verdict.reason}. All ranks are started again: {count}")
             reason = f"Starting again, {count}: {verdict.reason}"
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether another loss would end the job."""
+        return self._site.writer.attempt - self._free >= self.order.policy.max_restarts
+
+    def _count(self, ahead: int) -> str:
+        """`2 of 3`: which attempt this one is, or one that many ahead, and how many there may be."""
+        return f"{self._site.writer.attempt + 1 + ahead} of {self.order.policy.max_restarts + 1 + self._free}"
 
     async def _wait_for_agents(self, reason: str) -> Verdict | None:
         """Wait until this agent has what it needs, and as many others are ready as an attempt has to have.
@@ -186,15 +238,21 @@ class JobRun:
             pods that did not come in time.
         """
         writer = self._site.writer
-        limit_s = REPLACE_WAIT_S if self._has_started else self.order.start_wait_s
+        limit_s = self.order.start_wait_s
+        if self._has_started:
+            limit_s = REPLACE_WAIT_S if self.order.replaces_pods else 0.0
         give_up_at = limit_s + (time.monotonic() if self._has_started else self._began_at)
-        say_at = time.monotonic() + SAY_MISSING_EACH_S
-        if reason and not self._can_begin:
+        say_at, has_enough = time.monotonic() + SAY_MISSING_EACH_S, False
+        if reason and not self._size:
             text = f"Waits for {_name_pods(self._missing)}. {reason}"
             writer.event(EventKind.STATE, state=str(StateName.STARTING), reason=text, cause="")
         while self._stop is None and not self._can_begin:
             now, names = time.monotonic(), ", ".join(self._missing.values())
+            if self._size and not has_enough:
+                has_enough, give_up_at = True, now + GATHER_S
             if self._may_start and now >= give_up_at:
+                if self._size:
+                    break
                 return self._miss_pods(names, limit_s, reason)
             if now >= say_at and names:
                 say_at = now + SAY_MISSING_EACH_S
@@ -217,14 +275,20 @@ class JobRun:
         return {} if self._site.relays is None else self._site.relays.missing
 
     @property
+    def _size(self) -> int:
+        """The world size of an attempt that begins now; 0 if there are too few agents."""
+        return self.order.size_with(len(self._agents)) if self._may_start else 0
+
+    @property
     def _can_begin(self) -> bool:
-        return self._may_start and self.order.size_with(len(self._agents)) > 0
+        """Whether an attempt begins at once: only the first one waits for more agents than it has to have."""
+        return self._size == self.order.number_of_processes or (self._has_started and self._size > 0)
 
     def _miss_pods(self, names: str, limit_s: float, reason: str) -> Verdict:
         """The verdict on a job whose pods did not come in time."""
         look = "Look at their state: they may be waiting for a node, a GPU or their image"
         if not reason:
-            told = f"The job could not start: not all of its pods were there within {limit_s:.0f} s. Missing: {names}. {look}"
+            told = f"The job could not start: not enough of its pods were there within {limit_s:.0f} s. Missing: {names}. {look}"
             return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, told)
         told = f"{reason}. These pods were not there again within {limit_s:.0f} s: {names}. {look}"
         return Verdict(StateName.FAILED, FailureCause.LOST, told)
@@ -236,7 +300,7 @@ class JobRun:
             reason: Why there is another attempt; empty for the first.
         """
         site, order, writer = self._site, self.order, self._site.writer
-        writer.event(EventKind.STATE, state=str(StateName.STARTING), reason=reason, cause="")
+        writer.event(EventKind.STATE, state=str(StateName.STARTING), reason=reason, cause="", free=self._free)
         if order.note and not writer.attempt:
             writer.say(order.note)
             writer.event(EventKind.NOTE, text=order.note)
@@ -251,12 +315,14 @@ class JobRun:
         number, port = writer.attempt, listener.getsockname()[1]
         attempt = Attempt.form(order, self._agents, number=number, port=port, seed=self._seed)
         writer.event(EventKind.ATTEMPT, members=[dataclasses.asdict(member) for member in attempt.members])
-        is_last = number >= order.policy.max_restarts
-        self._running = running = RunningAttempt(site, attempt, self._all_are_forked, is_last=is_last)
+        self._running = running = RunningAttempt(site, attempt, self._all_are_forked, is_last=self._is_last)
         try:
             return await running.run(listener)
         finally:
             self._running, self._lost = None, tuple(rank.rank for rank in running.lost)
+            if self._growth is not None:
+                self._growth.cancel()
+                self._growth = None
 
     def _listen(self) -> socket.socket:
         """Open the port of rank 0's store, so that no rank ever finds it closed.

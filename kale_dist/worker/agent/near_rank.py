@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kale_dist import wire
-from kale_dist.wire import SAVE, STACKS_SIGNAL, Assignment, Stream
+from kale_dist.wire import STACKS_SIGNAL, Assignment, Stream
 from kale_dist.worker.agent import processes, usage
 from kale_dist.worker.agent.output import RankOutput, Sink, read_some
 
@@ -177,7 +177,11 @@ class NearRank:
 
     def let_go(self) -> None:
         """Tell a rank that is done to end."""
-        self._send(b"g")
+        self.tell({"go": True})
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send the rank a message; see `worker/rank/rank_main.py`."""
+        self._send(wire.encode_json(message))
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the rank; one that was not forked yet never will be."""
@@ -196,7 +200,7 @@ class NearRank:
 
     def ask_to_save(self) -> None:
         """Ask for a checkpoint."""
-        self._send(SAVE)
+        self.tell({"save": True})
 
     def ask_stacks(self) -> None:
         """Ask for the stacks; the listener has the answer `ANSWER_S` later."""
@@ -287,7 +291,7 @@ class NearRank:
         return list(wire.decode_json_lines(whole))
 
     def _take_message(self, message: dict[str, Any]) -> None:
-        if "done" in message and self._output is not None:
+        if ("done" in message or "debug" in message) and self._output is not None:
             # Everything the rank has sent before is in the pipes already; the order in the files shall be the same.
             self._output.read_rest()
         if self._listener is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,6 +19,10 @@ class Process(Protocol):
 
     def let_go(self) -> None:
         """Tell a rank that is done to end."""
+        ...
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send the rank a message."""
         ...
 
     def signal(self, number: signal.Signals) -> None:
@@ -61,6 +66,13 @@ class Rank:
         """Processor time that the rank had used at that answer, in clock ticks."""
         self.output: Callable[[bytes, int], None] = functools.partial(writer.lines, rank)
         """Called with the rank's lines, and how many they are."""
+        self.prompt = ""
+        """At a breakpoint, what the debugger's next answer has to name, also while a step runs; else empty."""
+        self.attended_at = 0.0
+        """When the prompt came, or a person last typed something (of `time.monotonic`)."""
+        self.is_visited = False
+        """Whether a person has come to this breakpoint."""
+        self._passed: set[str] = set()
         self._received = False
         self._writer = writer
         self._on_change = on_change
@@ -91,6 +103,19 @@ class Rank:
         self.dump = b""
         if self.process is not None and self._received and self.end is None:
             self.process.ask_stacks()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """A person is at the debugger: pass on what is typed. An answer to another prompt does nothing in the rank."""
+        self.is_visited, self.attended_at = True, time.monotonic()
+        if self.process is not None and self.end is None and "input" in message:
+            self.process.tell(message)
+
+    def pass_over(self) -> None:
+        """Have the rank go on at its breakpoint, and at those to come: no person has answered."""
+        if self.process is not None and self.end is None:
+            self.process.tell({"prompt": self.prompt, "pass": True})
+        # A step that still runs is not asked again each second.
+        self.attended_at = time.monotonic()
 
     def moved(self) -> None:
         """The rank has given a sign of progress."""
@@ -132,9 +157,15 @@ class Rank:
             self._received = True
         elif "running" in message:
             self._set_state(RankStateName.RUNNING)
+        elif "debug" in message:
+            self._record_debugging(message["debug"])
         elif "done" in message and self.done is None:
             self.done = message
-            error = {} if message["ok"] else {name: message.get(name, "") for name in ("error_type", "error_text")}
+            error = (
+                {}
+                if message["ok"]
+                else {name: message.get(name, "") for name in ("error_type", "error_text", "locals")}
+            )
             self._writer.event(EventKind.OUTCOME, self.rank, ok=message["ok"], **error)
             self._on_change(self)
 
@@ -146,6 +177,23 @@ class Rank:
         """The rank's process has ended."""
         self.end = end
         self._on_change(self)
+
+    def _record_debugging(self, said: dict[str, Any]) -> None:
+        """The rank waits at a prompt of its debugger, has left it, or has passed a breakpoint over."""
+        self.moved()
+        if where := str(said.get("passed") or ""):
+            if where not in self._passed:
+                self._passed.add(where)
+                self._writer.say(
+                    f"Rank {self.rank} has passed over breakpoint() at {where}: there is no person to answer"
+                )
+            return
+        if said["prompt"] and not self.prompt:
+            self.is_visited = False
+            how = f"job.debug(rank={self.rank}) or `kale-dist debug` opens it"
+            self._writer.say(f"Rank {self.rank} waits in breakpoint() at {said['where']}: {how}")
+        self.prompt, self.attended_at = said["prompt"], time.monotonic()
+        self._writer.event(EventKind.DEBUG, self.rank, **said)
 
     def _set_state(self, state: RankStateName) -> None:
         self.moved()

@@ -58,8 +58,8 @@ class Agreement:
                 # Large ones, as differences of weights are exact there, but not alike: values that are clipped have no factor.
                 largest = flat.abs().topk(min(len(flat), max(_ELEMENTS, min(16 * _ELEMENTS, len(flat) // 4)))).indices
                 places = largest[:: max(1, len(largest) // _ELEMENTS)]
-                if len(places := places[flat[places] != 0]):
-                    self._kept.append((p, places, flat[places], _at(p, places)))
+                places = places[flat[places] != 0]
+                self._kept.append((p, places, flat[places], _at(p, places)))
 
     @torch.no_grad()
     def check(self) -> None:
@@ -71,7 +71,9 @@ class Agreement:
         if not self._left:
             return
         self._left -= 1
-        self._note([_at(p.grad, places) / gradient for p, places, gradient, _ in self._kept if p.grad is not None])
+        self._note(
+            [gradient[:0] if p.grad is None else _at(p.grad, at) / gradient for p, at, gradient, _ in self._kept]
+        )
         self._kept = []
         if self._left:
             self._factors.append([])
@@ -96,9 +98,9 @@ class Agreement:
         if not ratios:
             return
         for group in [[one] for one in ratios] if self._of_each else [ratios]:
-            smallest, largest = torch.cat([ratio.abs().double().cpu() for ratio in group]).aminmax()
-            is_one = sum(map(len, group)) > 1 and bool(largest - smallest <= _TOLERANCE * largest)
-            self._factors[-1].append(float(largest) if is_one else float("nan"))
+            numbers = torch.cat([ratio.abs().double().cpu() for ratio in group]).tolist()
+            is_one = len(numbers) > 1 and max(numbers) - min(numbers) <= _TOLERANCE * max(numbers)
+            self._factors[-1].append(max(numbers) if is_one else math.nan)
 
 
 def _differ(first: list[list[float]], other: list[list[float]]) -> bool:

@@ -14,6 +14,7 @@ but for bytes. What fails for another reason comes back as `{"error": sentence}`
     GET  /files/<name>            outcome-A-R or checkpoint, like a blob
     POST /ack                     the notebook has all it wants
     POST /cancel {"grace_s": s, "save": b}   end the job
+    POST /tell {"rank": r, "message": {...}}  pass a message on to a rank's debugger
 
 A PUT says in `wire.SIZE_HEADER` how large the whole is.
 """
@@ -64,6 +65,7 @@ class ByteServer:
         writer: What writes that folder.
         missing: Gives the digests of the blobs that the notebook has to send.
         cancel: Ends the job, with a grace in seconds, and whether ranks that can save first.
+        tell: Passes a message on to a rank.
         acknowledge: The notebook has all it wants.
 
     Raises:
@@ -81,6 +83,7 @@ class ByteServer:
         writer: JobWriter,
         missing: Callable[[], list[str]],
         cancel: Callable[[float, bool], None],
+        tell: Callable[[int, dict[str, Any]], None],
         acknowledge: Callable[[], None],
     ) -> None:
         self.key = key
@@ -88,6 +91,7 @@ class ByteServer:
         self.store = store
         self.writer = writer
         self.cancel = cancel
+        self.tell = tell
         self.acknowledge = acknowledge
         self.missing = missing
         self.news = threading.Condition()
@@ -222,6 +226,11 @@ class _Request(http.server.BaseHTTPRequestHandler):
             case "POST", "ack":
                 self._reply(200, {})
                 owner.acknowledge()
+            case "POST", "tell":
+                told = json.loads(body)
+                rank, message = int(told["rank"]), dict(told["message"])
+                self._reply(200, {})
+                owner.tell(rank, message)
             case "POST", "cancel":
                 asked = json.loads(body)
                 grace_s = float(asked["grace_s"])

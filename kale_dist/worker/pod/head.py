@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import signal
 import socket
 import threading
@@ -49,6 +50,8 @@ KEPT_COLLECT_S = 60.0
 
 _LOOK_EACH_S = 0.1
 _KEEP_EACH_S = 1.0
+_KEEP_SAVING_EACH_S = 60.0
+"""How often a checkpoint goes into the store where ranks write them within epochs, besides the last one."""
 
 
 class Head:
@@ -83,6 +86,7 @@ class Head:
             writer=self.writer,
             missing=self._missing,
             cancel=self._cancel,
+            tell=self._tell,
             acknowledge=self._acknowledged,
         )
         self._relays: HeadsRelays | None = None
@@ -111,6 +115,7 @@ class Head:
         self._store_works = bool(order.store)
         self._store_lock = threading.Lock()
         self._kept_checkpoint = 0
+        self._kept_at = -math.inf
 
     def _fail(self, cause: FailureCause, reason: str) -> None:
         self._job.fail(cause, reason)
@@ -189,7 +194,8 @@ class Head:
         self._job.start()
         while self._store_works:
             await asyncio.sleep(_KEEP_EACH_S)
-            await asyncio.to_thread(self._keep_checkpoint)
+            if not self._job.can_save or time.monotonic() - self._kept_at >= _KEEP_SAVING_EACH_S:
+                await asyncio.to_thread(self._keep_checkpoint)
 
     # -- requests, in the server's threads --------------------------------------------------------------------------
 
@@ -201,6 +207,10 @@ class Head:
         """The notebook wants the job to end."""
         cancel = functools.partial(self._job.cancel, FailureCause.USER, "The job was cancelled", grace_s, save=save)
         self._pod.loop.call_soon_threadsafe(cancel)
+
+    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        """The notebook has a message for a rank."""
+        self._pod.loop.call_soon_threadsafe(self._job.tell, rank, message)
 
     def _acknowledged(self) -> None:
         """The notebook has all it wants."""
@@ -279,7 +289,7 @@ class Head:
             # Each is a file of its own that takes the place of the one before.
             written = self._pod.files.checkpoint.stat().st_mtime_ns
             if self._store_works and written != self._kept_checkpoint and self._put(self._pod.files.checkpoint):
-                self._kept_checkpoint = written
+                self._kept_checkpoint, self._kept_at = written, time.monotonic()
 
     def _put(self, path: Any) -> bool:
         try:

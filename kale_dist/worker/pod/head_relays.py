@@ -50,6 +50,9 @@ class _FarRank:
     def let_go(self) -> None:
         self._channel.say(Op.LET_GO, self.rank.rank)
 
+    def tell(self, message: dict[str, Any]) -> None:
+        self._channel.say(Op.TELL, self.rank.rank, message=message)
+
     def signal(self, number: signal.Signals) -> None:
         self._channel.say(Op.SIGNAL, self.rank.rank, number=int(number))
 
@@ -107,6 +110,7 @@ class HeadsRelays:
         self._say = say
         self._may_be_lost = order.policy.max_restarts if order.replaces_pods else 0
         """How often each relay may be lost."""
+        self._is_range = len(order.sizes) > 1
         self._refusals = 0
         self._has_blobs = False
         self._has_room = True
@@ -141,14 +145,14 @@ class HeadsRelays:
 
     @property
     def never_came(self) -> int:
-        """How many may still come and have to learn that the run is over."""
-        return sum(not relay.has_joined for relay in self._relays.values())
+        """How many may still come and have to learn that the run is over; of a range, the controller ends them."""
+        return 0 if self._is_range else sum(not relay.has_joined for relay in self._relays.values())
 
     @property
     def may_return(self) -> int:
-        """How many were lost, and may be made again."""
+        """How many were lost, may be made again, and have to learn that the run is over."""
         lost = (relay for relay in self._relays.values() if relay.has_joined and relay.channel is None)
-        return sum(not relay.is_dismissed for relay in lost) if self._may_be_lost else 0
+        return sum(not relay.is_dismissed for relay in lost) if self._may_be_lost and not self._is_range else 0
 
     def explain_loss(self) -> str:
         """Which relay is gone, as a sentence; empty if all are there."""

@@ -69,8 +69,7 @@ async def serve(place: PodPlace, pool: ForkPool) -> int:
     order, key = await wait_for_input(place, told_to_end)
     pod = Pod(place, order, key, pool)
     try:
-        # A relay that was killed may join again from the folder that it had.
-        pod.files.folder.mkdir(mode=0o700, parents=True, exist_ok=place.pod > 0)
+        pod.files.folder.mkdir(mode=0o700, parents=True)
     except FileExistsError:
         raise Problem(
             "this pod's container was started a second time, and its job cannot continue in it: an agent serves one job once"

@@ -160,6 +160,8 @@ class Relay:
             forwarder.process.signal(signal.Signals(int(message["number"])))
         elif op == Op.STACKS:
             forwarder.process.ask_stacks()
+        elif op == Op.TELL:
+            forwarder.process.tell(message["message"])
         elif op == Op.LET_GO:
             forwarder.process.let_go()
 

@@ -65,6 +65,8 @@ class Op(enum.StrEnum):
     ROOM = "room"
     """Head to relay: whether there is room for lines and events (`is_there`); else they stay with their ranks. The connection
     itself is always read: TCP would take one that is not for broken after `GONE_AFTER_S`."""
+    TELL = "tell"
+    """Head to relay: send a rank the `message` over its control socket."""
     LET_GO = "let-go"
     """Head to relay: a rank that is done may end."""
     RUN = "run"

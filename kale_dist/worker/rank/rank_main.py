@@ -1,12 +1,13 @@
 """A rank, from the fork to its end. The only code that runs the user's function, on all backends.
 
 It tells its agent over the control socket: `received` for its assignment, `running` before the call, `done` after the outcome was written. Then it
-waits for `go`, because others may still need its store or its end of a connection.
+waits for `go`, because others may still need its store or its end of a connection. What is said at a breakpoint stands in `debugger.py`.
 """
 
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -14,21 +15,26 @@ import faulthandler
 import json
 import os
 import pathlib
+import select
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from kale_dist import wire
 from kale_dist.errors import ContractError
+from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.snapshot import sources
 from kale_dist.snapshot.given_models import GivenModels
 from kale_dist.snapshot.reducers import References
-from kale_dist.wire import SAVE, STACKS_SIGNAL, Assignment, JobFiles, context
+from kale_dist.wire import STACKS_SIGNAL, Assignment, JobFiles, context
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.pod import mpi
 from kale_dist.worker.rank import process_state, stand_ins
+
+_LOOK_AGAIN_MS = 200
 
 ATEXIT_S = 5.0
 """Seconds for threads and `atexit` callbacks to end."""
@@ -76,6 +82,7 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
     references = References()
     kept = None
     error: BaseException | None = None
+    shown: dict[int, FrameLocals] = {}
     try:
         try:
             _settle(assignment, events, files, control)
@@ -105,8 +112,10 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
             outcome.write_success(path, signer=signer, value=value, references=references)
         except BaseException as raised:  # noqa: BLE001 - anything that the user's code raises is the outcome
             error = stand_ins.clearer(raised)
-            _print_error(error)
-            outcome.write_failure(path, signer=signer, error=error, references=references)
+            shown = sources.locals_of(error, show=order.debugging.show_locals)
+            # The log is read by more people and programs than the error itself: it has no texts.
+            _print_error(error, sources.locals_of(error, show="summary") if shown else None)
+            outcome.write_failure(path, signer=signer, error=error, references=references, shown=shown)
     except BaseException as second:  # noqa: BLE001 - a full disk: the reason still reaches the agent
         if error is None:
             error = second
@@ -116,6 +125,7 @@ def _carry_out(control: _Control, events: int, assignment: Assignment, listener:
     done: dict[str, Any] = {"done": True, "ok": error is None}
     if error is not None:
         done |= {"error_type": sources.type_name(error), "error_text": _safe_text(error)[:4000]}
+        done["locals"] = "\n".join(map(str, shown.values()))
         done["not_started"] = isinstance(error, ContractError) and kept is None
     control.say(done)
     control.wait_for_go()
@@ -161,7 +171,8 @@ def _settle(assignment: Assignment, events: int, files: JobFiles, control: _Cont
         resume=FolderStore(pathlib.Path(order.store)).path(order.resume) if order.resume and rank == 0 else None,
     )
     context.activate(place, events, control.is_asked_to_save)
-    stand_ins.install(cuda=order.cuda)
+    wait_s = order.debugging.breakpoint_wait_s
+    stand_ins.install(cuda=order.cuda, agent=control, breakpoint_wait_s=wait_s)
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,6 +183,9 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if leaving.code in (None, 0):
             return None
         raise
+    finally:
+        if (debugger := sys.modules.get("kale_dist.worker.rank.debugger")) is not None:
+            debugger.leave()
 
 
 class _Control:
@@ -179,17 +193,18 @@ class _Control:
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
         self._pending = b""
+        self._lock = threading.Lock()
+        self._messages: collections.deque[dict[str, Any]] = collections.deque()
+        self._is_asked_to_save = False
 
     def receive_assignment(self) -> tuple[Assignment, int | None] | None:
         """The assignment and, for rank 0, the descriptor its store listens on. None if the agent has no use for us."""
-        data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
-        while data and not data.endswith(b"\n"):
-            more = self._socket.recv(1 << 20)
-            data = data + more if more else b""
-        if not data:
-            return None
-        return wire.decode(Assignment, json.loads(data)), (descriptors[0] if descriptors else None)
+        self._pending, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
+        message = self.hear() if self._pending else None
+        return None if message is None else (wire.decode(Assignment, message), descriptors[0] if descriptors else None)
 
     def say(self, message: dict[str, Any]) -> None:
         """Tell the agent. Without an agent this process is about to be killed."""
@@ -197,19 +212,41 @@ class _Control:
             self._socket.sendall(wire.encode_json(message))
 
     def is_asked_to_save(self) -> bool:
-        """Whether the agent has asked for a checkpoint since the last call."""
-        with contextlib.suppress(OSError):
-            # Another byte is left where it is: only `SAVE` may come before the rank is done.
-            if self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == SAVE:
-                self._socket.recv(1)
-                return True
-        return False
+        """Whether the agent has asked for a checkpoint since the last call. Never waits."""
+        self._receive()
+        asked, self._is_asked_to_save = self._is_asked_to_save, False
+        return asked
+
+    def hear(self) -> dict[str, Any] | None:
+        """Wait for the agent's next message, but for one that asks for a checkpoint; None if the agent is gone."""
+        while self._receive() or self._messages:
+            if self._messages:
+                return self._messages.popleft()
+            # Not for ever: another thread may take the message.
+            self._poll.poll(_LOOK_AGAIN_MS)
+        return None
 
     def wait_for_go(self) -> None:
-        """Wait until the agent has no more need of this process, or is gone."""
-        with contextlib.suppress(OSError):
-            while self._socket.recv(1) == SAVE:
-                pass
+        """Wait until the agent has no more need of this process, or is gone. Answers to a prompt that is over may come before."""
+        while (message := self.hear()) is not None and "go" not in message:
+            pass
+
+    def _receive(self) -> bool:
+        """Take what has come; whether the agent is still there."""
+        with self._lock:
+            try:
+                data = self._socket.recv(1 << 20, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                data = None
+            except OSError:
+                data = b""
+            *lines, self._pending = (self._pending + (data or b"")).split(b"\n")
+            for message in map(json.loads, lines):
+                if "save" in message:
+                    self._is_asked_to_save = True
+                else:
+                    self._messages.append(message)
+        return data != b""
 
 
 def _reset_signals() -> None:
@@ -246,11 +283,11 @@ def _flush_output() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-def _print_error(error: BaseException) -> None:
+def _print_error(error: BaseException, shown: Mapping[int, FrameLocals] | None = None) -> None:
     """The traceback into the rank's own output, as the notebook will show it; of `sys.exit`, what Python prints."""
     with contextlib.suppress(Exception):
         if not isinstance(error, SystemExit):
-            sys.stderr.write(sources.format_error(error))
+            sys.stderr.write(sources.format_error(error, shown))
         elif not isinstance(error.code, int):
             sys.stderr.write(f"{error.code}\n")
 

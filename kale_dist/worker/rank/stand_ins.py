@@ -1,6 +1,6 @@
 """What a rank has in place of a notebook's pictures, terminal and GPU.
 
-Pictures go to the notebook as events. Code that needs a keyboard, or a GPU that the rank does not have, fails with
+Pictures go to the notebook as events, and `breakpoint()` opens a prompt there (`debugger.py`). Code that needs a keyboard, or a GPU that the rank does not have, fails with
 an error that says so.
 """
 
@@ -16,10 +16,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kale_dist.errors import ConfigError
 from kale_dist.wire import EventKind, PodVariable, context
+
+if TYPE_CHECKING:
+    from kale_dist.worker.rank.debugger import Agent
 
 MAX_PICTURE_BYTES = 512 << 10
 """An event with more does not leave the rank."""
@@ -37,19 +40,29 @@ _METHODS = {
 }
 
 
-def install(*, cuda: bool) -> None:
+def install(*, cuda: bool, agent: Agent, breakpoint_wait_s: float) -> None:
     """Put the stand-ins in place, before anything of the user's is loaded.
 
     Args:
         cuda: Whether the rank has a GPU.
+        agent: Through which a person debugs the rank.
+        breakpoint_wait_s: How long the agent waits for that person; 0 for not at all.
     """
+
+    def stop(*_args: Any, header: str | None = None, **_options: Any) -> None:
+        if os.environ.get("PYTHONBREAKPOINT") != "0":
+            # pdb takes a while to import, and few ranks need it.
+            from kale_dist.worker.rank import debugger
+
+            debugger.stop(sys._getframe(1), agent, breakpoint_wait_s, header)  # noqa: SLF001 - the documented way to the caller
+
     vars(builtins).update(input=_input, display=display)
-    sys.breakpointhook = _breakpoint
+    sys.breakpointhook = stop
     if os.environ.get("MPLBACKEND", "") in _INLINE:
         os.environ["MPLBACKEND"] = "module://kale_dist.worker.rank.matplotlib_backend"
     actions: dict[str, Callable[[ModuleType], None]] = {
         "IPython.core.display_functions": lambda module: setattr(module, "display", display),
-        "pdb": lambda module: setattr(module, "set_trace", _breakpoint),
+        "pdb": lambda module: setattr(module, "set_trace", stop),
         "tqdm.notebook": _plain_bars,
     }
     for name in [name for name in actions if name in sys.modules]:
@@ -143,14 +156,6 @@ def _input(prompt: object = "", /) -> NoReturn:
     )
 
 
-def _breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise ConfigError(
-        "breakpoint",
-        "a rank has no terminal to debug in",
-        "Call the function itself in a cell, without launch() or distribute(), or print what you want to see",
-    )
-
-
 class NoGpuError(ConfigError, RuntimeError):
     """The rank has no GPU. A `RuntimeError` as well, because torch's compiler asks for the GPU's name and catches that."""
 
@@ -166,8 +171,10 @@ def clearer(error: BaseException) -> BaseException:
     """What the job reports in the place of an error of the user's code, or the error itself with a note.
 
     The error of `.to(0)` on a machine without a GPU, which torch raises where nothing can be put in place, in our words. A note
-    to a name that is not registered, and, in a container, to a write that was refused: torch's own names neither file nor user.
+    to a name that is not registered, and, in a container, to a write that was refused: torch's own names neither file nor user. pdb's `q` has no words at all.
     """
+    if type(error).__name__ == "BdbQuit" and not error.args:
+        error.args = ("`q` at a breakpoint has ended the rank",)
     if isinstance(error, RuntimeError) and "Cannot access accelerator device" in str(error):
         return NoGpuError(*_NO_GPU).with_traceback(error.__traceback__)
     if type(error).__name__.endswith("NotFound"):

@@ -11,9 +11,7 @@ import dataclasses
 import mmap
 import pathlib
 import pickle
-import random
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from kale_dist.errors import SnapshotDamagedError, StoreError
 from kale_dist.wire import EventKind, blobs, context
+from kale_dist.worker.training.data.dealing import generator_states, set_generator_states
 from kale_dist.worker.training.given import Differences, Given
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.result import load_state, state_of
@@ -432,33 +431,41 @@ def _shared(group: Group, path: pathlib.Path | None) -> Checkpoint | None:
 
 def random_states(device: torch.device, loaders: Iterable[Any]) -> dict[str, Any]:
     """Return the states of this rank's generators: of random, torch, NumPy if it is imported, and the loaders."""
-    version, numbers, gauss = random.getstate()
-    states: dict[str, Any] = {
-        "random": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
-        "torch": torch.get_rng_state(),
+    return {
+        **packed(generator_states()),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": None,
         "loaders": [generator.get_state() for generator in _generators(loaders)],
     }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (name, torch.tensor(keys.tolist(), dtype=torch.int64), *rest)
-    return states
+
+
+def packed(states: Any) -> dict[str, Any]:
+    """Return what `generator_states` returned as values that a checkpoint can hold."""
+    (version, numbers, gauss), numpy_state, torch_state = states
+    name, keys, *rest = numpy_state if numpy_state is not None else ("", torch.zeros(0))
+    return {
+        "random": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
+        "torch": torch_state,
+        "numpy": None if numpy_state is None else (name, torch.tensor(keys.tolist(), dtype=torch.int64), *rest),
+    }
+
+
+def unpacked(states: dict[str, Any]) -> Any:
+    """Return what `set_generator_states` takes."""
+    version, numbers, gauss = states["random"]
+    numpy_state = states["numpy"]
+    if numpy_state is not None:
+        import numpy as np
+
+        name, keys, *rest = numpy_state
+        numpy_state = (name, keys.numpy().astype(np.uint32), *rest)
+    return (version, tuple(numbers.tolist()), gauss), numpy_state, states["torch"]
 
 
 def set_random_states(device: torch.device, loaders: Iterable[Any], states: dict[str, Any]) -> None:
     """Set this rank's generators to what `random_states` returned."""
-    version, numbers, gauss = states["random"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
-    torch.set_rng_state(states["torch"])
+    set_generator_states(unpacked(states))
     if states["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
-    if states["numpy"] is not None:
-        import numpy as np
-
-        name, keys, *rest = states["numpy"]
-        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002 - the one that code shares
     for generator, state in zip(_generators(loaders), states["loaders"], strict=False):
         generator.set_state(state)
 

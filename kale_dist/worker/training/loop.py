@@ -512,7 +512,7 @@ class Session:
         given, scaler = self.setup.given, self.control.scaler
         rest = describe(self.group, self.trained, given, progress, scaler, own, seed, steps, mine)
         calls = self.callbacks.state()
-        state, is_asked = self.strategy.full_state(), within.is_asked
+        state, is_asked, within.is_asked = self.strategy.full_state(), within.is_asked, False
         if state is None:
             return
         contents = Checkpoint(

@@ -245,9 +245,8 @@ def _check_place(code: types.CodeType, lasti: int, made: int | None) -> None:
         made: Offset at which the pass was made, if that was in this frame.
     """
     instructions, _, loops = _facts(code)
-    by_offset = {one.offset: one for one in instructions}
-    at = by_offset.get(lasti)
-    if at is None or at.opname not in ("FOR_ITER", "SEND"):
+    at = next(one for one in instructions if one.offset == lasti)
+    if at.opname not in ("FOR_ITER", "SEND"):
         raise Unkept("reads its loader by something else than a for loop")
     for one in instructions:
         if one.opname in ("LIST_APPEND", "SET_ADD", "MAP_ADD"):
@@ -257,10 +256,11 @@ def _check_place(code: types.CodeType, lasti: int, made: int | None) -> None:
                 raise Unkept("reads its loader in a comprehension")
     around = [start for start, end in loops.items() if start < lasti <= end]
     if around:
+        # Straight from where the pass is made to its loop: the loops around have not moved on since.
         between = [one for one in instructions if made is not None and made < one.offset < lasti]
-        targets = {target for one in instructions if (target := _target(one)) is not None and one.offset < lasti}
-        is_straight = made is not None and made < lasti and not any(_target(one) is not None for one in between)
-        if not is_straight or any(one.offset in targets for one in (*between, at)):
+        jumps = {_target(one) for one in instructions if one.offset < lasti} - {None}
+        is_straight = made is not None and made < lasti and all(_target(one) is None for one in between)
+        if not is_straight or jumps & {one.offset for one in (*between, at)}:
             raise Unkept("reads its loader in a loop inside another one")
 
 
@@ -376,6 +376,7 @@ class _Keeper:
         self._count += 1
         kind = type(value)
         if kind in _PLAIN:
+            self.seen[path] = value, None
             # Also what has not changed: what the step does before its loop may depend on the weights.
             return ("=", value)
         if id(value) in self._known or isinstance(value, types.ModuleType | type | torch.dtype | torch.device):
@@ -486,7 +487,7 @@ class _Keeper:
             if any(type(key) not in _PLAIN for key in value):
                 raise self._unkept("carries", value, path)
             items = [(key, self.keep(one, f"{path}[{key!r}]", depth + 1)) for key, one in value.items()]
-            return ("dict", token, name, items, value.default_factory is not None if name == "defaultdict" else False)
+            return ("dict", token, name, items, getattr(value, "default_factory", None) is not None)
         if isinstance(value, set):
             if any(type(one) not in _PLAIN for one in value):
                 raise self._unkept("carries", value, path)
@@ -550,7 +551,7 @@ def _pickled(value: Any) -> str | None:
             return len(data)
 
     try:
-        pickle.dump(value, Sink(), protocol=4)  # type: ignore[arg-type]
+        pickle.dump(value, Sink(), protocol=4)
     except Unkept:
         raise
     except Exception:  # noqa: BLE001 - whatever it raises, it cannot be pickled

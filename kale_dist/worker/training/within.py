@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from kale_dist import wording
+from kale_dist.errors import KaleDistError
 from kale_dist.wire import context
 from kale_dist.worker.training import checkpoint
 from kale_dist.worker.training.checkpoint import Resumption
@@ -66,6 +67,8 @@ class Schedule:
         since = time.monotonic() - self._at
         if self._unit == "s":
             return since >= self._amount
+        # A thread that writes takes time from the training where all cores are used.
+        cost_s += writing.seconds
         return since >= max(SOONEST_S, min(LATEST_S, cost_s / SHARE)) and not writing.is_busy
 
     def batches_ahead(self, steps: int, done: int, since_s: float) -> int:
@@ -121,6 +124,7 @@ class Within:
         self.is_asked = False
         """Whether the agent has asked for the checkpoint that is being written."""
         self.cost_s = 0.0
+        self._has_written = False
         self._next = 1
         self._met = 0, time.monotonic()
         self._tries = 0
@@ -144,7 +148,8 @@ class Within:
         if self._resumed is not None and (mine is not None or self._resumed["order"]):
             feed.start = {
                 "items": self._resumed["items"], "order": self._resumed["order"],
-                "samples": 0 if mine is None else mine["samples"], "before": None if mine is None else mine["before"],
+                "samples": 0 if mine is None else mine["samples"],
+                "before": None if mine is None or mine["before"] is None else checkpoint.unpacked(mine["before"]),
             }  # fmt: skip
         if self._schedule is not None:
             self._schedule.written(self._steps)
@@ -198,10 +203,12 @@ class Within:
         """Whether a checkpoint is due now that an epoch has ended. All ranks call this."""
         if self._schedule is None:
             return False
-        due = self._meet(is_busy=False)
-        if due or is_last:
+        # The first epoch's end is worth one, however soon it comes: what ends later by an error has something to show.
+        is_due = self._meet(is_busy=False) or is_last or not self._has_written
+        if is_due:
+            self._has_written = True
             self._schedule.written(self._control.real_steps)
-        return due or is_last
+        return is_due
 
     def _makes(self, batches: Batches) -> None:
         """A pass is made: an epoch's first one is that in which checkpoints are written."""
@@ -278,8 +285,8 @@ class Within:
 
     # -- between two batches -------------------------------------------------------------------------------------------
 
-    def _between(self, batches: Batches, *, is_last: bool) -> None:
-        """The step requests another batch; `is_last` if there is none."""
+    def _between(self, batches: Batches, *, is_last: bool, left: bool = False) -> None:
+        """The step requests another batch, or has left the loop; `is_last` if there is no other one."""
         if self._schedule is None or not self._strategy.saves_within_epochs:
             return
         if threading.get_ident() != self._thread:
@@ -301,7 +308,7 @@ class Within:
         if self._feed.first is not batches:
             self._why = self._why or "makes another pass over its loader"
         is_busy = not has_stepped or self._strategy.has_pending or not self._strategy.is_settled
-        if self._meet(is_busy=is_busy or gradients is not None or bool(self._why)):
+        if self._meet(is_busy=is_busy or gradients is not None or bool(self._why), left=left):
             self._save(batches)
 
     @property
@@ -309,8 +316,12 @@ class Within:
         """Batches so far: a number that is equal in all ranks."""
         return 0 if self._feed.pace is None else self._feed.pace.batches
 
-    def _meet(self, *, is_busy: bool) -> bool:
-        """Meet the other ranks; returns whether to write a checkpoint now."""
+    def _meet(self, *, is_busy: bool, left: bool = False) -> bool:
+        """Meet the other ranks; returns whether to write a checkpoint now.
+
+        Raises:
+            KaleDistError: Only some ranks have left the loop.
+        """
         steps, now, count, schedule = self._control.real_steps, time.monotonic(), self._count, self._schedule
         if schedule is None:
             return False
@@ -319,15 +330,21 @@ class Within:
             self.is_asked = context.is_asked_to_save() or self.is_asked
             wanted, asked = int(schedule.is_due(steps, self.writing, self.cost_s)), int(self.is_asked)
             ahead = schedule.batches_ahead(steps, max(1, count - self._met[0]), now - self._met[1])
-        wanted, asked, ahead, busy, stuck = self._group.sum_int64([wanted, asked, ahead, int(is_busy), bool(self._why)])
+        numbers = [wanted, asked, ahead, int(is_busy), bool(self._why), int(left)]
+        wanted, asked, ahead, busy, stuck, leaving = self._group.sum_int64(numbers)
+        if leaving not in (0, self._group.world_size):
+            raise KaleDistError(
+                f"train_step left the loop over its loader on {leaving} of {self._group.world_size} ranks only. All ranks must"
+                " take the same steps: decide on a value that is equal on all"
+            )
         self._met, self.is_asked = (count, now), bool(asked)
         is_wanted = bool(wanted or asked)
         if is_wanted and stuck:
             self._say_why()
-        is_waiting = is_wanted and busy and not stuck and self._tries < _TRIES
+        is_waiting = is_wanted and (busy or leaving) and not stuck and self._tries < _TRIES
         self._tries = self._tries + 1 if is_waiting else 0
         self._next = count + (1 if is_waiting else ahead)
-        return is_wanted and not busy
+        return is_wanted and not busy and not leaving
 
     def _say_why(self) -> None:
         why = next(filter(None, self._group.gather(self._why)), "is elsewhere in another rank")
@@ -350,8 +367,8 @@ class Within:
             "strategy": self._settings, "scheduler_stepped": id(self._trained.scheduler) in self._control.scheduler_calls,
         }  # fmt: skip
         self._write(common, mine)
-        self.is_asked = False
         self.cost_s = time.monotonic() - began
+        self._has_written = True
         if self._schedule is not None:
             self._schedule.written(self._control.real_steps)
 
@@ -381,7 +398,7 @@ class Within:
             "buffers": self._own_buffers(),
             "fed": self._feed.samples,
             "samples": batches.samples,
-            "before": batches.before,
+            "before": None if batches.before is None else checkpoint.packed(batches.before),
         }
 
     def _load_buffers(self, mine: dict[str, Any] | None) -> None:
@@ -427,7 +444,7 @@ class _Gradients:
         self.is_watching = True
         for parameter in self._model.parameters():
             if parameter.requires_grad and not torch.nn.parameter.is_lazy(parameter):
-                self._handles.append(parameter.register_hook(self._hook(parameter)))
+                self._handles.append(parameter.register_hook(self._hook(parameter)))  # type: ignore[no-untyped-call]
 
     def _hook(self, parameter: torch.nn.Parameter) -> Callable[[Any], None]:
         def look(_: Any) -> None:

@@ -327,6 +327,8 @@ class Batches:
         portion = feed.pace.portion if feed.pace is not None else None
         if feed.strategy is not None and portion is not None:
             is_early = not portion.last
+            if is_early and feed.between is not None:
+                feed.between(self, is_last=False, left=True)
             feed.end_batch(left=is_early and not feed.is_agreed)
             if is_early and feed.is_agreed and feed.reads:
                 self._agree(None, left=True)

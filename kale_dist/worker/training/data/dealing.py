@@ -341,7 +341,9 @@ class Deal(Passes):
         count = length(source)
         samples = None if count is None else count // self.drop_unit * self.drop_unit
         if samples is None or (samples > _DRAWN_WHOLE and type(source) is not SequentialSampler):
-            items = itertools.islice(self.watched(iter(source)), begin, samples)
+            items, self._drawn = self._drawn, None
+            if items is None:
+                items = itertools.islice(self.watched(iter(source)), begin, samples)
             yield from ((chunk, last, None) for chunk, last in _drawn_ahead(items, size, self.group))
             return
         order, self._drawn = self._draw() if self._drawn is None else self._drawn, None
@@ -356,10 +358,13 @@ class Deal(Passes):
             yield order[start : min(start + size, used)], start + size >= used, samples
 
     def draw(self) -> None:
-        """Draw the order of the next pass now, where it is drawn as a whole."""
+        """Draw the order of the next pass now, or as much of it as a sampler draws that is not drawn as a whole."""
         count = length(self.source)
         if count is not None and (count <= _DRAWN_WHOLE or type(self.source) is SequentialSampler):
             self._drawn = self._draw()
+        elif not self.group.rank:
+            samples = None if count is None else count // self.drop_unit * self.drop_unit
+            self._drawn = _primed(itertools.islice(self.watched(iter(self.source)), self.start, samples))
 
     def _draw(self) -> Any:
         order: Any = range(len(self.source))
@@ -371,6 +376,11 @@ class Deal(Passes):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("the sampler of a training loader stays in its rank")
+
+
+def _primed(items: Iterator[Any]) -> Iterator[Any]:
+    """Have an iterator draw all that it draws before its first item."""
+    return itertools.chain(list(itertools.islice(items, 1)), items)
 
 
 def _drawn_ahead(source: Iterator[Any], size: int, group: Group) -> Iterator[tuple[list[Any], bool]]:
@@ -396,13 +406,22 @@ class Counter(Passes):
     """Whether the sampler gives bare indices instead of lists of them."""
     portions: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     """Samples of each batch of the latest pass, until `Batches` takes them."""
+    _held: list[Iterator[Any]] = dataclasses.field(default_factory=list)
+    """The items of the latest pass."""
 
     def __iter__(self) -> Iterator[Any]:
         self.portions = collections.deque()
-        return self._count(self.portions, self.start, self.place)
+        self._held = [itertools.islice(self.watched(iter(self.inner)), self.start, None)]
+        return self._count(self._held, self.portions, self.start, self.place)
 
-    def _count(self, sizes: collections.deque[int], start: int, place: tuple[int, ...]) -> Iterator[Any]:
-        for index, item in enumerate(itertools.islice(self.watched(iter(self.inner)), start, None), start):
+    def draw(self) -> None:
+        """Have the sampler draw what it draws before the first item of the latest pass."""
+        self._held[0] = _primed(self._held[0])
+
+    def _count(
+        self, held: list[Iterator[Any]], sizes: collections.deque[int], start: int, place: tuple[int, ...]
+    ) -> Iterator[Any]:
+        for index, item in enumerate(held[0], start):
             sizes.append(1 if self.single else len(item))
             yield numbered(item, place if self.single or isinstance(item, list) else (), index)
 

@@ -1,0 +1,177 @@
+"""Trainings whose pods are lost, made again, told to end, or come late: plain processes here, and no notebook anywhere."""
+
+import re
+import sys
+import time
+
+import pytest
+import torch
+from conftest import _pod_jobs
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import kale_dist as kd
+from kale_dist.wire import EventKind
+from kale_dist.worker.training import loop
+from kale_dist.worker.training.settings import Training
+
+SAMPLES, BATCH, EPOCHS = 240, 12, 15
+
+FASTER = """
+import runpy, sys
+from kale_dist.worker.agent import job_run
+job_run.GATHER_S, job_run.GROW_EACH_S = {gather_s}, {grow_each_s}
+sys.argv[1:] = ["pod"]
+runpy.run_module("kale_dist.worker", run_name="__main__")
+"""
+"""The command of a pod that waits for seconds where the product waits for minutes."""
+
+
+class Numbered(Dataset):
+    """Samples that say which they are."""
+
+    def __init__(self):
+        self.x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return index, self.x[index], int(self.x[index].sum() > 0)
+
+
+def step(model, loader, criterion, optimizer, device, pause):
+    for indices, x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        print("saw", kd.context().attempt, f"{time.time():.3f}", *indices.tolist(), flush=True)
+        time.sleep(float(pause.read_text()))
+    weights = torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()
+    print("weights", *weights, flush=True)
+    return {"loss": loss.item()}
+
+
+def train_in(make, folder, *, ranks, pause_s=0.4, gather_s=2, grow_each_s=2, **options):
+    """A training of 300 batches, and the file that says how long ranks wait after each of them."""
+    torch.manual_seed(0)
+    pause = folder / "pause"
+    pause.write_text(f"{pause_s}")
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    training = Training(
+        model=model, train_data_loader=DataLoader(Numbered(), BATCH, shuffle=True), train_step=step, train_args=pause,
+        criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        epochs=EPOCHS, split_batches=True, checkpoint_every="auto",
+    )  # fmt: skip
+    job = make(loop.train, training, ranks=ranks, seed=3, threads=1, **options)
+    job.command = ["-P", "-c", FASTER.format(gather_s=gather_s, grow_each_s=grow_each_s)]
+    return job.put_input(), pause
+
+
+def seen(job):
+    """What ranks have seen: attempt, time, and indices of samples; in the order of time."""
+    found = re.findall(r"saw (\d+) ([\d.]+) ([\d ]+)", job.text())
+    return sorted((float(at), int(attempt), [int(one) for one in rest.split()]) for attempt, at, rest in found)
+
+
+def saw_each_once(job):
+    """Whether all samples of all epochs were seen, and none twice in an epoch."""
+    indices = sorted(index for _, _, found in seen(job) for index in found)
+    return indices == sorted(list(range(SAMPLES)) * EPOCHS)
+
+
+def until_seen(job, attempt, batches=5):
+    job.until(lambda: sum(one[1] == attempt for one in seen(job)) >= batches)
+
+
+def sizes(job):
+    """The world sizes of the attempts."""
+    return [sum(member["processes"] for member in event["members"]) for event in job.events(EventKind.ATTEMPT)]
+
+
+def weights_of(job):
+    """After the last epoch."""
+    return torch.tensor([float(one) for one in re.findall(r"weights (.*)", job.text())[-1].split()])
+
+
+def pause_before(job, attempt):
+    """How long no rank saw anything when an attempt began."""
+    times = [(at, number) for at, number, _ in seen(job)]
+    return min(at for at, number in times if number == attempt) - max(at for at, number in times if number < attempt)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights of a training in two pods to which nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    made = _pod_jobs(folder, sys.executable)
+    job, _ = train_in(next(made), folder, ranks=2, pause_s=0)
+    job.start_all()
+    assert job.end() == [0, 0], job.text()
+    assert saw_each_once(job)
+    yield weights_of(job)
+    made.close()
+
+
+def test_a_pod_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, undisturbed):
+    job, pause = train_in(make, tmp_path, ranks=2, max_restarts=1)
+    job.start_all()
+    until_seen(job, 0, 30)
+    job.pods[1].process.kill()
+    pause.write_text("0")
+    job.start(1)
+    assert [job.pods[0].end(), job.pods[2].end()] == [0, 0], job.text()
+    assert sizes(job) == [2, 2]
+    assert torch.equal(weights_of(job), undisturbed)
+
+
+def test_sigterm_to_a_pod_loses_no_batch(make, tmp_path, undisturbed):
+    job, pause = train_in(make, tmp_path, ranks=2, max_restarts=1)
+    job.start_all()
+    until_seen(job, 0, 30)
+    job.pods[1].process.terminate()
+    assert job.pods[1].end() == 143
+    pause.write_text("0")
+    job.start(1)
+    assert [job.pods[0].end(), job.pods[2].end()] == [0, 0], job.text()
+    assert saw_each_once(job)
+    assert torch.equal(weights_of(job), undisturbed)
+
+
+def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_there(make, tmp_path):
+    job, pause = train_in(make, tmp_path, ranks=3, sizes=(2, 3), max_restarts=2)
+    job.start(0)
+    job.start(1)
+    until_seen(job, 0)
+    job.start(2)
+    until_seen(job, 1)
+    job.pods[1].process.kill()
+    until_seen(job, 2)
+    job.start(1)
+    until_seen(job, 3)
+    job.pods[2].process.terminate()
+    assert job.pods[2].end() == 143
+    until_seen(job, 4)
+    pause.write_text("0")
+    assert [job.pods[0].end(), job.pods[3].end()] == [0, 0], job.text()
+    assert sizes(job) == [2, 3, 2, 3, 2]
+    members = [[member["agent"] for member in event["members"]] for event in job.events(EventKind.ATTEMPT)]
+    assert members == [[0, 1], [0, 1, 2], [0, 2], [0, 1, 2], [0, 1]]
+    # The two that only made it larger count as no restart.
+    assert [event["free"] for event in job.events(EventKind.STATE) if "free" in event] == [0, 1, 1, 2, 2]
+    assert "attempt 5 of 5" in job.text()
+    print("pauses", [pause_before(job, number) for number in (1, 2, 3, 4)])
+
+
+def test_a_range_of_even_numbers_leaves_a_pod_without_ranks(make, tmp_path):
+    job, pause = train_in(make, tmp_path, ranks=4, sizes=(2, 4), max_restarts=1)
+    for number in range(3):
+        job.start(number)
+    until_seen(job, 0)
+    assert sizes(job) == [2]
+    # Nobody misses the one without ranks, and it takes the place of the one that is lost.
+    job.pods[1].process.kill()
+    pause.write_text("0")
+    assert [job.pods[0].end(), job.pods[2].end()] == [0, 0], job.text()
+    assert sizes(job) == [2, 2]

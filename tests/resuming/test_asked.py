@@ -1,0 +1,133 @@
+"""Checkpoints at the times that were asked for, and the last one before ranks are ended."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import kale_dist as kd
+from kale_dist.job import records
+from kale_dist.wire import EventKind, decode_json_lines
+from kale_dist.worker.training import checkpoint
+
+
+def unhurried(model, loader, criterion, optimizer, device, args):
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        time.sleep(args["nap_s"])
+    return {"loss": 0.0}
+
+
+def start(nap_s=0.02, samples=80_000, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    loader = DataLoader(TensorDataset(torch.randn(samples, 4), torch.randint(2, (samples,))), 8)
+    return kd.distribute(
+        model, loader, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), unhurried,
+        train_args={"nap_s": nap_s}, number_of_processes=2, threads=1, seed=1, **options,
+    )  # fmt: skip
+
+
+def events(job, kind):
+    return [one for one in decode_json_lines(records.files(job.name).events.read_bytes()) if one["event"] == kind]
+
+
+def wait_for_step(job, step):
+    for status in iter(lambda: job.status, None):
+        progress = status.replicas[0].progress if status.replicas else None
+        if progress is not None and progress.step >= step:
+            return
+        assert not status.is_final, status
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def started():
+    jobs = []
+
+    def begin(**options):
+        jobs.append(start(**options))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.delete()
+
+
+def test_a_cancelled_training_writes_one_more_checkpoint(started):
+    job = started(checkpoint_every="10 min")
+    wait_for_step(job, 20)
+    job.cancel()
+    assert isinstance(job.exception(60), kd.KaleDistError)
+    (written,) = events(job, EventKind.CHECKPOINT)
+    assert written["asked"]
+    assert written["batches"] >= 20
+    found = checkpoint.read(records.files(job.name).checkpoint)
+    assert (found.epoch, found.resume["position"]["batches"], found.resume["steps"]) == (
+        0,
+        written["batches"],
+        written["step"],
+    )
+
+
+def test_so_does_one_that_reaches_its_time_limit(started):
+    job = started(checkpoint_every="10 min", timeout_s=4)
+    assert "timeout_s" in str(job.exception(60))
+    assert [one["asked"] for one in events(job, EventKind.CHECKPOINT)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("every", "save"), [("10 min", False), (1, True), (None, True)], ids=["not wanted", "epochs", "none"]
+)
+def test_others_are_ended_at_once(started, every, save):
+    job = started(checkpoint_every=every)
+    wait_for_step(job, 5)
+    job.cancel(save=save)
+    job.exception(60)
+    assert not events(job, EventKind.CHECKPOINT)
+    assert not records.files(job.name).checkpoint.exists()
+
+
+def test_a_second_cancel_does_not_wait_for_the_checkpoint(started):
+    job = started(checkpoint_every="10 min", nap_s=30.0)
+    wait_for_step(job, 1)
+    job.cancel()
+    job.cancel()
+    began = time.monotonic()
+    job.exception(60)
+    assert time.monotonic() - began < 15
+    assert not events(job, EventKind.CHECKPOINT)
+
+
+def test_every_so_many_steps(started):
+    job = started(checkpoint_every="3 steps", nap_s=0.0, samples=160)
+    job.result()
+    assert [one["step"] for one in events(job, EventKind.CHECKPOINT)] == [3, 6, 9, 10]
+
+
+def test_ranks_that_leave_the_loop_alone_are_named(started):
+    with pytest.raises(kd.KaleDistError, match=r"left the loop"):
+        broken().result()
+
+
+def leaving(model, loader, criterion, optimizer, device, args):
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        if i == 5 and kd.context().rank:
+            break
+    return {"loss": 0.0}
+
+
+def broken():
+    model = nn.Linear(4, 2)
+    loader = DataLoader(TensorDataset(torch.randn(160, 4), torch.randint(2, (160,))), 8)
+    return kd.distribute(
+        model, loader, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), leaving,
+        number_of_processes=2, threads=1, checkpoint_every="1 steps",
+    )  # fmt: skip
