@@ -194,7 +194,8 @@ class _Passes:
         chunks = [batches[start : start + size] for start in range(0, len(batches), size)]
         if self.loader.drop_last and len(chunks[-1]) < size:
             chunks.pop()
-        share = _in_order if is_split else tables.SHARES.get(self.case.loader, _in_order)
+        is_divided = is_split and self.case.loader == "batch-sampler"
+        share = _in_order if is_divided else tables.SHARES.get(self.case.loader, _in_order)
         dealt = [share(chunk, n) for chunk in chunks]
         return [dealt[start : start + window] for start in range(0, len(dealt), window)]
 

@@ -159,9 +159,10 @@ class Replica(Strategy):
             for handle in self._weight_handles.values():
                 handle.remove()
             self._weight_handles.clear()
-        elif not self._weight_handles:
+        else:
+            # Each time, because the step may have unfrozen parameters since.
             for key, parameter in self.parameters.items():
-                if parameter.requires_grad:
+                if parameter.requires_grad and key not in self._weight_handles:
                     hook = functools.partial(self._on_weighing, parameter)
                     self._weight_handles[key] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
