@@ -36,10 +36,6 @@ KNOWN = (
         "torch cannot clip the values of no gradients, which is what a stage of frozen layers has",
     ),
     Found(
-        "model=convolution step=sam-in-the-step strategy=pipeline-1 ranks=3",
-        "found on 23 November and not understood yet: with other models the norm of a part is refused",
-    ),
-    Found(
         "model=experts loader=stream optimizer=adam step=backward-twice strategy=fsdp-whole samples=17",
         "found on 23 November and not understood yet: a weight that no rank has used in an uneven batch",
     ),
