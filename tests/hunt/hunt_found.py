@@ -43,10 +43,6 @@ KNOWN = (
         "step=penalizes-weights strategy=mesh-fsdp-tensor|fsdp|fsdp-whole",
         "the page of FSDP says that parts do not mix with ordinary tensors; torch complains in its own words",
     ),
-    Found(
-        "model=sparse-embedding optimizer=two-groups strategy=local-sgd-2|local-sgd-1|local-sgd-epoch|gossip fault=within|between",
-        "checkpoints hold no sparse tensors, here of the optimizer's momentum, and the log says so",
-    ),
 )
 """Wrong, and why. The nightly tells when one is right: then it goes to `MENDED`."""
 
