@@ -67,5 +67,16 @@ MENDED = (
     Found(
         "model=sparse-embedding optimizer=two-groups strategy=diloco", "sparse states of the optimizer were averaged"
     ),
+    Found("step=penalizes-gradients strategy=fsdp", "the penalty was left out"),
+    Found("step=copy strategy=server samples=17 ranks=4", "gradients of a copy were not weighed in an uneven batch"),
+    Found(
+        "step=clips-norm strategy=fsdp option=accumulate", "held parts (DTensor) did not show that they were clipped"
+    ),
+    Found(
+        "step=adds-to-data strategy=pipeline option=accumulate",
+        "the rest of a window was stepped where no step is made",
+    ),
+    Found("step=unfreezes option=split ranks=3", "parameters that a step unfreezes were not weighed in uneven batches"),
+    Found("model=sparse-embedding optimizer=two-groups strategy=local-sgd-2 fault=within", "sparse states were lost"),
 )
 """What was wrong once."""
