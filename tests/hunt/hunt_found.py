@@ -12,6 +12,8 @@ class Found:
     case: str
     """A line as `Case.read` takes it. All cases with these rows count as the same; `a|b` means either."""
     why: str
+    is_certain: bool = True
+    """Whether it comes with each run."""
 
 
 KNOWN = (
@@ -42,6 +44,11 @@ KNOWN = (
     Found(
         "step=penalizes-weights strategy=mesh-fsdp-tensor|fsdp|fsdp-whole",
         "the page of FSDP says that parts do not mix with ordinary tensors; torch complains in its own words",
+    ),
+    Found(
+        "model=sparse-embedding fault=within|between strategy=local-sgd-1|local-sgd-2|local-sgd-epoch|gossip|diloco",
+        "checkpoints hold no sparse tensors, here of the optimizer's momentum, and the log says so",
+        is_certain=False,
     ),
 )
 """Wrong, and why. The nightly tells when one is right: then it goes to `MENDED`."""
@@ -77,6 +84,5 @@ MENDED = (
         "the rest of a window was stepped where no step is made",
     ),
     Found("step=unfreezes option=split ranks=3", "parameters that a step unfreezes were not weighed in uneven batches"),
-    Found("model=sparse-embedding optimizer=two-groups strategy=local-sgd-2 fault=within", "sparse states were lost"),
 )
 """What was wrong once."""
