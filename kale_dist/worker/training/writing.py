@@ -73,7 +73,7 @@ class Writing:
             return True
         states = (contents.optimizer or {}).get("state", {}).values()
         tensors = [*contents.model.values(), *(value for state in states for value in state.values())]
-        return 2 * sum(one.nbytes for one in tensors if isinstance(one, Tensor)) < free_memory()
+        return 2 * sum(one.numel() * one.element_size() for one in tensors if isinstance(one, Tensor)) < free_memory()
 
     def _run(self, write: Callable[[dict[str, Any]], None], whole: dict[str, Any]) -> None:
         began = time.monotonic()
