@@ -53,27 +53,12 @@ _LEFT_OUT = object()
 """Stands for a value that cannot be kept."""
 
 
-def write(path: pathlib.Path, contents: Checkpoint) -> tuple[str, ...]:
-    """Write a checkpoint, replacing the one that is there by rename.
-
-    Returns:
-        The places of values that were left out.
-
-    Raises:
-        StoreError: The disk is full, or the folder cannot be written.
-    """
-    whole = collect(contents)
-    save(path, whole)
-    left_out: tuple[str, ...] = whole["left_out"]
-    return left_out
-
-
-def collect(contents: Checkpoint, copy: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Any]:
+def collect(contents: Checkpoint, copy: Callable[[int, Tensor], Tensor] | None = None) -> dict[str, Any]:
     """Return what a file holds: no objects but tensors and plain values, and the places of those left out as `left_out`.
 
     Args:
         contents: The states.
-        copy: Copies a tensor, which has a place, to the CPU; None: those of the CPU are not copied.
+        copy: Copies a tensor, which gets a number, to the CPU; None: those of the CPU are not copied.
     """
     keeper = _Keeper(copy)
     names = ("model", "optimizer", "scheduler", "resume", "callbacks")
@@ -130,7 +115,7 @@ def read(file: Any) -> Checkpoint:
 class _Keeper:
     """Copies values without the parts that `weights_only` cannot read; `left_out` has the places of those."""
 
-    def __init__(self, copy: Callable[[str, Tensor], Tensor] | None) -> None:
+    def __init__(self, copy: Callable[[int, Tensor], Tensor] | None) -> None:
         self.left_out: list[str] = []
         self._copy = copy
         self._copies: dict[Any, Tensor] = {}
@@ -146,7 +131,7 @@ class _Keeper:
             # Tied weights are written once; of a view, the part that it shows.
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
             if not value.numel() or key not in self._copies:
-                self._copies[key] = self._tensor(value, place)
+                self._copies[key] = self._tensor(value)
             return self._copies[key]
         if isinstance(value, dict):
             kept = {key: self.keep(item, f"{place}.{key}") for key, item in value.items()}
@@ -160,9 +145,9 @@ class _Keeper:
         self.left_out.append(place)
         return _LEFT_OUT
 
-    def _tensor(self, value: Tensor, place: str) -> Tensor:
+    def _tensor(self, value: Tensor) -> Tensor:
         if self._copy is not None:
-            return self._copy(place, value)
+            return self._copy(len(self._copies), value)
         whole = value.detach().cpu().as_subclass(Tensor)
         return whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole
 
@@ -284,6 +269,11 @@ class Resumption:
         """From which the seeds of this rank's workers are made; None for a new one."""
         seeds = [] if self._resume is None else self._resume["seeds"]
         return int(seeds[self._group.rank]) if self._group.rank < len(seeds) else None
+
+    @property
+    def has_same_batches(self) -> bool:
+        """Whether a step takes as much data as before."""
+        return self._resume is not None and self._resume["given"]["batch"] == self._given.batch
 
     @property
     def random(self) -> dict[str, Any]:
