@@ -51,6 +51,10 @@ _OTHER_BATCHES = (
     "number_of_processes: whenever it changes, a step takes another number of samples, and the learning rate stays. "
     "split_batches=True keeps the number of samples"
 )
+_NEVER_LARGER = (
+    "number_of_processes: the job does not start again when more pods come, because that takes a checkpoint within an epoch, "
+    "and checkpoint_every={} writes none. 'auto' writes them"
+)
 _UNTRIED = ("pipeline", "tensor", "mesh")
 """Strategies whose messages differ on GPUs, and have not been tested there."""
 
@@ -195,8 +199,10 @@ def checked(
     if training is not None and options.cuda is None and not ranks.cuda and (gpu := training_checks.gpu_of(training)):
         sentence = f"The model is on {gpu}, and the processes train on the CPU. cuda=True gives each of them a GPU"
         notes = (*notes, sentence)
-    if training is not None and isinstance(place, Kubernetes) and request.topology.sizes and not training.split_batches:
-        notes += (_OTHER_BATCHES,)
+    if training is not None and isinstance(place, Kubernetes) and request.topology.sizes:
+        notes += () if training.split_batches else (_OTHER_BATCHES,)
+        if isinstance(training.checkpoint_every, int):
+            notes += (_NEVER_LARGER.format(training.checkpoint_every),)
     if training is not None and earlier is not None:
         # How many ranks a range begins with is not known yet: the log says what their number changes.
         notes += earlier.check(training, None if request.topology.sizes else request.topology.number_of_processes)
@@ -274,9 +280,6 @@ def _sizes(options: Options, place: Place, training: Training | None) -> tuple[i
     if training is None:
         problem = f"{asked} is a range, and a function cannot be asked for a checkpoint when pods come and go"
         raise ConfigError("number_of_processes", problem, "Give one number")
-    if isinstance(place, Kubernetes) and place.kind in ("mpi", "tf"):
-        problem = f"{asked} is a range, and the world of kind={place.kind!r} is fixed when it starts"
-        raise ConfigError("number_of_processes", problem, "Give one number, or leave `kind` out")
     if isinstance(place, Kubernetes) and training.checkpoint_every is None:
         problem = f"None, and with a range of processes {asked} the job resumes whenever pods come or go"
         raise ConfigError("checkpoint_every", problem, "Leave it out, or give one number of processes")
@@ -365,7 +368,9 @@ def _in_pods(options: Options, place: Docker | Kubernetes, sizes: tuple[int, ...
         warnings = (*warnings, sentence)
     servers = place.servers if isinstance(place, Kubernetes) else 0
     topology = Topology(
-        number_of_processes=world + servers, processes_per_pod=per_pod, sizes=sizes if len(sizes) > 1 else ()
+        number_of_processes=world + servers,
+        processes_per_pod=per_pod,
+        sizes=sizes if len(sizes) > 1 and world > per_pod else (),
     )
     return _Ranks(topology=topology, cuda=bool(cuda), warnings=warnings, notes=notes)
 

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import re
 import signal
 import socket
 import time
@@ -111,16 +112,25 @@ def hang():
     time.sleep(600)
 
 
-def train_slowly(model, loader, criterion, optimizer, device, args):
-    total = 0.0
-    for x, y in loader:
+def number_steps(model, loader, criterion, optimizer, device, args):
+    """Prints the number of each batch; pauses after it in some attempts."""
+    pause_s, attempts = args
+    here = kd.context()
+    for number, (x, y) in enumerate(loader):
         optimizer.zero_grad()
         loss = criterion(model(x.to(device)), y.to(device))
         loss.backward()
         optimizer.step()
-        total += loss.item()
-        time.sleep(args)
-    return {"loss": total}
+        print(f"attempt {here.attempt} of {here.world_size} ranks: batch {number}", flush=True)
+        time.sleep(pause_s if here.attempt in attempts else 0)
+    return {"loss": loss.item()}
+
+
+def batches_of(job, rank=0):
+    """Attempt, ranks and number of each batch, as a rank's `number_steps` has printed them."""
+    pattern = r"attempt (\d+) of (\d+) ranks: batch (\d+)"
+    lines = [re.search(pattern, line.text) for line in job.logs() if line.rank == rank]
+    return [tuple(map(int, found.groups())) for found in lines if found]
 
 
 def pause(epoch, metrics, model):

@@ -9,7 +9,8 @@ import textwrap
 import time
 
 import pytest
-from on_cluster import make_claim, run_kubectl
+from on_cluster import make_claim, pods_in, run_kubectl
+from rank_work import batches_of, number_steps
 
 import kale_dist as kd
 from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology
@@ -144,3 +145,41 @@ def test_what_a_pods_exit_code_says_its_controller_does(namespace, word, plain_i
     for code in codes:
         kind = KINDS[word]
         run_kubectl("-n", namespace, "delete", f"{kind.plural}.{kind.group}", f"ends-{word}-{code}", "--wait=false")
+
+
+GATED = {"schedulingGates": [{"name": "kale-dist.dev/late"}]}
+
+
+def let_in(namespace, pod):
+    """Let a pod be scheduled."""
+    run_kubectl("-n", namespace, "wait", "--for=create", f"pod/{pod}", "--timeout=60s")
+    run_kubectl("-n", namespace, "patch", "pod", pod, "--type=merge", "-p", '{"spec": {"schedulingGates": null}}')
+
+
+@pytest.mark.nightly
+def test_a_range_begins_with_fewer_grows_when_a_pod_comes_and_shrinks_when_it_goes(namespace):
+    from trainings import summing
+
+    late = {"spec": {"pytorchReplicaSpecs": {"Worker": {"template": {"spec": GATED}}}}}
+    job = kd.distribute(
+        *summing(32_000, lr=0.01), number_steps, epochs=1, train_args=(0.2, {0, 1}), seed=1, split_batches=True,
+        number_of_processes=(1, 2), threads=1, on=pods_in(namespace, kind="pytorch", patch=late),
+    )  # fmt: skip
+    worker = f"{job.name}-worker-0"
+
+    def until_attempt(number):
+        until(lambda: any(attempt == number for attempt, _, _ in batches_of(job)), 180)
+
+    until_attempt(0)
+    let_in(namespace, worker)
+    until_attempt(1)
+    lose(namespace, worker, "delete")
+    until_attempt(2)
+    assert job.wait(180).state is StateName.SUCCEEDED, list(job.logs())
+    found = batches_of(job)
+    assert dict(one[:2] for one in found) == {0: 1, 1: 2, 2: 1}
+    numbers = [number for _, _, number in found]
+    assert sorted(set(numbers)) == list(range(4000))
+    # Of each attempt that ends, the step that has begun meanwhile.
+    assert len(numbers) <= 4002
+    job.delete()

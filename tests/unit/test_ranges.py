@@ -86,10 +86,20 @@ def test_a_range_is_two_whole_numbers(given, refusal):
     assert refusal(lambda: asked(number_of_processes=given)).argument == "number_of_processes"
 
 
-@pytest.mark.parametrize("kind", ["mpi", "tf"])
-def test_kinds_whose_world_is_fixed_refuse_it(kind, refusal):
-    error = refusal(lambda: asked(number_of_processes=(1, 3), on=pods(kind=kind)))
-    assert (error.argument, kind in error.problem) == ("number_of_processes", True)
+@pytest.mark.parametrize("settings", [{"kind": "mpi"}, {"kind": "tf"}, {"kind": "train"}, {"master": False}])
+def test_kinds_whose_lost_pods_do_not_come_back_refuse_it(settings, refusal):
+    assert refusal(lambda: asked(number_of_processes=(1, 3), on=pods(**settings))).argument == "number_of_processes"
+
+
+def test_a_range_that_fits_into_one_pod_is_one_number():
+    call = asked(number_of_processes=(2, 4), on=pods(kind="job", processes_per_pod=4))
+    assert (call.request.topology.sizes, call.request.topology.number_of_pods) == ((), 1)
+
+
+def test_a_job_that_cannot_become_larger_says_so():
+    said = [any("more pods" in note for note in asked(number_of_processes=(1, 3), on=pods(), checkpoint_every=every).notes)
+            for every in (1, 5, "auto", "10 min")]  # fmt: skip
+    assert said == [True, True, False, False]
 
 
 def test_pods_that_come_and_go_need_checkpoints(refusal):

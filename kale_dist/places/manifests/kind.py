@@ -138,13 +138,18 @@ class Kind(abc.ABC):
             settings: Of the run; None for the first.
 
         Raises:
-            ConfigError: The patch cannot be applied, or changes what the job depends on.
+            ConfigError: There is no such job of this kind, or the patch cannot be applied or changes what the job depends on.
         """
         settings = settings or RunSettings()
         for role in roles_of(spec):
             if role not in self.roles:
                 there = f"It has: {', '.join(self.roles)}" if self.roles else "Its pods are all alike: use resources="
                 raise ConfigError("roles", f"a {self.name} has no role {role!r}", there)
+        if spec.topology.sizes and not self.replaces_pods(spec):
+            problem = (
+                f"a range needs pods that are made again when they are lost, and a lost pod of this {self.name} is not"
+            )
+            raise ConfigError("number_of_processes", problem, "Give one number, or kind='job'")
         made = {
             "apiVersion": "/".join(self.api),
             "kind": self.name,

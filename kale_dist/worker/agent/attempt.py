@@ -179,7 +179,8 @@ class RunningAttempt:
     def _give_up_saving(self, then: Callable[[], None]) -> None:
         if then in self._after_save:
             self._site.writer.say("The ranks have not written the checkpoint in time that they were asked for")
-            self._go_on()
+            self._after_save.remove(then)
+            then()
 
     def _go_on(self) -> None:
         """Do what waits for a checkpoint."""

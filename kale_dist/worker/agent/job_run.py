@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import secrets
 import socket
@@ -77,6 +78,8 @@ class JobRun:
         self._free = 0
         """How many attempts were begun only to have more ranks, and do not count as restarts."""
         self._growth: asyncio.TimerHandle | None = None
+        self._has_said_why = False
+        """Whether the log says why the ranks do not start again in more pods."""
         self._deadline: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -154,18 +157,24 @@ class JobRun:
     def _grow(self, running: RunningAttempt) -> None:
         """Have the ranks write a checkpoint, so that no batch is lost when they start again in more pods."""
         self._growth = None
-        if self._running is running and self._size > running.world_size:
-            self.save_first(functools.partial(self._start_again_larger, running))
+        if self._running is not running or self._size <= running.world_size:
+            return
+        if running.can_save:
+            # Where the step cannot be resumed within an epoch, they write it at the epoch's end.
+            running.save_first(functools.partial(self._start_again_larger, running), math.inf)
+            return
+        if not self._has_said_why:
+            self._has_said_why = True
+            self._site.writer.say(
+                f"There are pods for {self._size} processes instead of {running.world_size}. All ranks start again in them after "
+                "a loss, or as soon as they can write a checkpoint within an epoch"
+            )
+        self._growth = self._site.loop.call_later(GROW_EACH_S, self._grow, running)
 
     def _start_again_larger(self, running: RunningAttempt) -> None:
-        if self._running is not running or running.verdict is not None or self._size <= running.world_size:
-            return
-        if running.has_saved:
+        if running.has_saved and running.verdict is None and self._size > running.world_size:
             reason = f"There are pods for {self._size} processes instead of {running.world_size}"
             running.end(Verdict(StateName.PENDING, None, reason, may_restart=True))
-        else:
-            # The ranks cannot save yet, or were too slow.
-            self._growth = self._site.loop.call_later(GROW_EACH_S, self._grow, running)
 
     def lose_pod(self, reason: str, *, has_ranks: bool) -> None:
         """A pod is lost: all ranks start again once its controller has made it again, or the job ends.

@@ -28,6 +28,9 @@ from kale_dist.worker.training.trained import Progress, Trained
 
 VERSION = 2
 
+_has_trained = False
+"""Whether a training of this process has looked for a checkpoint: what it writes is no later training's to resume from."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
@@ -290,8 +293,10 @@ class Resumption:
 
     def _usable(self) -> pathlib.Path | None:
         """Rank 0's path of the last checkpoint, or of the earlier job's, if it can be read and fits the call's objects."""
+        global _has_trained  # noqa: PLW0603 - one process is one rank, for good
+        is_later, _has_trained = _has_trained, True
         place = context.context()
-        for path in (place.files.checkpoint if place.files is not None else None, place.resume):
+        for path in (place.files.checkpoint if place.files is not None and not is_later else None, place.resume):
             if path is None or not path.exists():
                 continue
             try:
