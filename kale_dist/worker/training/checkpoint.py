@@ -303,7 +303,7 @@ class Resumption:
 
     def _usable(self) -> pathlib.Path | None:
         """Rank 0's path of the last checkpoint, or of the earlier job's, if it can be read and fits the call's objects."""
-        global _has_trained  # noqa: PLW0603 - one process is one rank, for good
+        global _has_trained
         is_later, _has_trained = _has_trained, True
         place = context.context()
         for path in (place.files.checkpoint if place.files is not None and not is_later else None, place.resume):
