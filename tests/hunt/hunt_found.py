@@ -12,6 +12,8 @@ class Found:
     case: str
     """A line as `Case.read` takes it. All cases with these rows count as the same; `a|b` means either."""
     why: str
+    is_certain: bool = True
+    """Whether it comes with each run."""
 
 
 KNOWN = (
@@ -36,10 +38,6 @@ KNOWN = (
         "torch cannot clip the values of no gradients, which is what a stage of frozen layers has",
     ),
     Found(
-        "model=convolution step=sam-in-the-step strategy=pipeline-1 ranks=3",
-        "found on 23 November and not understood yet: with other models the norm of a part is refused",
-    ),
-    Found(
         "model=experts loader=stream optimizer=adam step=backward-twice strategy=fsdp-whole samples=17",
         "found on 23 November and not understood yet: a weight that no rank has used in an uneven batch",
     ),
@@ -48,8 +46,9 @@ KNOWN = (
         "the page of FSDP says that parts do not mix with ordinary tensors; torch complains in its own words",
     ),
     Found(
-        "model=sparse-embedding optimizer=two-groups strategy=local-sgd-2|local-sgd-1|local-sgd-epoch|gossip fault=within|between",
+        "model=sparse-embedding fault=within|between strategy=local-sgd-1|local-sgd-2|local-sgd-epoch|gossip|diloco",
         "checkpoints hold no sparse tensors, here of the optimizer's momentum, and the log says so",
+        is_certain=False,
     ),
 )
 """Wrong, and why. The nightly tells when one is right: then it goes to `MENDED`."""
@@ -75,5 +74,15 @@ MENDED = (
     Found(
         "model=sparse-embedding optimizer=two-groups strategy=diloco", "sparse states of the optimizer were averaged"
     ),
+    Found("step=penalizes-gradients strategy=fsdp", "the penalty was left out"),
+    Found("step=copy strategy=server samples=17 ranks=4", "gradients of a copy were not weighed in an uneven batch"),
+    Found(
+        "step=clips-norm strategy=fsdp option=accumulate", "held parts (DTensor) did not show that they were clipped"
+    ),
+    Found(
+        "step=adds-to-data strategy=pipeline option=accumulate",
+        "the rest of a window was stepped where no step is made",
+    ),
+    Found("step=unfreezes option=split ranks=3", "parameters that a step unfreezes were not weighed in uneven batches"),
 )
 """What was wrong once."""

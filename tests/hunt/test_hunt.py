@@ -38,6 +38,6 @@ def test_each_of_300_drawn_trainings_is_that_of_plain_pytorch(number):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("line", [one.case for one in KNOWN])
+@pytest.mark.parametrize("line", [one.case for one in KNOWN if one.is_certain])
 def test_what_is_known_to_be_wrong_still_is(line):
     assert hunt_cases.found(hunt_cases.Case.read(line)), "it is right: make it a line of MENDED"

@@ -289,9 +289,12 @@ class HeadsRelays:
 
     def _leave(self, relay: _Relay, reason: str) -> None:
         """A pod got SIGTERM, and this one did not: the job was neither suspended nor deleted."""
+        if not relay.is_leaving:
+            # It is gone, and was made again.
+            return
         if relay.ranks:
             self._judge.pod_leaves(reason)
-        elif relay.is_leaving and relay.channel is not None:
+        elif relay.channel is not None:
             relay.channel.say(Op.END)
             self._judge.lose_pod(reason, has_ranks=False)
 

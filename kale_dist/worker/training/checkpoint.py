@@ -28,6 +28,9 @@ from kale_dist.worker.training.trained import Progress, Trained
 
 VERSION = 2
 
+_has_trained = False
+"""Whether a training of this process has looked for a checkpoint: what it writes is no later training's to resume from."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
@@ -50,27 +53,12 @@ _LEFT_OUT = object()
 """Stands for a value that cannot be kept."""
 
 
-def write(path: pathlib.Path, contents: Checkpoint) -> tuple[str, ...]:
-    """Write a checkpoint, replacing the one that is there by rename.
-
-    Returns:
-        The places of values that were left out.
-
-    Raises:
-        StoreError: The disk is full, or the folder cannot be written.
-    """
-    whole = collect(contents)
-    save(path, whole)
-    left_out: tuple[str, ...] = whole["left_out"]
-    return left_out
-
-
-def collect(contents: Checkpoint, copy: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Any]:
+def collect(contents: Checkpoint, copy: Callable[[int, Tensor], Tensor] | None = None) -> dict[str, Any]:
     """Return what a file holds: no objects but tensors and plain values, and the places of those left out as `left_out`.
 
     Args:
         contents: The states.
-        copy: Copies a tensor, which has a place, to the CPU; None: those of the CPU are not copied.
+        copy: Copies a tensor, which gets a number, to the CPU; None: those of the CPU are not copied.
     """
     keeper = _Keeper(copy)
     names = ("model", "optimizer", "scheduler", "resume", "callbacks")
@@ -127,7 +115,7 @@ def read(file: Any) -> Checkpoint:
 class _Keeper:
     """Copies values without the parts that `weights_only` cannot read; `left_out` has the places of those."""
 
-    def __init__(self, copy: Callable[[str, Tensor], Tensor] | None) -> None:
+    def __init__(self, copy: Callable[[int, Tensor], Tensor] | None) -> None:
         self.left_out: list[str] = []
         self._copy = copy
         self._copies: dict[Any, Tensor] = {}
@@ -143,7 +131,7 @@ class _Keeper:
             # Tied weights are written once; of a view, the part that it shows.
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
             if not value.numel() or key not in self._copies:
-                self._copies[key] = self._tensor(value, place)
+                self._copies[key] = self._tensor(value)
             return self._copies[key]
         if isinstance(value, dict):
             kept = {key: self.keep(item, f"{place}.{key}") for key, item in value.items()}
@@ -157,9 +145,9 @@ class _Keeper:
         self.left_out.append(place)
         return _LEFT_OUT
 
-    def _tensor(self, value: Tensor, place: str) -> Tensor:
+    def _tensor(self, value: Tensor) -> Tensor:
         if self._copy is not None:
-            return self._copy(place, value)
+            return self._copy(len(self._copies), value)
         whole = value.detach().cpu().as_subclass(Tensor)
         return whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole
 
@@ -283,6 +271,11 @@ class Resumption:
         return int(seeds[self._group.rank]) if self._group.rank < len(seeds) else None
 
     @property
+    def has_same_batches(self) -> bool:
+        """Whether a step takes as much data as before."""
+        return self._resume is not None and self._resume["given"]["batch"] == self._given.batch
+
+    @property
     def random(self) -> dict[str, Any]:
         """This rank's generators at the checkpoint."""
         found: dict[str, Any] = (self._resume or {})["random"][self._group.rank]
@@ -300,8 +293,10 @@ class Resumption:
 
     def _usable(self) -> pathlib.Path | None:
         """Rank 0's path of the last checkpoint, or of the earlier job's, if it can be read and fits the call's objects."""
+        global _has_trained  # noqa: PLW0603 - one process is one rank, for good
+        is_later, _has_trained = _has_trained, True
         place = context.context()
-        for path in (place.files.checkpoint if place.files is not None else None, place.resume):
+        for path in (place.files.checkpoint if place.files is not None and not is_later else None, place.resume):
             if path is None or not path.exists():
                 continue
             try:

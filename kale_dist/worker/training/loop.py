@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from kale_dist.errors import ConfigError, KaleDistError
+from kale_dist.errors import ConfigError, KaleDistError, StoreError
 from kale_dist.strategies import Layout, Settings
 from kale_dist.wire import EventKind, context
 from kale_dist.worker.training import checkpoint, saving, supervised
@@ -275,17 +275,23 @@ class Session:
             self.training.epochs,
             self.training.checkpoint_every,
         )
-        for epoch in range(self.progress.epochs + 1, epochs + 1):
-            if self.progress.stopped:
-                break
-            self.progress = self.epoch(epoch)
-            is_last = epoch == epochs or self.progress.stopped
-            if isinstance(every, int) and every:
-                is_due = is_last or epoch % every == 0
-            else:
-                is_due = self.within.ends_epoch(is_last=is_last)
-            if is_due:
-                self.write_checkpoint()
+        try:
+            for epoch in range(self.progress.epochs + 1, epochs + 1):
+                if self.progress.stopped:
+                    break
+                self.progress = self.epoch(epoch)
+                is_last = epoch == epochs or self.progress.stopped
+                if isinstance(every, int):
+                    is_due = is_last or epoch % every == 0
+                else:
+                    is_due = self.within.ends_epoch(is_last=is_last)
+                if is_due:
+                    self.write_checkpoint()
+        except BaseException:
+            # The process ends with this error, and a checkpoint that is being written would be lost.
+            with contextlib.suppress(StoreError):
+                self.within.writing.wait()
+            raise
         self.within.writing.wait()
         return self.progress
 

@@ -144,8 +144,8 @@ class Within:
         self._resumed = resumption.progress.position
         mine = self._mine
         self._load_buffers(mine)
-        # Ranks that are not as many as before find their place by an order that is known.
-        if self._resumed is not None and (mine is not None or self._resumed["order"]):
+        # A known order has a place for ranks of any number and batches of any size; the batches of a stream are only counted.
+        if self._resumed is not None and (self._resumed["order"] or (mine is not None and resumption.has_same_batches)):
             feed.start = {
                 "items": self._resumed["items"], "order": self._resumed["order"],
                 "samples": 0 if mine is None else mine["samples"],
@@ -156,11 +156,6 @@ class Within:
         feed.between, feed.begins, feed.makes = self._between, self._begins, self._makes
         if self._schedule is not None and not group.rank and strategy.saves_within_epochs:
             context.can_save()
-
-    @property
-    def is_on(self) -> bool:
-        """Whether checkpoints are written by steps or by the clock, and not after epochs."""
-        return self._schedule is not None
 
     @property
     def _mine(self) -> dict[str, Any] | None:
@@ -405,7 +400,9 @@ class Within:
         named = dict(self._trained.model.named_buffers())
         with torch.no_grad():
             for name, saved in () if mine is None else mine["buffers"].items():
-                named[name].copy_(saved)
+                # A later call's model may lack a buffer that is in no `state_dict`.
+                if name in named and named[name].shape == saved.shape:
+                    named[name].copy_(saved)
 
     def _own_buffers(self) -> dict[str, Any]:
         """The buffers that differ between ranks until an epoch has ended, such as BatchNorm's, or that the step may reset."""

@@ -19,7 +19,7 @@ class Writing:
     """Writes one file at a time; the next one waits for it."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.seconds = 0.0
@@ -30,16 +30,16 @@ class Writing:
         """Whether a file is being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def copy(self, place: str, value: Tensor) -> Tensor:
-        """Copy a tensor to the CPU, into the memory of the copy from the same place before if it fits.
+    def copy(self, number: int, value: Tensor) -> Tensor:
+        """Copy a tensor to the CPU, into the memory of the copy with the same number before if it fits.
 
         Args:
-            place: Names the tensor.
+            number: Of the tensor among those of the file.
             value: The tensor. No file may be being written.
         """
-        kept = self._kept.get(place)
+        kept = self._kept.get(number)
         if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
-            kept = self._kept[place] = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+            kept = self._kept[number] = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         return kept.copy_(value.detach())
 
     def write(self, contents: Checkpoint, write: Callable[[dict[str, Any]], None], *, at_once: bool) -> tuple[str, ...]:
@@ -68,12 +68,9 @@ class Writing:
         return left_out
 
     def _has_room(self, contents: Checkpoint) -> bool:
-        """Whether a copy of the weights and the optimizer fits into twice the memory that is free."""
-        if self._kept:
-            return True
-        states = (contents.optimizer or {}).get("state", {}).values()
-        tensors = [*contents.model.values(), *(value for state in states for value in state.values())]
-        return 2 * sum(one.nbytes for one in tensors if isinstance(one, Tensor)) < free_memory()
+        """Whether the memory that is free is more than twice that of a copy."""
+        states = contents.model, contents.optimizer, contents.callbacks
+        return bool(self._kept) or 2 * sum(map(_bytes_of, states)) < free_memory()
 
     def _run(self, write: Callable[[dict[str, Any]], None], whole: dict[str, Any]) -> None:
         began = time.monotonic()
@@ -95,3 +92,11 @@ class Writing:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _bytes_of(tree: Any) -> int:
+    """The memory of the tensors in dicts, lists and tuples; an optimizer's own `state_dict` may have any form."""
+    if isinstance(tree, Tensor):
+        return tree.numel() * tree.element_size()
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return sum(map(_bytes_of, parts))

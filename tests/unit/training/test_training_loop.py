@@ -413,7 +413,9 @@ def test_checkpoints_of_odd_values(tmp_path):
         "object": object(),
     }
     path = tmp_path / "checkpoint"
-    left_out = checkpoint.write(path, Checkpoint(model=states, epoch=1))
+    whole = checkpoint.collect(Checkpoint(model=states, epoch=1))
+    checkpoint.save(path, whole)
+    left_out = whole["left_out"]
     assert left_out == ("model.object",)
     read = checkpoint.read(path)
     assert read.left_out == left_out
@@ -427,14 +429,14 @@ def test_checkpoints_of_odd_values(tmp_path):
 
 def test_a_checkpoint_that_cannot_be_written_says_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match="could not be written: No such file or directory"):
-        checkpoint.write(tmp_path / "gone" / "checkpoint", Checkpoint(model={}, epoch=1))
+        checkpoint.save(tmp_path / "gone" / "checkpoint", {})
 
     def full(_value, _path):
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 832 vs 726\nC++ frames")
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(StoreError, match=r"its disk has [0-9,]+ bytes free \(\[enforce.*726\)\. Free some space"):
-        checkpoint.write(tmp_path / "checkpoint", Checkpoint(model={}, epoch=1))
+        checkpoint.save(tmp_path / "checkpoint", {})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -157,7 +157,9 @@ class Batches:
             feed.queue_of.start, feed.queue_of.expected = 0, ""
             if self._start is not None:
                 feed.queue_of.start, feed.queue_of.expected = self._start["items"], self._start["order"]
-            feed.queue_of.place = (feed.seed, feed.epoch, feed.passes) if self._loader.num_workers else ()
+            # Ranks may have been seeded alike by code of the user's.
+            place = (feed.seed, feed.group.rank, feed.epoch, feed.passes)
+            feed.queue_of.place = place if self._loader.num_workers else ()
 
     def _begin(self) -> None:
         feed = self._feed

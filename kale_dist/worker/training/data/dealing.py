@@ -147,7 +147,7 @@ class Passes(Shown):
     expected: str = ""
     """The digest that the order must have; empty for any."""
     place: tuple[int, ...] = ()
-    """Seed, epoch and pass from which workers' seeds are made; empty without workers."""
+    """Seed, rank, epoch and pass from which workers' seeds are made; empty without workers."""
     order: str = ""
     """A digest of the order of the latest pass; empty where it is not known."""
     draws: bool = False
