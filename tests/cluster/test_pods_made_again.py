@@ -162,7 +162,7 @@ def test_a_range_begins_with_fewer_grows_when_a_pod_comes_and_shrinks_when_it_go
 
     late = {"spec": {"pytorchReplicaSpecs": {"Worker": {"template": {"spec": GATED}}}}}
     job = kd.distribute(
-        *summing(32_000, lr=0.01), number_steps, epochs=1, train_args=(0.2, {0, 1}), seed=1, split_batches=True,
+        *summing(32_000, 1, lr=0.01), number_steps, epochs=1, train_args=(0.2, {0, 1}), seed=1, split_batches=True,
         number_of_processes=(1, 2), threads=1, on=pods_in(namespace, kind="pytorch", patch=late),
     )  # fmt: skip
     worker = f"{job.name}-worker-0"
@@ -178,8 +178,7 @@ def test_a_range_begins_with_fewer_grows_when_a_pod_comes_and_shrinks_when_it_go
     assert job.wait(180).state is StateName.SUCCEEDED, list(job.logs())
     found = batches_of(job)
     assert dict(one[:2] for one in found) == {0: 1, 1: 2, 2: 1}
-    numbers = [number for _, _, number in found]
-    assert sorted(set(numbers)) == list(range(4000))
-    # Of each attempt that ends, the step that has begun meanwhile.
-    assert len(numbers) <= 4002
+    # Twice: of each attempt that ends, the step that has begun meanwhile. With other ranks the step counts from 0 again.
+    assert 4000 <= len(found) <= 4002
+    assert len(batches_of(job, 1)) == len([attempt for attempt, _, _ in found if attempt == 1])
     job.delete()

@@ -144,8 +144,13 @@ def overlay(
     elif state is StateName.PENDING and running:
         state = StateName.STARTING
     troubles = [part.trouble for part in look.parts if part.trouble is not None and part.state != "ended"]
-    if look.trouble is not None:
-        troubles.insert(0, look.trouble)
+    if (trouble := look.trouble) is not None:
+        head = look.head
+        if look.replaces and head is not None and head.state == "running":
+            is_replaced = any(part.lost and part.trouble == trouble for part in look.parts)
+            # There is nothing to do: its controller makes this pod again.
+            trouble = dataclasses.replace(trouble, remedy="", heals=True) if is_replaced else trouble
+        troubles.insert(0, trouble)
     is_trouble = bool(troubles) and (state is not StateName.RUNNING or not reason)
     if is_trouble:
         # The head says which pod it waits for, and the place why that pod is not there.

@@ -658,7 +658,11 @@ def test_a_pod_that_is_made_again_is_left_to_the_head(backend, submit, place, cl
     assert backend.status(ref).is_final == is_given_up
     if is_given_up:
         return
-    head.attempt = 1
+    place.runs[1].trouble = trouble = Trouble(sentence="pod-1 was deleted", remedy="Submit the job again")
+    place.runs[1].others = [ended_part(exit_code=143, lost="deleted", trouble=trouble)]
+    wait_for(lambda: backend.status(ref).reason == "pod-1 was deleted")
+    assert not backend.status(ref).needs_action
+    place.runs[1].trouble, head.attempt = None, 1
     head.event(EventKind.STATE, state=StateName.STARTING, reason="Waits for a pod: pod-1. Starting again", cause="")
     place.runs[1].others = [
         Part(number=1, name="pod-1", uid="b", state="waiting", trouble=Trouble(sentence="No node has room"))
