@@ -102,7 +102,7 @@ def test_requests_are_signed(head, client):
     assert client.missing() == ["d"]
     client.cancel(2.5)
     client.ack()
-    assert head.posts == [("/cancel", b'{"grace_s": 2.5}'), ("/ack", b"{}")]
+    assert head.posts == [("/cancel", b'{"grace_s": 2.5, "save": false}'), ("/ack", b"{}")]
     with pytest.raises(BackendError, match="the key of this job here is not the one"):
         HeadClient(lambda: socket.create_connection(head.server_address), b"x" * 32).missing()
 
