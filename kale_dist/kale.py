@@ -63,6 +63,8 @@ class DistributedConfig:
             template = {"template": {"spec": {"containers": [container]}}}
             patch["pytorchReplicaSpecs"] = dict.fromkeys(kinds, template)
         place = Kubernetes(
+            # A replica of Kale is one process.
+            processes_per_pod=1,
             resources=_resources(self.requests, self.limits),
             annotations=self.annotations,
             labels=self.labels,

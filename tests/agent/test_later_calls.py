@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from trainings import labelled, train_step
 
 import kale_dist as kd
@@ -269,6 +269,13 @@ class Numbered(Dataset):
         return self.x[index], int(self.x[index].sum() > 0), index
 
 
+class Streamed(IterableDataset):
+    """The same samples, whose number is not known."""
+
+    def __iter__(self):
+        yield from map(Numbered(96).__getitem__, range(96))
+
+
 def breaking_step(model, data_loader, criterion, optimizer, device, args):
     """Print which samples come; with `args`, fail in the second epoch after `BATCH` batches, once these are in a checkpoint."""
     total, seen = 0.0, []
@@ -288,13 +295,14 @@ def breaking_step(model, data_loader, criterion, optimizer, device, args):
         optimizer.step()
         total += loss.item()
     print("seen", *seen)
-    return {"loss": total / len(data_loader)}
+    return {"loss": total}
 
 
-def train_numbered(*, size=96, batch_size=12, net=smooth, breaks=False, workers=0, **options):
+def train_numbered(*, size=96, batch_size=12, net=smooth, breaks=False, workers=0, data=None, **options):
     torch.manual_seed(0)
     model = net()
     loader = DataLoader(Numbered(size), batch_size, shuffle=True, num_workers=workers)
+    loader = loader if data is None else DataLoader(data, batch_size)
     job = kd.distribute(
         model, loader, nn.CrossEntropyLoss(), adam(model), breaking_step, epochs=3, train_args=breaks,
         **{"number_of_processes": 2, "threads": 1, "split_batches": True, "checkpoint_every": "1 steps", **options},
@@ -368,6 +376,33 @@ def test_other_data_begins_the_epoch_again_and_says_so(broken):
     later = continued(job, size=60)
     assert "the epoch begins again from its start" in log_of(later)
     assert seen_by(later, 0) == list(range(60))
+    later.delete()
+
+
+def test_a_stream_in_batches_of_another_size_begins_the_epoch_again(broken):
+    options = {"data": Streamed(), "split_batches": False}
+    job, _ = broken(batch_size=6, **options)
+    later = continued(job, batch_size=4, **options)
+    assert "the epoch begins again from its start" in log_of(later)
+    assert seen_by(later, 0) == list(range(96))
+    later.delete()
+
+
+def with_a_mask():
+    net = smooth()
+    net[1].register_buffer("mask", torch.ones(3), persistent=False)
+    return net
+
+
+def with_another_mask():
+    net = smooth()
+    net[1].register_buffer("mask", torch.ones(5), persistent=False)
+    return net
+
+
+def test_a_buffer_that_is_in_no_state_dict_may_be_another_one(broken):
+    job, _ = broken(with_a_mask)
+    later = continued(job, net=with_another_mask)
     later.delete()
 
 

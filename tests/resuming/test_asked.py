@@ -131,3 +131,21 @@ def broken():
         model, loader, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), leaving,
         number_of_processes=2, threads=1, checkpoint_every="1 steps",
     )  # fmt: skip
+
+
+def failing_later(model, loader, criterion, optimizer, device, args):
+    if not optimizer.state:
+        return unhurried(model, loader, criterion, optimizer, device, args)
+    raise ValueError("failed")
+
+
+def test_an_error_waits_for_the_checkpoint_that_is_being_written():
+    model = nn.Sequential(nn.Linear(4, 2000), nn.Linear(2000, 4000), nn.Linear(4000, 2))
+    loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randint(2, (8,))), 8)
+    job = kd.distribute(
+        model, loader, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), failing_later, epochs=2,
+        train_args={"nap_s": 0.0}, number_of_processes=1, threads=1, checkpoint_every=1,
+    )  # fmt: skip
+    assert "failed" in str(job.exception(60))
+    assert checkpoint.read(records.files(job.name).checkpoint).epoch == 1
+    job.delete()

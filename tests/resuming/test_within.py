@@ -57,12 +57,17 @@ def net():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 2))
 
 
-def train(step, fatal, *, calls=12, workers=0, make=net, every="3 steps", ranks=2, loader=None, **options):
+def train(
+    step, fatal, *, calls=12, workers=0, make=net, every="3 steps", ranks=2, loader=None, schedule=None, **options
+):
     """Train, and lose the rank `fatal` after `calls` and some batches; returns what has to be equal, and what the log says about the restart."""
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = loader if loader is not None else DataLoader(Noisy(96), batch_size=4, shuffle=True, num_workers=workers)
+    if schedule is not None:
+        options["scheduler"] = schedule(optimizer)
+        options["train_args"] = {"scheduler": options["scheduler"]}
     job = kd.distribute(
         model, loader, Fatal(fatal, calls + 9), optimizer, step, epochs=3, seed=3, number_of_processes=ranks, threads=1,
         max_restarts=1, checkpoint_every=every, **options,
@@ -122,23 +127,6 @@ class Stream(torch.utils.data.IterableDataset):
             yield x, int(number > 40)
 
 
-def one_cycle(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=36)
-
-
-def per_batch(model, loader, criterion, optimizer, device, args):
-    total = 0.0
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        args["scheduler"].step()
-        total += loss.item()
-    return {"loss": total}
-
-
 def several(size=96, batch=4, **options):
     return lambda: DataLoader(Noisy(size), batch_size=batch, shuffle=True, **options)
 
@@ -190,4 +178,29 @@ def test_the_ready_made_step_goes_on_within_an_epoch(name):
     assert attempt == 1
     assert [line for line in log if "resumes in epoch 2, after" in line], log
     assert not [line for line in log if "another order" in line or "could not be set" in line]
+    check(expected, found)
+
+
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=36)
+
+
+def per_batch(model, loader, criterion, optimizer, device, args):
+    total = rates = 0.0
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        args["scheduler"].step()
+        total += loss.item()
+        rates += optimizer.param_groups[0]["lr"]
+    return {"loss": total, "rates": rates}
+
+
+def test_a_one_cycle_scheduler_of_batches_goes_on_within_an_epoch():
+    expected, _, _ = train(per_batch, -1, schedule=one_cycle)
+    found, attempt, log = train(per_batch, 1, schedule=one_cycle)
+    assert attempt == 1
+    assert [line for line in log if "resumes in epoch 2, after" in line], log
     check(expected, found)

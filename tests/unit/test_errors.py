@@ -80,5 +80,5 @@ def test_a_refusal_in_a_script_shows_the_users_line_and_at_most_one_of_ours(tmp_
     assert frames[0].startswith(f'File "{script}", line 3')
     assert len(frames) <= 2
     assert said.splitlines()[-1].startswith(
-        "kale_dist.errors.ConfigError: number_of_processes: -1 is not a whole number"
+        "kale_dist.errors.ConfigError: number_of_processes: -1 is neither a whole number"
     )

@@ -77,9 +77,7 @@ def test_a_mistake_in_a_call_ends_with_the_users_line_and_one_sentence(tmp_path)
     _, errors = running.communicate(timeout=200)
     *before, sentence, _ = errors.splitlines()
     assert running.returncode == 1
-    assert (
-        sentence == "ConfigError: number_of_processes: -1 is not a whole number of 1 or more. Give an int of 1 or more"
-    )
+    assert sentence.startswith("ConfigError: number_of_processes: -1 is neither a whole number of 1 or more")
     assert "----> 2 kd.launch(print, number_of_processes=-1)" in before
     assert "kale_dist/" not in errors
     (kept,) = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells[1].outputs

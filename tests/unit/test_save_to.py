@@ -47,8 +47,8 @@ def test_a_place_that_cannot_be_written_fails_the_job_before_it_trains(tmp_path)
     target = tmp_path / "folder" / "model.pt"
     started = request.checked
 
-    def replaced(*given):
-        found = started(*given)
+    def replaced(*given, **named):
+        found = started(*given, **named)
         (tmp_path / "folder").rmdir()
         (tmp_path / "folder").symlink_to(blocker)
         return found

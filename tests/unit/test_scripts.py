@@ -192,7 +192,7 @@ def test_a_module_and_a_function_of_a_module(folder, capfd):
         (["train.py", "--rdzv-endpoint=x"], "processes find each other by themselves"),
         (["train.py", "--set", "imagge", "x"], "Did you mean 'image'?"),
         (["train.py", "--env", "RANK", "1"], "'RANK' is set in each rank"),
-        (["train.py", "-n", "0"], "number_of_processes: 0 is not a whole number of 1 or more"),
+        (["train.py", "-n", "0"], "number_of_processes: 0 is neither a whole number of 1 or more"),
     ],
 )
 def test_mistakes_are_refused_before_anything_starts(folder, capsys, words, said):

@@ -166,11 +166,11 @@ class RunningAttempt:
                 when the attempt ends in another way before.
             limit_s: Seconds.
         """
+        self.has_saved = False
         # A rank at a breakpoint would save only when it has left it.
         if not self.can_save or self.verdict is not None or any(rank.prompt for rank in self.ranks):
             then()
             return
-        self.has_saved = False
         self._after_save.append(then)
         if isinstance(first := self.ranks[0].process, NearRank):
             first.ask_to_save()

@@ -28,8 +28,8 @@ from kale_dist.worker.training.trained import Progress, Trained
 
 VERSION = 2
 
-_has_trained = False
-"""Whether a training of this process has looked for a checkpoint: what it writes is no later training's to resume from."""
+_trained_in: int | None = None
+"""The attempt in which a training of this process has looked for a checkpoint: what it writes is not the next one's to resume from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -293,10 +293,15 @@ class Resumption:
 
     def _usable(self) -> pathlib.Path | None:
         """Rank 0's path of the last checkpoint, or of the earlier job's, if it can be read and fits the call's objects."""
-        global _has_trained  # noqa: PLW0603 - one process is one rank, for good
-        is_later, _has_trained = _has_trained, True
+        global _trained_in
         place = context.context()
-        for path in (place.files.checkpoint if place.files is not None and not is_later else None, place.resume):
+        is_later, _trained_in = _trained_in == place.attempt, place.attempt
+        own = place.files.checkpoint if place.files is not None and not is_later else None
+        if own is not None:
+            # A rank that was killed while it wrote has left a file as large as a checkpoint.
+            for unfinished in own.parent.glob(f".{own.name}.*.part"):
+                unfinished.unlink(missing_ok=True)
+        for path in (own, place.resume):
             if path is None or not path.exists():
                 continue
             try:

@@ -48,6 +48,11 @@ def nothing(path):
     return nn.Linear(3, 2), {}
 
 
+def killed_while_writing(path):
+    path.with_name(f".{path.name}.0123.part").write_bytes(b"half")
+    return nn.Linear(3, 2), {}
+
+
 def cut_short(path):
     path.write_bytes(path.read_bytes()[:-10])
     return nn.Linear(3, 2), {}
@@ -81,6 +86,7 @@ def another_optimizer(path):
     ("spoil", "behind", "said"),
     [
         (nothing, 2, "resumes after epoch 2"),
+        (killed_while_writing, 2, "resumes after epoch 2"),
         (is_gone, 0, "starts from the beginning"),
         (cut_short, 0, "cannot be read"),
         (without_the_rest, 0, "only what a result needs"),
@@ -96,3 +102,4 @@ def test_what_does_not_fit_is_not_taken_up(ranks, tmp_path, spoil, behind, said)
     trained = [event["epoch"] for event in events if event.get("source") == "train"]
     assert trained == list(range(behind + 1, 4))
     assert any(said in event["text"] for event in events if event["event"] == "note")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
