@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from conftest import _pod_jobs
+from pod_jobs import making_pod_jobs
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -114,7 +114,7 @@ def pause_before(job, attempt):
 def undisturbed(tmp_path_factory):
     """The weights of a training in two pods to which nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    made = _pod_jobs(folder, sys.executable)
+    made = making_pod_jobs(folder, sys.executable)
     job, _ = train_in(next(made), folder, ranks=2, pause_s=0)
     job.start_all()
     assert job.end() == [0, 0], job.text()
