@@ -35,7 +35,7 @@ def _is_size(value: Any) -> bool:
 _PLAIN = {
     "number_of_processes": Check(
         _is_size,
-        "{} is neither a whole number of 1 or more nor a range of two",
+        "{} is neither a whole number of 1 or more nor a range of two, the smaller first",
         "Give an int such as 4, or on a cluster a range such as (2, 8)",
     ).or_(None),
     "threads": whole(1, _MOST_THREADS, "Give the cores of one rank, or None for its fair share").or_(None),

@@ -12,6 +12,7 @@ from kale_dist.errors import ConfigError, JobNotFoundError, ResultUnavailableErr
 from kale_dist.job import records
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.spec import names
+from kale_dist.wire import JobFiles
 from kale_dist.wording import show
 from kale_dist.worker.training.settings import Training
 
@@ -60,6 +61,8 @@ class Earlier:
         )
         if is_path:
             path = pathlib.Path(given).expanduser().absolute()
+            # A job's folder has its checkpoint in it.
+            path = JobFiles(path).checkpoint if path.is_dir() else path
             if not path.is_file():
                 raise ConfigError(_ARGUMENT, f"there is no file {path}", "Give a checkpoint, a job or a job's name")
             return cls(origin=str(path), path=path)
@@ -71,7 +74,7 @@ class Earlier:
             return cls(origin=job.ref, path=inside(job).checkpoint())
         except (ConfigError, JobNotFoundError, ResultUnavailableError) as error:
             problem = error.problem if isinstance(error, ConfigError) else f"{error}".rstrip(".")
-            raise ConfigError(_ARGUMENT, problem, "Give a job with a checkpoint, or leave it out") from error
+            raise ConfigError(_ARGUMENT, problem, "Give a job with a checkpoint, or leave it out") from None
 
     def check(self, training: Training, world_size: int | None) -> Continued:
         """Check that a call can continue from here.
@@ -89,12 +92,12 @@ class Earlier:
 
         try:
             found = checkpoint.read(self.path)
-        except (SnapshotDamagedError, OSError) as error:
+        except (SnapshotDamagedError, OSError):
             problem = f"{self.path} is not a checkpoint that this version of kale_dist has written"
             remedy = (
                 "Give a job, or the `checkpoint` of its folder. Weights alone go into the model by load_state_dict()"
             )
-            raise ConfigError(_ARGUMENT, problem, remedy) from error
+            raise ConfigError(_ARGUMENT, problem, remedy) from None
         trained = Trained.of(training)
         before = (found.resume or {}).get("given", {}).get("world_size", 1)
         given = Given.of(training, trained, world_size or before)

@@ -10,7 +10,7 @@ import cloudpickle
 import fsspec
 import pytest
 from agent_jobs import Jobs, is_alive
-from pod_jobs import PodJob
+from pod_jobs import making_pod_jobs
 
 import kale_dist
 from kale_dist.places.agent_client import AgentClient
@@ -41,23 +41,10 @@ def bare_python(tmp_path_factory):
 @pytest.fixture
 def make(tmp_path):
     """Makes jobs in pods, which are plain processes here: each imports PyTorch, for some seconds."""
-    yield from _pod_jobs(tmp_path, sys.executable)
+    yield from making_pod_jobs(tmp_path, sys.executable)
 
 
 @pytest.fixture
 def make_bare(tmp_path, bare_python):
     """The same in images without PyTorch, which start at once; their functions are those of `plain_jobs`."""
-    yield from _pod_jobs(tmp_path, bare_python)
-
-
-def _pod_jobs(folder, python):
-    made = []
-
-    def make_job(function, *args, **options):
-        made.append(PodJob(folder, function, *args, **options))
-        made[-1].python = python
-        return made[-1]
-
-    yield make_job
-    for job in made:
-        job.close()
+    yield from making_pod_jobs(tmp_path, bare_python)

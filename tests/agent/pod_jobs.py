@@ -219,3 +219,17 @@ class PodJob:
 
     def until_running(self) -> None:
         self.until(lambda: self.state()["state"] == "running")
+
+
+def making_pod_jobs(folder, python):
+    """Yield a function that makes such jobs, and end them."""
+    made = []
+
+    def make_job(function, *args, **options):
+        made.append(PodJob(folder, function, *args, **options))
+        made[-1].python = python
+        return made[-1]
+
+    yield make_job
+    for job in made:
+        job.close()

@@ -127,6 +127,16 @@ def test_another_batch_is_said_and_the_learning_rate_stays(trained, capsys):
     later.delete()
 
 
+def test_accumulated_batches_count_as_one_and_a_folder_has_its_checkpoint(trained, capsys):
+    early, _, _ = trained(2)
+    later, _, _ = train(resume_from=records.files(early.name).folder, number_of_processes=1, accumulate=2)
+    assert "A step takes" not in capsys.readouterr().err
+    later.delete()
+    later, _, _ = train(resume_from=early, accumulate=4)
+    assert "A step takes 2 x 6 x 4 = 48 samples instead of 2 x 6 = 12." in capsys.readouterr().err
+    later.delete()
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "local-sgd"])
 def test_another_strategy_takes_over_weights_and_optimizer(trained, strategy, capsys):
     early, _, _ = trained(2, net=smooth)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from conftest import _pod_jobs
+from pod_jobs import making_pod_jobs
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -54,16 +54,23 @@ def step(model, loader, criterion, optimizer, device, pause):
     return {"loss": loss.item()}
 
 
-def train_in(make, folder, *, ranks, pause_s=0.1, gather_s=2, grow_each_s=2, **options):
+def step_over_pairs(model, loader, criterion, optimizer, device, pause):
+    """Cannot be resumed within an epoch."""
+    return step(
+        model, (batch for _, batch in zip(range(1000), loader, strict=False)), criterion, optimizer, device, pause
+    )
+
+
+def train_in(make, folder, *, ranks, pause_s=0.1, gather_s=2, grow_each_s=2, train_step=step, every="auto", **options):
     """A training of 300 batches, and the file that says how long ranks wait after each of them."""
     torch.manual_seed(0)
     pause = folder / "pause"
     pause.write_text(f"{pause_s}")
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     training = Training(
-        model=model, train_data_loader=DataLoader(Numbered(), BATCH, shuffle=True), train_step=step, train_args=pause,
+        model=model, train_data_loader=DataLoader(Numbered(), BATCH, shuffle=True), train_step=train_step, train_args=pause,
         criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        epochs=EPOCHS, split_batches=True, checkpoint_every="auto",
+        epochs=EPOCHS, split_batches=True, checkpoint_every=every,
     )  # fmt: skip
     job = make(loop.train, training, ranks=ranks, seed=3, threads=1, **options)
     job.command = ["-P", "-c", FASTER.format(gather_s=gather_s, grow_each_s=grow_each_s)]
@@ -107,7 +114,7 @@ def pause_before(job, attempt):
 def undisturbed(tmp_path_factory):
     """The weights of a training in two pods to which nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    made = _pod_jobs(folder, sys.executable)
+    made = making_pod_jobs(folder, sys.executable)
     job, _ = train_in(next(made), folder, ranks=2, pause_s=0)
     job.start_all()
     assert job.end() == [0, 0], job.text()
@@ -180,3 +187,31 @@ def test_a_range_of_even_numbers_leaves_a_pod_without_ranks(make, tmp_path):
     pause.write_text("0")
     assert [job.pods[0].end(), job.pods[2].end()] == [0, 0], job.text()
     assert sizes(job) == [2, 2]
+
+
+@pytest.mark.nightly
+def test_a_step_that_resumes_only_after_epochs_makes_the_job_larger_there(make, tmp_path):
+    # An epoch takes longer than ranks have for a checkpoint that cannot wait.
+    job, pause = train_in(
+        make, tmp_path, ranks=2, pause_s=1.5, sizes=(1, 2), max_restarts=1, train_step=step_over_pairs
+    )
+    job.start(0)
+    until_seen(job, 0)
+    job.start(1)
+    until_seen(job, 1)
+    pause.write_text("0")
+    assert job.end() == [0, 0], job.text()
+    assert sizes(job) == [1, 2]
+    assert repeated(job) <= BATCH
+
+
+@pytest.mark.nightly
+def test_a_training_without_checkpoints_within_epochs_says_that_it_stays_as_small_as_it_began(make, tmp_path):
+    job, pause = train_in(make, tmp_path, ranks=2, sizes=(1, 2), max_restarts=1, every=1)
+    job.start(0)
+    until_seen(job, 0)
+    job.start(1)
+    job.until(lambda: "There are pods for 2 processes" in job.text())
+    pause.write_text("0")
+    assert job.end() == [0, 0], job.text()
+    assert sizes(job) == [1]

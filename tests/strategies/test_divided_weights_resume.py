@@ -141,7 +141,8 @@ def test_what_a_checkpoint_gathers_is_let_go(strategy):
     finally:
         job.delete()
     first, *later = found["bytes"]
-    assert all(one - first < size / 2 for one in later), (found, size)
+    # The writer keeps its copy of the weights and two moments, and nothing else stays.
+    assert all(one - first < 3.5 * size for one in later), (found, size)
 
 
 @pytest.mark.nightly

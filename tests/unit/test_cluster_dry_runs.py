@@ -10,7 +10,7 @@ pytest.importorskip("kubernetes")
 from fake_api import FakeApi, status
 from golden_jobs import a_spec
 
-from kale_dist.job.spec.job_spec import Topology
+from kale_dist.job.spec.job_spec import Policy, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.resources import Resources
 from kale_dist.places import manifests
@@ -159,7 +159,8 @@ def test_a_range_of_processes_needs_room_for_its_lower_number_only(monkeypatch, 
     answers = {NODES: nodes({"cpu": "2", "memory": "24Gi"}), "/api/v1/pods": (200, {"items": []})}
     for sizes, names in (((2, 3, 4), []), ((3, 4), ["cluster-too-small"])):
         topology = Topology(number_of_processes=4, sizes=sizes)
-        found, _ = check(monkeypatch, tmp_path, answers=answers, resources=Resources(cpu=1), topology=topology)
+        asked = {"resources": Resources(cpu=1), "topology": topology, "policy": Policy(max_restarts=10)}
+        found, _ = check(monkeypatch, tmp_path, answers=answers, **asked)
         assert [item.name for item in found] == names
 
 

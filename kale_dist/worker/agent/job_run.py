@@ -172,9 +172,14 @@ class JobRun:
         self._growth = self._site.loop.call_later(GROW_EACH_S, self._grow, running)
 
     def _start_again_larger(self, running: RunningAttempt) -> None:
-        if running.has_saved and running.verdict is None and self._size > running.world_size:
+        if running.verdict is not None or self._size <= running.world_size:
+            return
+        if running.has_saved:
             reason = f"There are pods for {self._size} processes instead of {running.world_size}"
             running.end(Verdict(StateName.PENDING, None, reason, may_restart=True))
+        elif self._growth is None:
+            # A rank is at a breakpoint.
+            self._growth = self._site.loop.call_later(GROW_EACH_S, self._grow, running)
 
     def lose_pod(self, reason: str, *, has_ranks: bool) -> None:
         """A pod is lost: all ranks start again once its controller has made it again, or the job ends.

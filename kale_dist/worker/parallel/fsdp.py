@@ -208,6 +208,15 @@ class FullySharded(Replica):
         if self._units and (left or not self._reductions_of_batch):
             self.agree(_LEFT if left else _NO_BACKWARD)
 
+    def begins_reduction(self) -> None:
+        """Begin the backward pass, if no unit has. In torch's hooks it is too late to look at gradients that are held.
+
+        Those of a unit are views of one tensor: once torch has added to the first one, all of them count as changed.
+        """
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 - as in `Replica`
+        if task != self._task:
+            self._begin(task, None)
+
     def _on_gradient(self, parameter: Tensor) -> None:
         self._reductions_of_batch += 1
         super()._on_gradient(parameter)
@@ -301,6 +310,7 @@ class _Unit:
             for parameter, is_used, is_anywhere in zip(whole, used, anywhere, strict=False):
                 if is_anywhere and not is_used and parameter is not None:
                     parameter.grad = torch.zeros_like(parameter)
+            self._strategy.begins_reduction()
             original(*unused)
 
         return post_backward

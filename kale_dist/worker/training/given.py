@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,9 +60,11 @@ class Given:
         named = optimizer.named if isinstance(optimizer, Optimizers) else {"": optimizer}
         kept = [one for one in training.callbacks if isinstance(one, callbacks.Callback)]
         shards, size = training.strategy.layout(0, world_size).shards, training.train_data_loader.batch_size
-        batch = (
-            f"{shards} batch{'es' * (shards > 1)}" if size is None else f"{shards} x {size} = {shards * size} samples"
-        )
+        factors = [1 if training.split_batches and size is not None else shards, size or 1, training.accumulate]
+        product, shown = math.prod(factors), " x ".join(str(one) for one in factors if one > 1)
+        batch = f"{shown} = {product}" if " x " in shown else f"{product}"
+        nouns = ("batch", "batches") if size is None else ("sample", "samples")
+        batch += f" {nouns[product > 1]}"
         return cls(
             optimizer=tuple(f"{name} {type(one).__name__}".strip() for name, one in named.items()),
             options=tuple(
@@ -77,7 +80,7 @@ class Given:
             frozen=tuple(name for name, one in trained.model.named_parameters() if not one.requires_grad),
             strategy=json.dumps(strategies.to_json(training.strategy), sort_keys=True),
             world_size=world_size,
-            batch=f"{size} samples" if training.split_batches and size is not None else batch,
+            batch=batch,
             state=tuple(type(one).__name__ for one in trained.state),
             callbacks=tuple(f"{type(one).__name__} {getattr(one, 'monitor', '')}".strip() for one in kept),
         )
@@ -129,7 +132,7 @@ class Differences:
             self._say("What each rank had of its own (residuals, states of its own optimizer) is left out")
         if averages and not self.has_average:
             self._say("The average of the weights begins again: the ranks have other parts of it")
-        if before.batch != now.batch:
+        if before.batch.rpartition("= ")[2] != now.batch.rpartition("= ")[2]:
             self._say(
                 f"A step takes {now.batch} instead of {before.batch.removesuffix(' samples')}. The learning rate stays"
             )

@@ -421,8 +421,8 @@ _FROM_ITS_START = (
     " from its start, with the weights of the checkpoint."
 )
 _ANEW = (
-    "train_step's own variables could not be set as they were at the checkpoint: they begin again, and its metrics of this epoch are"
-    " those of the batches after the restart."
+    "train_step's own variables, such as counts and sums, begin again at this batch, as always with another step or other ranks: its"
+    " metrics of this epoch are those of the batches from here on."
 )
 
 
