@@ -63,6 +63,13 @@ def start(call: Call) -> Job[Any]:
     if name is not None and records.exists(JobRef(backend.name, name).record_name):
         raise records.exists_error(name)
     backend.warm_up()
+    params: dict[str, Any] = {}
+    if isinstance(what, Training):
+        resumed = call.resume
+        params = arguments.of_training(
+            what, resume_from=resumed.origin if resumed else "", options=resumed.options if resumed else (),
+            schedule=resumed.schedule if resumed else None,
+        )  # fmt: skip
     key = secrets.token_bytes(32)
     with records.keeping_blobs():
         store = FolderStore(records.blobs_dir())
@@ -84,13 +91,6 @@ def start(call: Call) -> Job[Any]:
     job = handle(backend, ref, spec, key, targets=targets, originals=snapshot.originals)
     if (run := interrupts.running_cell()) is not None:
         _runs_of_cells[job] = users_line(), run
-    params: dict[str, Any] = {}
-    if isinstance(what, Training):
-        resumed = call.resume
-        params = arguments.of_training(
-            what, resume_from=resumed.origin if resumed else "", options=resumed.options if resumed else (),
-            schedule=resumed.schedule if resumed else None,
-        )  # fmt: skip
     # Another process may have deleted the job by now.
     with contextlib.suppress(OSError):
         inside(job).files.arguments.write_text(json.dumps(params, default=str))

@@ -81,13 +81,16 @@ def _of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _of_scheduler(name: str, scheduler: Any, schedule: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a scheduler, and of those that it is made of."""
     found: dict[str, Any] = {}
-    settings = {**getattr(scheduler, "__dict__", {}), **{key: schedule[key] for key in schedule if key[0] != "_"}}
+    settings = {
+        **getattr(scheduler, "__dict__", {}),
+        **{key: schedule[key] for key in schedule if not key.startswith("_")},
+    }
     for key, value in settings.items():
         if key == "_schedulers":
             for number, one in enumerate(value):
                 place = f"{name}.{number}"
                 found |= {place: type(one).__name__, **_of_scheduler(place, one, {})}
-        elif key == "_milestones" or (key[0] != "_" and key not in _STATE and key != "optimizer"):
+        elif key == "_milestones" or (not key.startswith("_") and key not in _STATE and key != "optimizer"):
             found |= _plain(f"{name}.{key.lstrip('_')}", value)
     return found
 
@@ -99,7 +102,9 @@ def _plain(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace | argparse.Namespace):
         value = {key: one for key, one in _attributes(value) if not isinstance(value, type)}
     if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
-        value = value.item()
+        # A tensor may have no value, as on `meta`.
+        with contextlib.suppress(RuntimeError):
+            value = value.item()
     if isinstance(value, str):
         yield name, value[:_MAX_TEXT]
     elif isinstance(value, bool | int | float):
@@ -124,6 +129,6 @@ def _function(value: Any) -> str:
     while isinstance(value, functools.partial):
         value = value.func
     name = str(getattr(value, "__qualname__", type(value).__name__)).rpartition(".")[2]
-    with contextlib.suppress(OSError, TypeError):
+    with contextlib.suppress(OSError, TypeError, SyntaxError):
         return f"{name} ({hashlib.sha256(inspect.getsource(value).encode()).hexdigest()[:6]})"
     return name

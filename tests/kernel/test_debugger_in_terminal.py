@@ -136,14 +136,15 @@ def test_a_script_that_waits_for_its_job_debugs_it(terminal):
     assert "result 41" in shell.text
 
 
-def test_ctrl_c_at_the_prompt_of_launch_ends_the_job(terminal):
-    shell = terminal(*LAUNCH)
-    shell.expect(r"\(rank 1\) ")
+@pytest.mark.parametrize(("words", "code"), [(LAUNCH, 128 + signal.SIGINT), (("notebook.py",), -signal.SIGINT)])
+def test_ctrl_c_at_the_prompt_of_a_script_ends_the_job(terminal, words, code):
+    shell = terminal(*words)
+    shell.expect(r"\(rank \d\) ")
     shell.press(b"\x03")
-    assert shell.end() == 128 + signal.SIGINT
+    assert shell.end() == code
     assert "is cancelled" in shell.text
     assert "still waits" not in shell.text
-    assert shell.text.count("(rank 1) ") == 1
+    assert len(re.findall(r"\(rank \d\) ", shell.text)) == 1
 
 
 def test_ctrl_d_is_q(terminal):
