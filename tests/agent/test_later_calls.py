@@ -167,7 +167,7 @@ def test_a_scheduler_of_the_same_class_continues_with_the_settings_of_the_call(t
     assert (result.scheduler_state["last_epoch"], result.scheduler_state["T_max"]) == (6, 6)
     assert result.scheduler_state["base_lrs"] == [0.01]
     # Compared by what it continues with, and by the settings that are the call's own.
-    head, first, second, _ = repr(kd.compare(early.name, later.name)).splitlines()
+    head, _first, second, _ = repr(kd.compare(early.name, later.name)).splitlines()
     shown = dict(zip(head.split()[2:], second.split()[3:], strict=False))
     assert shown["resume_from"] == early.ref
     assert shown["scheduler.T_max"] == "6"
