@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kale_dist import callbacks, strategies
     from kale_dist.calls.form import form
-    from kale_dist.calls.verbs import attach, distribute, jobs, launch, render
+    from kale_dist.calls.verbs import attach, compare, distribute, jobs, launch, render
     from kale_dist.errors import KaleDistError
     from kale_dist.job.handle import Job
-    from kale_dist.job.several import compare
     from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local
     from kale_dist.job.spec.recipe import Recipe
     from kale_dist.job.spec.resources import Resources
@@ -70,7 +69,7 @@ _HOMES = {
     "Volume": "job.spec.volumes",
     "attach": "calls.verbs",
     "callbacks": "",
-    "compare": "job.several",
+    "compare": "calls.verbs",
     "context": "wire.context",
     "dataset": "worker.training.data.lazy_dataset",
     "distribute": "calls.verbs",

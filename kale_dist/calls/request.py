@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kale_dist import config, places, strategies
 from kale_dist.calls import image_checks, save_to, training_checks
 from kale_dist.calls.options import Options
-from kale_dist.calls.resuming import Earlier
+from kale_dist.calls.resuming import Continued, Earlier
 from kale_dist.errors import ConfigError
 from kale_dist.job import interrupts
 from kale_dist.job.backend import Backend
@@ -103,8 +103,8 @@ class Call:
     """Sentences about what was chosen."""
     track: tuple[Tracker, ...] = ()
     """Where its metrics are written."""
-    resume: pathlib.Path | None = None
-    """The checkpoint of an earlier job that it continues from."""
+    resume: Continued | None = None
+    """What it continues from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,12 +203,14 @@ def checked(
         notes += () if training.split_batches else (_OTHER_BATCHES,)
         if isinstance(training.checkpoint_every, int):
             notes += (_NEVER_LARGER.format(training.checkpoint_every),)
+    resume = None
     if training is not None and earlier is not None:
         # How many ranks a range begins with is not known yet: the log says what their number changes.
-        notes += earlier.check(training, None if request.topology.sizes else request.topology.number_of_processes)
+        resume = earlier.check(training, None if request.topology.sizes else request.topology.number_of_processes)
+        notes += resume.sentences
     return Call(
         what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=warnings,
-        notes=(*ranks.notes, *notes), track=options.track, resume=None if earlier is None else earlier.path,
+        notes=(*ranks.notes, *notes), track=options.track, resume=resume,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kale_dist.errors import ConfigError, JobNotFoundError, ResultUnavailableError, SnapshotDamagedError
@@ -17,6 +17,21 @@ from kale_dist.wording import show
 from kale_dist.worker.training.settings import Training
 
 _ARGUMENT = "resume_from"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Continued:
+    """What a call continues from, checked."""
+
+    origin: str
+    """The job's reference, or the file's path."""
+    path: pathlib.Path
+    sentences: tuple[str, ...]
+    """From where the training continues, and what this call sets otherwise than the earlier one."""
+    options: tuple[Mapping[str, Any], ...]
+    """Of the optimizer's parameter groups once they are restored; empty where the call's own count."""
+    schedule: Mapping[str, Any]
+    """The scheduler's state, likewise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,21 +70,18 @@ class Earlier:
             remedy = "Give a job, a job's name, or the path of a checkpoint"
             raise ConfigError(_ARGUMENT, f"{show(given)} is none of a job, a name and a path", remedy)
         try:
-            job = attach(_reference(given)) if isinstance(given, str) else given
+            job = attach(reference_of(given, _ARGUMENT)) if isinstance(given, str) else given
             return cls(origin=job.ref, path=inside(job).checkpoint())
         except (ConfigError, JobNotFoundError, ResultUnavailableError) as error:
             problem = error.problem if isinstance(error, ConfigError) else f"{error}".rstrip(".")
             raise ConfigError(_ARGUMENT, problem, "Give a job with a checkpoint, or leave it out") from None
 
-    def check(self, training: Training, world_size: int | None) -> tuple[str, ...]:
+    def check(self, training: Training, world_size: int | None) -> Continued:
         """Check that a call can continue from here.
 
         Args:
             training: What the call trains, checked.
             world_size: On how many ranks; None if it is not known yet, and counts as unchanged.
-
-        Returns:
-            Sentences: from where the training continues, and what this call sets otherwise than the earlier one.
 
         Raises:
             ConfigError: It cannot.
@@ -98,15 +110,21 @@ class Earlier:
         batches = ((found.resume or {}).get("position") or {}).get("batches")
         where = f"in epoch {found.epoch + 1}, after {batches:,} batches" if batches else f"after epoch {found.epoch}"
         begun = f"The training of {self.origin} continues {where}, to epoch {training.epochs}."
-        return (begun, *checkpoint.differences_of(found, given).sentences)
+        differences = checkpoint.differences_of(found, given)
+        groups = (found.optimizer or {}).get("param_groups", ()) if differences.has_optimizer else ()
+        return Continued(
+            origin=self.origin, path=self.path, sentences=(begun, *differences.sentences),
+            options=tuple({**group, **wins} for group, wins in zip(groups, differences.options, strict=False)),
+            schedule=differences.schedule,
+        )  # fmt: skip
 
 
-def _reference(name: str) -> str:
-    """The reference of a job that is given by its name, wherever it runs."""
+def reference_of(name: str, argument: str) -> str:
+    """The reference of a job that is given by its name, wherever it runs; the argument is where it was given."""
     if "://" in name:
         return name
     names.check(name)
     found = [record.ref for record in records.all_records() if record.spec.name == name]
     if len(found) > 1:
-        raise ConfigError(_ARGUMENT, f"there are several jobs {name!r}: {', '.join(found)}", "Give one of these")
+        raise ConfigError(argument, f"there are several jobs {name!r}: {', '.join(found)}", "Give one of these")
     return found[0] if found else name

@@ -20,7 +20,7 @@ from typing import Any
 
 from kale_dist.calls.request import Call, Function
 from kale_dist.errors import BackendError, KaleDistError, SnapshotError, say, users_line, warn
-from kale_dist.job import interrupts, records, tracking, weights
+from kale_dist.job import arguments, interrupts, records, tracking, weights
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.outcomes import OutcomeReader
@@ -84,11 +84,17 @@ def start(call: Call) -> Job[Any]:
     job = handle(backend, ref, spec, key, targets=targets, originals=snapshot.originals)
     if (run := interrupts.running_cell()) is not None:
         _runs_of_cells[job] = users_line(), run
-    params = tracking.params_of(what) if isinstance(what, Training) else {}
+    params: dict[str, Any] = {}
+    if isinstance(what, Training):
+        resumed = call.resume
+        params = arguments.of_training(
+            what, resume_from=resumed.origin if resumed else "", options=resumed.options if resumed else (),
+            schedule=resumed.schedule if resumed else None,
+        )  # fmt: skip
     # Another process may have deleted the job by now.
     with contextlib.suppress(OSError):
         inside(job).files.arguments.write_text(json.dumps(params, default=str))
-    tracking.begin(job, call.track, params)
+    tracking.begin(job, call.track, arguments.for_trackers(params))
     return job
 
 
@@ -124,7 +130,7 @@ def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snaps
             image, recipe = recipe.base, None
     settled = backend.settle(request, name=name, image=image, recipe=recipe, submit=submit)
     spec = JobSpec.complete(settled, snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes)
-    return snapshot, spec if call.resume is None else _resuming(spec, call.resume, store), notes
+    return snapshot, spec if call.resume is None else _resuming(spec, call.resume.path, store), notes
 
 
 def _resuming(spec: JobSpec, checkpoint: pathlib.Path, store: Store) -> JobSpec:
@@ -198,8 +204,11 @@ def _again(backend: Backend, job: Job[Any], checkpoint: pathlib.Path | None) -> 
         spec = spec if checkpoint is None else _resuming(spec, checkpoint, store)
         ref = backend.submit(spec, key)
     _say_started(ref, spec)
-    with contextlib.suppress(OSError):
-        records.files(ref.record_name).arguments.write_bytes(inside(job).files.arguments.read_bytes())
+    with contextlib.suppress(OSError, ValueError):
+        given = inside(job).files.arguments.read_text()
+        if checkpoint is not None:
+            given = json.dumps(json.loads(given) | {"resume_from": job.ref})
+        records.files(ref.record_name).arguments.write_text(given)
     return handle(backend, ref, spec, key, targets=inside(job).targets)
 
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from kale_dist import places, strategies
 from kale_dist.calls import checks, options, request, starting
 from kale_dist.calls.request import Call, Function
-from kale_dist.calls.resuming import Earlier
+from kale_dist.calls.resuming import Earlier, reference_of
 from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
 from kale_dist.job import records
 from kale_dist.job.backend import Backend, JobRef, Plan
 from kale_dist.job.handle import Job, inside
-from kale_dist.job.several import Jobs
+from kale_dist.job.several import Comparison, Jobs
 from kale_dist.job.spec import names
 from kale_dist.job.spec.checks import FLAG
 from kale_dist.job.spec.place_settings import Kubernetes, Place, word_of
@@ -357,6 +357,36 @@ def jobs(on: str | Place = "local", *, namespace: str | None = None, labels: Map
         with contextlib.suppress(JobNotFoundError):
             found.append(_found(str(ref), trust=None))
     return found
+
+
+@short_refusals
+def compare(*jobs: Job[Any] | str | Sequence[Job[Any] | str]) -> Comparison:
+    """Show jobs beside each other: a chart for each metric with a line for each job, their arguments and last metrics.
+
+    Args:
+        *jobs: Two or more jobs, names or references, or lists of them; `kd.compare(kd.jobs()[-3:])` takes the newest three.
+
+    Raises:
+        ConfigError: There are fewer than two different ones, or one is neither a job nor text.
+        JobNotFoundError: There is no job of a name or reference.
+    """
+    given = [one for each in jobs for one in (each if isinstance(each, list | tuple) else (each,))]
+    found = [_compared(one) for one in given]
+    refs = [job.ref for job in found]
+    if twice := next((ref for ref in refs if refs.count(ref) > 1), None):
+        raise ConfigError("jobs", f"{twice} is given more than once", "Give two or more different jobs, each once")
+    if len(found) < 2:  # noqa: PLR2004 - a pair
+        problem = f"only {refs[0]} is given, and there is nothing to compare it with" if refs else "no job is given"
+        raise ConfigError("jobs", problem, "Give two or more")
+    return Comparison(tuple(found))
+
+
+def _compared(given: Any) -> Job[Any]:
+    if isinstance(given, Job):
+        return given
+    if not isinstance(given, str):
+        raise ConfigError("jobs", f"{show(given)} is no job", "Give jobs, names or references, as kd.jobs() has them")
+    return attach(reference_of(given, "jobs"))
 
 
 def _named_backend(argument: str, name: Any) -> Backend:

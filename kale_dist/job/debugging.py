@@ -39,18 +39,24 @@ class Prompts:
         self._now: Breakpoint | None = None
         """What the newest status says of the rank that is debugged."""
         self._unreachable: set[str] = set()
+        self._is_closed = False
 
-    def open(self, status: JobStatus, ranks: Sequence[int] | None = None) -> None:
+    def close(self) -> None:
+        """Open no prompt from now on: this process has cancelled the job."""
+        self._is_closed = True
+
+    def open(self, status: JobStatus, ranks: Sequence[int] | None = None, *, is_wait: bool = True) -> None:
         """Have the person debug the ranks that wait at breakpoints, one after the other. Without a person nothing happens.
 
         Args:
             status: The job's status.
             ranks: Only these ranks; None for all.
+            is_wait: Whether the person waits for the job, so that an interrupt may cancel it.
 
         Raises:
             KeyboardInterrupt: The person has left the prompt, at which the rank still waits.
         """
-        if not status.at_breakpoints or not interrupts.can_answer():
+        if self._is_closed or not status.at_breakpoints or not interrupts.can_answer():
             return
         while waiting := [
             replica.rank
@@ -59,7 +65,13 @@ class Prompts:
             and replica.breakpoint is not None
             and replica.breakpoint.prompt not in self._unreachable
         ]:
-            status = self._debug(waiting[0])
+            try:
+                status = self._debug(waiting[0])
+            except KeyboardInterrupt:
+                if not (is_wait and interrupts.ends_job()):
+                    how = f"job.debug(rank={waiting[0]}) or `kale-dist debug {self._ref}` opens it"
+                    say(f"Rank {waiting[0]} still waits in breakpoint(): {how}")
+                raise
 
     def _debug(self, rank: int) -> JobStatus:
         """Have the person debug one rank until it has left its breakpoint; returns the job's status then."""
@@ -90,11 +102,6 @@ class Prompts:
         except BackendError as error:
             say(f"Rank {rank} cannot be debugged from here: {error}")
             self._unreachable.add(there.prompt if there is not None else "")
-        except KeyboardInterrupt:
-            say(
-                f"Rank {rank} still waits in breakpoint(): job.debug(rank={rank}) or `kale-dist debug {self._ref}` opens it"
-            )
-            raise
         finally:
             unsubscribe()
         return status

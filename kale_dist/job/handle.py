@@ -485,7 +485,7 @@ class Job(Generic[R]):
             who = f"No rank of {self.ref} waits" if rank is None else f"Rank {rank} of {self.ref} does not wait"
             raise BackendError(f"{who} in breakpoint() now: {status.state.value}")
         with contextlib.suppress(KeyboardInterrupt):
-            self._prompts.open(status, ranks)
+            self._prompts.open(status, ranks, is_wait=False)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -497,6 +497,7 @@ class Job(Generic[R]):
                 it at once.
         """
         self._backend.cancel(self._ref, save=save)
+        self._prompts.close()
 
     def retry(self, *, resume: bool = False) -> Job[R]:
         """Submit the same call again with the same snapshot, not with what the notebook has changed since.

@@ -84,6 +84,11 @@ def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
         raise
 
 
+def ends_job() -> bool:
+    """Whether an interrupt of a wait that comes now cancels the job."""
+    return not is_interactive() or time.monotonic() - _last_interrupt < SECOND_WITHIN_S
+
+
 def _is_second() -> bool:
     global _last_interrupt  # noqa: PLW0603 - the two interrupts may come in different waits, of different jobs
     now = time.monotonic()

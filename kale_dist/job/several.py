@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
 import json
 import time
 from typing import Any
 
-from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
+from kale_dist.errors import JobNotFoundError, short_refusals
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.spec.checks import one_of
 from kale_dist.job.view import several
 from kale_dist.job.view.several import Row
 from kale_dist.wire import StateName
-from kale_dist.wording import show
 
 
 class Jobs(list[Job[Any]]):
@@ -66,26 +66,6 @@ class Comparison:
         return several.comparison_html(_rows(self.jobs))
 
 
-@short_refusals
-def compare(*jobs: Job[Any]) -> Comparison:
-    """Show jobs beside each other: a chart for each metric with a line for each job, their arguments and last metrics.
-
-    Args:
-        *jobs: Two or more; `kd.compare(*kd.jobs()[-3:])` takes the newest three.
-
-    Raises:
-        ConfigError: There are fewer than two, or one is no job.
-    """
-    given: tuple[Any, ...] = jobs
-    for job in given:
-        if not isinstance(job, Job):
-            remedy = "Give jobs: kd.compare(first, second), or kd.compare(*kd.jobs()); kd.attach(ref) finds one"
-            raise ConfigError("jobs", f"{show(job)} is no job", remedy)
-    if len(jobs) < 2:  # noqa: PLR2004 - a pair
-        raise ConfigError("jobs", "there is nothing to compare", "Give two jobs or more")
-    return Comparison(jobs)
-
-
 def _rows(jobs: Any) -> list[Row]:
     found = []
     for job in jobs:
@@ -104,5 +84,13 @@ def _arguments(job: Job[Any]) -> dict[str, str]:
         given = json.loads(inside(job).files.arguments.read_text())
     spec, backend = job.spec, job.ref.partition("://")[0]
     given |= {"processes": spec.topology.number_of_processes, "seed": spec.seed, "on": backend}
-    given |= {"strategy": type(spec.strategy).__name__} if spec.kind == "training" else {}
-    return {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in given.items()}
+    given |= {"max_restarts": spec.policy.max_restarts}
+    given |= {"strategy": _changed(spec.strategy)} if spec.kind == "training" else {}
+    return {name: f"{value:.10g}" if isinstance(value, float) else str(value) for name, value in given.items()}
+
+
+def _changed(settings: Any) -> str:
+    """A strategy, with the settings that are not its defaults: `FSDP(shard=2)`."""
+    values = ((field, getattr(settings, field.name)) for field in dataclasses.fields(settings))
+    changed = ", ".join(f"{field.name}={value!r}" for field, value in values if value != field.default)
+    return f"{type(settings).__name__}({changed})" if changed else type(settings).__name__

@@ -22,7 +22,6 @@ from kale_dist.job.status import JobStatus
 from kale_dist.trackers import TrackedJob, Tracker, Writer
 from kale_dist.wire import MetricRow, StateName
 from kale_dist.wire.blobs import fresh
-from kale_dist.worker.training.settings import Training
 
 _END_S = 60.0
 """How long a wait for a job also waits for its trackers after the job's end: their servers may be slow."""
@@ -35,7 +34,7 @@ def begin(job: Job[Any], trackers: Sequence[Tracker], params: Mapping[str, Any])
     Args:
         job: The job, just submitted.
         trackers: Settings, checked.
-        params: The training's parameters (`params_of`).
+        params: The training's parameters.
     """
     for tracker in trackers:
         _Tracking(job, tracker, _Bookmark(params=params)).start()
@@ -45,21 +44,6 @@ def again(job: Job[Any], trackers: Sequence[Tracker]) -> None:
     """Track a job that was found again, running or ended. A tracker that had begun continues where it stopped."""
     for tracker in trackers:
         _Tracking(job, tracker, _Bookmark.read(_file(job, tracker))).start()
-
-
-def params_of(training: Training) -> dict[str, Any]:
-    """The parameters of a training, for trackers: its plain arguments, and the classes of its objects."""
-    found: dict[str, Any] = {
-        name: value for name, value in training.arguments() if isinstance(value, bool | int | float | str)
-    }
-    found["batch_size"] = training.train_data_loader.batch_size
-    for part in ("model", "criterion", "optimizer", "scheduler"):
-        value = getattr(training, part)
-        several = value if isinstance(value, dict) else {"": value}
-        found[part] = ", ".join(type(one).__name__ for one in several.values() if one is not None) or None
-    groups = getattr(training.optimizer, "param_groups", None) or [{}]
-    found["lr"] = groups[0].get("lr")
-    return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -72,7 +72,7 @@ def test_a_tensor_is_changed_while_the_others_wait_and_are_not_called_stalled(jo
     assert job.wait()["state"] == "succeeded", job.log_text()
     assert job.outcome(0).value == job.outcome(1).value == 6 + 600 + 4
     assert "No rank has made progress" not in job.log_text()
-    assert job.log_text().count("job.debug(rank=1)") == 1
+    assert job.log_text().count("Rank 1 waits in breakpoint() at test_breakpoints.py:") == 1
 
 
 def test_the_debugger_begins_at_the_users_frame_and_steps_through_statements(jobs, debug):
@@ -199,6 +199,7 @@ def test_without_a_person_breakpoints_are_passed_over_at_once_with_one_line(jobs
     assert job.wait()["state"] == "succeeded"
     assert job.outcome().value == sum(range(1000))
     assert job.log_text().count("has passed over breakpoint()") == 1
+    assert [note["warns"] for note in job.events(EventKind.NOTE)] == [True]
     assert job.events(EventKind.DEBUG) == []
 
 

@@ -166,6 +166,12 @@ def test_a_scheduler_of_the_same_class_continues_with_the_settings_of_the_call(t
     assert "0.5 of this call is not used" in said
     assert (result.scheduler_state["last_epoch"], result.scheduler_state["T_max"]) == (6, 6)
     assert result.scheduler_state["base_lrs"] == [0.01]
+    # Compared by what it continues with, and by the settings that are the call's own.
+    head, first, second, _ = repr(kd.compare(early.name, later.name)).splitlines()
+    shown = dict(zip(head.split()[2:], second.split()[3:], strict=False))
+    assert shown["resume_from"] == early.ref
+    assert shown["scheduler.T_max"] == "6"
+    assert "0.5" not in shown.values()
     later.delete()
 
 

@@ -1,7 +1,11 @@
 """`breakpoint()` in a rank, debugged in a notebook's cell: the prompt comes by Jupyter's stdin."""
 
+import pathlib
+import re
+
 import pytest
 
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "debugging.md"
 CELL = (
     "def step(k):\n"
     "    import torch, torch.distributed as dist\n"
@@ -57,6 +61,27 @@ def test_the_prompt_opens_in_the_cell_that_waits_and_shows_the_cells_lines(kerne
     assert "    dist.all_reduce(x)" in reply.out
     assert reply.out.splitlines()[-1] == str(12 + 1200 + 4.0)
     assert "Rank 1 waits in breakpoint()" in reply.err
+
+
+def test_the_pages_first_session_shows_what_the_page_shows(kernel):
+    page = PAGE.read_text()
+    cell, shown = (re.search(f"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("py", "text"))
+    kernel.good(
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "inputs = torch.ones(8, 3)\ninputs[7, 1] = float('inf')\n"
+        "model, criterion = torch.nn.Linear(3, 1), torch.nn.MSELoss()\n"
+        "loader = DataLoader(TensorDataset(inputs, torch.ones(8, 1)), batch_size=2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)"
+    )
+    typist = Typist(kernel, cell)
+    typist.type(*re.findall(r"^\(rank 1\) (.*)$", shown, re.MULTILINE))
+    reply = typist.end()
+    assert not reply.error, reply.traceback
+    header, *rest = re.sub(r"In\[\d+\]", "In[3]", shown).splitlines()
+    seen = re.sub(r"In\[\d+\]", "In[3]", reply.err + reply.out).splitlines()
+    assert header in seen
+    assert [line for line in rest if not line.startswith("(rank")] == [line for line in seen if line in rest]
+    assert kernel.good("print(job.status.state.value, model.weight.isfinite().all().item())") == "succeeded True"
 
 
 def test_a_distributed_cell_asks_in_itself(kernel, step):
@@ -135,6 +160,7 @@ def test_of_two_debuggers_of_a_rank_the_first_line_counts(kernel, step, new_kern
 def test_without_a_person_at_the_front_end_breakpoints_are_passed_over(kernel, step):
     reply = kernel(f"{START}\nprint(job.result())", allow_stdin=False)
     assert reply.out.splitlines()[-1] == "28.0"
+    assert reply.err.count("was passed over") == 1
     assert "passed over" in kernel.good("print(job.logs())")
 
 

@@ -142,6 +142,8 @@ def test_ctrl_c_at_the_prompt_of_launch_ends_the_job(terminal):
     shell.press(b"\x03")
     assert shell.end() == 128 + signal.SIGINT
     assert "is cancelled" in shell.text
+    assert "still waits" not in shell.text
+    assert shell.text.count("(rank 1) ") == 1
 
 
 def test_ctrl_d_is_q(terminal):
@@ -150,6 +152,8 @@ def test_ctrl_d_is_q(terminal):
     shell.press(b"\x04")
     assert shell.end() == 1
     assert "`q` at a breakpoint has ended the rank" in shell.text
+    assert "x = x + 1" in shell.text.partition("Traceback")[2]
+    assert "bdb.py" not in shell.text
 
 
 def test_debug_opens_a_job_of_another_terminal_and_ctrl_c_leaves_it(terminal, tmp_path):

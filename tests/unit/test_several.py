@@ -4,11 +4,14 @@ import json
 import re
 
 import pytest
+import torch
 import trainings
 from fake_backend import FakeBackend
 
 import kale_dist as kd
-from kale_dist.errors import ConfigError
+from kale_dist.calls import verbs
+from kale_dist.errors import ConfigError, JobNotFoundError
+from kale_dist.job import arguments
 from kale_dist.job.handle import inside
 from kale_dist.job.several import Jobs
 from kale_dist.job.view import several
@@ -112,12 +115,83 @@ def test_more_jobs_than_lines_are_said():
     assert all(job.name in drawn for job in jobs)
 
 
-@pytest.mark.parametrize("given", [0, 1, "text"])
+@pytest.mark.parametrize("given", [0, 1, 2, 3.5, "two words"])
 def test_what_cannot_be_compared_is_refused(given):
     job = failed()
     with pytest.raises(ConfigError) as caught:
-        kd.compare(*([job, "local://x"] if given == "text" else [job] * given))
-    assert caught.value.argument == "jobs"
+        kd.compare(*([job] * given if isinstance(given, int) else [job, given]))
+    assert caught.value.argument in ("jobs", "name", "ref")
+
+
+def test_a_name_of_no_job_is_not_found():
+    with pytest.raises(JobNotFoundError, match="no-such"):
+        kd.compare(failed(), "no-such")
+
+
+def test_a_list_of_jobs_and_their_references_are_compared():
+    jobs = [trained(0.1, 1.0), trained(0.5, 2.0)]
+    assert kd.compare(jobs).jobs == tuple(jobs)
+    assert kd.compare([jobs[0]], jobs[1]).jobs == tuple(jobs)
+
+
+def test_jobs_are_compared_by_their_names(monkeypatch):
+    jobs = {name: trained(lr, 1.0, name=name) for name, lr in (("one", 0.1), ("other", 0.5))}
+    monkeypatch.setattr(verbs, "attach", jobs.__getitem__)
+    assert kd.compare("one", "other").jobs == tuple(jobs.values())
+
+
+def differing(**changes):
+    """The columns in which two jobs differ, of which the second has other arguments."""
+
+    def job(
+        weight_decay=0.0, bias_lr=0.1, gamma=0.5, args=None, step=trainings.train_step, max_restarts=0, strategy="ddp"
+    ):
+        model, loader, criterion, _ = trainings.classifying()
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": bias_lr}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=weight_decay)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=one) for one in (0.5, gamma)]
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, [3])
+        started = kd.distribute(
+            model, loader, criterion, optimizer, step, scheduler=scheduler, train_args=args, number_of_processes=1,
+            max_restarts=max_restarts, strategy=strategy, on=FakeBackend(trains(1.0)),
+        )  # fmt: skip
+        started.exception()
+        return started
+
+    head, first, second, *_ = repr(kd.compare(job(), job(**changes))).splitlines()
+    shown = head.split()[2 : len(head.split()) - 2]
+    assert first != second
+    return shown
+
+
+def other_step(model, data_loader, criterion, optimizer, device, args):
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "columns"),
+    [
+        ({"weight_decay": 0.3}, ["weight_decay"]),
+        ({"bias_lr": 0.3}, ["lr"]),
+        ({"gamma": 0.9}, ["scheduler.1.gamma"]),
+        ({"args": {"noise": {"scale": 0.3}}}, ["train_args.noise.scale"]),
+        ({"step": other_step}, ["train_step"]),
+        ({"max_restarts": 2}, ["max_restarts"]),
+        ({"strategy": kd.strategies.LocalSGD(sync_every=7)}, ["strategy"]),
+    ],
+)
+def test_each_argument_in_which_jobs_differ_has_a_column(changes, columns):
+    assert differing(**changes) == columns
+
+
+def test_texts_of_train_args_stay_out_of_trackers():
+    job = trained(0.1, 1.0, train_step=trainings.train_step, train_args={"token": "s3cret", "noise": 0.5})
+    recorded = json.loads(inside(job).files.arguments.read_text())
+    assert recorded["train_args.token"] == "s3cret"
+    kept = arguments.for_trackers(recorded)
+    assert kept["train_args.noise"] == 0.5
+    assert "train_args.token" not in kept
+    assert kept["optimizer"] == "SGD"
 
 
 def test_the_arguments_stay_beside_the_job_for_other_processes():

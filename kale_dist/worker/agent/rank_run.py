@@ -196,14 +196,15 @@ class Rank:
         if where := str(said.get("passed") or ""):
             if where not in self._passed:
                 self._passed.add(where)
-                self._writer.say(
-                    f"Rank {self.rank} has passed over breakpoint() at {where}: there is no person to answer"
-                )
+                why = "there is no person to answer"
+                self._writer.say(f"Rank {self.rank} has passed over breakpoint() at {where}: {why}")
+                # Without the rank, so that the many of a job are one note.
+                text = f"breakpoint() at {where} was passed over: {why}"
+                self._writer.event(EventKind.NOTE, text=text, warns=True)
             return
         if said["prompt"] and not self.prompt:
             self.is_visited = False
-            how = f"job.debug(rank={self.rank}) or `kale-dist debug` opens it"
-            self._writer.say(f"Rank {self.rank} waits in breakpoint() at {said['where']}: {how}")
+            self._writer.say(f"Rank {self.rank} waits in breakpoint() at {said['where']}")
         self.prompt, self.attended_at = said["prompt"], time.monotonic()
         self._writer.event(EventKind.DEBUG, self.rank, **said)
 

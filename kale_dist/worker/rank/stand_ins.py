@@ -176,6 +176,11 @@ def clearer(error: BaseException) -> BaseException:
     """
     if type(error).__name__ == "BdbQuit" and not error.args:
         error.args = ("`q` at a breakpoint has ended the rank",)
+        frames = error.__traceback__
+        while frames is not None:
+            if frames.tb_next is not None and frames.tb_next.tb_frame.f_globals.get("__name__") == "bdb":
+                frames.tb_next = None
+            frames = frames.tb_next
     if isinstance(error, RuntimeError) and "Cannot access accelerator device" in str(error):
         return NoGpuError(*_NO_GPU).with_traceback(error.__traceback__)
     if type(error).__name__.endswith("NotFound"):
