@@ -151,6 +151,7 @@ def test_sigterm_to_a_pod_loses_no_step_but_the_one_that_begins_meanwhile(make, 
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_there(make, tmp_path, undisturbed):
     job, pause = train_in(make, tmp_path, ranks=3, pause_s=1.0, sizes=(2, 3), max_restarts=2)
     job.start(0)
@@ -176,6 +177,7 @@ def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_ther
     assert torch.allclose(weights_of(job), undisturbed, rtol=0, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_range_of_even_numbers_leaves_a_pod_without_ranks(make, tmp_path):
     job, pause = train_in(make, tmp_path, ranks=4, pause_s=1.0, sizes=(2, 4), max_restarts=1)
     for number in range(3):
