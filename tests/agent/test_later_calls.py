@@ -381,7 +381,7 @@ def test_other_ranks_see_each_sample_of_the_epoch_once(broken, options, bound):
     later = continued(job, **options)
     rest = set(seen_by(later, 0))
     assert len(seen_by(later, 0)) == len(rest) == 96 - 12 * BATCH
-    assert "the batches after the restart" in log_of(later)
+    assert "the batches from here on" in log_of(later)
     assert furthest(later.state_dict(), whole.state_dict()) <= bound
     assert seen_by(later, 1) == list(range(96))
     later.delete()
