@@ -98,6 +98,8 @@ def test_pod_security_takes_every_pod_without_a_folder_of_its_node(restricted):
     made = [yaml.safe_load(path.read_text()) for path in GOLDEN]
     # Before Trainer 2.2, what a container may do is said by the runtime alone.
     made = [given for given in made if "podTemplateOverrides" not in given["spec"]]
+    # RDMA pins memory, which "restricted" does not allow: docs/gpus.md says so.
+    made = [given for given in made if "IPC_LOCK" not in str(given)]
     assert len(made) > 10
     for given in made:
         _check_that_it_is_let_in(given, restricted)
