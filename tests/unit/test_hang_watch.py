@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
+import subprocess
+import sys
 
 import pytest
 
@@ -18,19 +19,27 @@ def sample(*files, ticks=0, moves=0):
     return Sample(frames=frames, cpu_ticks=ticks, moves=moves)
 
 
-def test_the_main_thread_of_a_real_dump_is_found(tmp_path):
-    import threading
+RANK = """
+import faulthandler, sys, threading
 
+def hangs():
     release = threading.Event()
     thread = threading.Thread(target=release.wait)
     thread.start()
-    with (tmp_path / "dump").open("wb") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
+    faulthandler.dump_traceback(sys.stdout, all_threads=True)
     release.set()
     thread.join()
-    frames = parse_main_thread((tmp_path / "dump").read_bytes())
-    assert frames[0].function == "test_the_main_thread_of_a_real_dump_is_found"
-    assert frames[0].file == __file__
+
+hangs()
+"""
+
+
+def test_the_main_thread_of_a_real_dump_is_found(tmp_path):
+    path = tmp_path / "rank.py"
+    path.write_text(RANK)
+    dump = subprocess.run([sys.executable, path], check=True, capture_output=True, timeout=60).stdout
+    first = parse_main_thread(dump)[0]
+    assert (first.function, first.file) == ("hangs", str(path))
 
 
 @pytest.mark.parametrize(
