@@ -47,7 +47,7 @@ class Replica(Strategy):
         self._weight_handles: dict[int, Any] = {}
         self._task: int | None = None
         self._holding = False
-        self._marks: dict[int, tuple[int, int]] = {}
+        self._marks: dict[int, tuple[int, int, str]] = {}
         self._late: set[int] = set()
         """Parameters that had no hooks when `backward()` gave them their gradients."""
         self._reductions_of_batch = 0
@@ -271,7 +271,9 @@ class Replica(Strategy):
 
     def _mark(self) -> None:
         self._marks = {
-            key: (id(p.grad), _version_of(p.grad)) for key, p in self.parameters.items() if p.grad is not None
+            key: (id(p.grad), _version_of(p.grad), _sum_of(p.grad) if self._is_held_back else "")
+            for key, p in self.parameters.items()
+            if p.grad is not None
         }
 
     def _is_unknown(self, parameter: torch.nn.Parameter) -> bool:
@@ -279,7 +281,7 @@ class Replica(Strategy):
         gradient = parameter.grad
         if gradient is None:
             return False
-        identity, version = self._marks.get(id(parameter), (0, 0))
+        identity, version, _ = self._marks.get(id(parameter), (0, 0, ""))
         # A new object at an old address has been changed less often than the old one.
         return id(gradient) != identity or _version_of(gradient) < version
 
@@ -289,7 +291,7 @@ class Replica(Strategy):
             gradient, mark = parameter.grad, self._marks.get(key)
             if parameter is but or gradient is None is mark:
                 continue
-            if gradient is None or (id(gradient), _version_of(gradient)) != mark:
+            if gradient is None or (id(gradient), _version_of(gradient), _sum_of(gradient)) != mark:
                 raise KaleDistError(
                     "train_step changed or dropped gradients while they are accumulated over several batches. Clip by"
                     " `clip_norm=` instead of inside the step, clear gradients by optimizer.zero_grad() only, and leave"
@@ -301,6 +303,15 @@ def _version_of(gradient: Tensor) -> int:
     """Return how often a gradient was changed; of a part of one (`DTensor`), the part counts."""
     version: int = getattr(gradient, "_local_tensor", gradient)._version  # noqa: SLF001 - torch's public name for it
     return version
+
+
+def _sum_of(gradient: Tensor) -> str:
+    """Return the sum of a part of a gradient, as text, so that NaN equals NaN; empty for a whole one.
+
+    What changes many parts at once, as torch's own clipping, is not counted by any of them.
+    """
+    part = getattr(gradient, "_local_tensor", None)
+    return "" if part is None else str(float(part.sum()))
 
 
 def refuse_gradients(parameters: Iterable[Tensor], word: str, stack: contextlib.ExitStack) -> None:
