@@ -76,7 +76,7 @@ def test_cells_of_all_kinds(kernel, cell, shown):
         ("%%distribute\nx = 1\n%matplotlib inline\nawait", "line 4: invalid syntax: await"),
         ("%%distribute\nreturn 3", "'return' outside function"),
         ("%%distribute -n none\n1", "invalid int value"),
-        ("%%distribute -n 0\n1", "number_of_processes: 0 is not a whole number of 1 or more"),
+        ("%%distribute -n 0\n1", "number_of_processes: 0 is neither a whole number of 1 or more"),
         ("%%distribute --on mars\n1", "there is no place 'mars'"),
         ("%%distribute --set epoch=1\n1", "launch has no argument 'epoch'"),
         ("%%distribute --set timeouts=1\n1", "Did you mean 'timeout_s'"),

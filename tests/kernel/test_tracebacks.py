@@ -45,7 +45,7 @@ def shown(reply):
 
 def test_a_wrong_argument_shows_the_users_lines_and_the_sentence(notebook):
     reply = notebook("helper(-1)")
-    sentence = "number_of_processes: -1 is not a whole number of 1 or more. Give an int of 1 or more"
+    sentence = "number_of_processes: -1 is neither a whole number of 1 or more nor a range of two, the smaller first. Give an int such as 4, or on a cluster a range such as (2, 8)"
     assert reply.error == f"ConfigError: {sentence}"
     text = shown(reply)
     assert text.splitlines()[-1] == f"ConfigError: {sentence}"
@@ -141,5 +141,5 @@ def test_a_script_shows_its_own_line(tmp_path):
     assert "script.py" in ended.stderr
     assert "kale_dist/" not in ended.stderr
     assert ended.stderr.endswith(
-        "ConfigError: number_of_processes: -1 is not a whole number of 1 or more. Give an int of 1 or more\n"
+        "ConfigError: number_of_processes: -1 is neither a whole number of 1 or more nor a range of two, the smaller first. Give an int such as 4, or on a cluster a range such as (2, 8)\n"
     )
