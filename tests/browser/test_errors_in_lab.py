@@ -14,7 +14,7 @@ def test_a_wrong_argument_is_one_sentence_below_the_users_line(open_notebook, th
     cell = notebook.run("job = kd.launch(work, number_of_processes=-1)\njob.wait()")
     shown = cell.locator(".jp-OutputArea-output")
     expect(shown).to_contain_text(
-        "ConfigError: number_of_processes: -1 is neither a whole number of 1 or more nor a range of two."
+        "ConfigError: number_of_processes: -1 is neither a whole number of 1 or more nor a range of two"
     )
     expect(shown).to_contain_text("----> 1 job = kd.launch(work, number_of_processes=-1)")
     expect(shown).not_to_contain_text("kale_dist/")

@@ -124,6 +124,7 @@ def train(strategy, processes, deaths=(), lost=None):
         model, DataLoader(first, 4, shuffle=True), nn.CrossEntropyLoss(),
         DyingSGD(model.parameters(), deaths, lr=0.1, momentum=0.9), Step(lost), eval_data_loader=DataLoader(last, 4),
         epochs=4, seed=3, strategy=strategy, number_of_processes=processes, threads=1, max_restarts=1, on="local",
+        checkpoint_every=1,
     )  # fmt: skip
     job.wait()
     return job
