@@ -140,9 +140,18 @@ def sentence(status: JobStatus, now: float | None) -> str:
         case StateName.SUCCEEDED:
             return f"Succeeded{time}{on}{f', in attempt {status.attempt + 1}' if status.attempt else ''}"
         case StateName.CANCELLED:
-            return _ended("Cancelled", time, reason)
+            kept = kept_checkpoint(status)
+            return _ended("Cancelled", time, reason) + (f". {kept}" if kept else "")
         case StateName.FAILED:
             return _ended("Failed", time, reason)
+
+
+def kept_checkpoint(status: JobStatus) -> str:
+    """How to resume a cancelled training from its last checkpoint; empty without one."""
+    # A notebook that was executed in a pod has its saved state there, and makes no progress.
+    if status.state is not StateName.CANCELLED or status.checkpoint_epoch is None or status.fraction is None:
+        return ""
+    return f"Its last checkpoint is kept: job.retry(resume=True) or `kale-dist retry --resume {clean(status.ref)}` resumes from it"
 
 
 # -- progress --------------------------------------------------------------------------------------------------------
