@@ -67,12 +67,12 @@ def metrics_line(row: MetricRow) -> str:
     return f"{f'epoch {row.epoch}, ' if row.epoch is not None else ''}{row.source}: {values}"
 
 
-def bar(fraction: float, cells: int = _BAR_CELLS) -> str:
-    """A bar of block characters, `cells` wide."""
-    eighths = round(max(0.0, min(1.0, fraction)) * cells * 8)
+def bar(fraction: float) -> str:
+    """A bar of block characters."""
+    eighths = round(max(0.0, min(1.0, fraction)) * _BAR_CELLS * 8)
     full, part = divmod(eighths, 8)
     drawn = "█" * full + (_PARTS[part] if part else "")
-    return f"▕{drawn:<{cells}}▏"
+    return f"▕{drawn:<{_BAR_CELLS}}▏"
 
 
 def drawn(found: facts.Table) -> list[str]:
