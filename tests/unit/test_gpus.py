@@ -311,6 +311,7 @@ def test_a_model_on_a_gpu_that_trains_on_the_cpu_is_mentioned(monkeypatch):
 
 def test_flags_without_torch_have_no_device():
     process_state.set_default_device([("logging_level", 10)], "cuda:0")
+    assert torch.get_default_device() == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
