@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -57,9 +56,6 @@ _NEVER_LARGER = (
 )
 _UNTRIED = ("pipeline", "tensor", "mesh")
 """Strategies whose messages differ on GPUs, and have not been tested there."""
-
-_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""One of these is there where torch could find a GPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -406,10 +402,8 @@ def _check_variables(environment: tuple[tuple[str, str], ...], *, in_pods: bool)
 
 
 def _this_machine(cuda: bool | None) -> Machine:  # noqa: FBT001 - the call's own argument
-    count, problem = 0, ""
     # To ask takes seconds: without a device there is nothing to ask.
-    if cuda is not False and any(pathlib.Path(device).exists() for device in _DEVICES):
-        count, problem = gpus.usable()
+    count, problem = gpus.usable() if cuda is not False and gpus.are_there() else (0, "")
     return Machine(cores=usable_cores(), gpus=count, gpu_problem=problem, memory_bytes=free_memory())
 
 
