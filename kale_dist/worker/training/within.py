@@ -51,7 +51,7 @@ class Schedule:
     """
 
     def __init__(self, every: str) -> None:
-        self._unit, self._amount = wording.interval(every)
+        self._unit, self._amount = wording.interval(every) or ("auto", 0.0)
         self._at, self._steps = time.monotonic(), 0
 
     def is_due(self, steps: int, writing: Writing, cost_s: float) -> bool:
