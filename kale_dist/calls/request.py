@@ -43,8 +43,8 @@ _MIB, _GIB = 1 << 20, 1 << 30
 _RANK_BYTES = 28 << 20
 """Memory that a rank shares with no other once it trains a small model on the CPU: measured with torch 2.13 on Linux."""
 
-_STALL_S = 1800.0
-"""Limit for a function on several GPUs that gives no sign of life."""
+STALL_S = 1800.0
+"""Limit for a training, or a function on several GPUs, that gives no sign of life."""
 
 _OTHER_BATCHES = (
     "number_of_processes: whenever it changes, a step takes another number of samples, and the learning rate stays. "
@@ -259,7 +259,7 @@ def _place_of(word: str, settings: Mapping[str, Any]) -> Place:
 def _policy(policy: Policy, ranks: _Ranks, *, is_training: bool) -> Policy:
     """The policy of a call, with a limit for functions on GPUs, where a rank that waits for a lost one looks busy."""
     if policy.stall_timeout_s is None and not is_training and ranks.cuda and ranks.topology.number_of_processes > 1:
-        return dataclasses.replace(policy, stall_timeout_s=_STALL_S)
+        return dataclasses.replace(policy, stall_timeout_s=STALL_S)
     return policy
 
 
