@@ -36,11 +36,9 @@ class Agent(Protocol):
 
     def say(self, message: dict[str, Any]) -> None:
         """Send a message."""
-        ...
 
     def hear(self) -> dict[str, Any] | None:
         """Wait for the next message; None if there is no agent."""
-        ...
 
 
 def stop(frame: types.FrameType, agent: Agent, wait_s: float, header: str | None) -> None:
