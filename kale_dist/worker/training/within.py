@@ -235,16 +235,9 @@ class Within:
 
     def _mark(self) -> Any:
         """A mark of the weights and the optimizer's state that changes when they do."""
-        tensors = list(self._trained.tensors().values())
-        state = self._trained.optimizer.state
-        return (
-            [(id(one), one._version) for one in tensors],  # noqa: SLF001 - no public name
-            [
-                (name, value._version if isinstance(value, torch.Tensor) else None)  # noqa: SLF001
-                for one in tensors
-                for name, value in state.get(one, {}).items()
-            ],
-        )
+        tensors, states = self._trained.tensors().values(), self._trained.optimizer.state
+        values = [value for one in tensors for value in states.get(one, {}).values()]
+        return [(id(one), getattr(one, "_version", None)) for one in (*tensors, *values)]
 
     def _go_on(self, position: dict[str, Any], mine: dict[str, Any] | None, batches: Batches) -> None:
         """Undo what the step has done again on its way, and give it its own variables."""
