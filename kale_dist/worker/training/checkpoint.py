@@ -214,7 +214,6 @@ class Resumption:
         self._trained = trained
         self._given = given
         self._differences: Differences | None = None
-        self._notes: list[str] = []
         self._resume: dict[str, Any] | None = None
         self._found: Checkpoint | None = None
         place = context.context()
@@ -237,8 +236,9 @@ class Resumption:
         if place.attempt or found is not None:
             who = f"Attempt {place.attempt + 1}" if place.attempt else "New job" if is_earlier else "New run"
             group.say(f"{who}: the training {what}.")
-        for sentence in self._notes:
-            group.say(sentence)
+        if self._differences is not None:
+            for sentence in self._differences.sentences:
+                group.say(sentence)
 
     def restore_rest(self, scaler: Any, load_own_state: Callable[[dict[str, Any]], None]) -> None:
         """Restore the strategy's state, the scaler, and last the generators, so that nothing draws from them in between.
@@ -337,7 +337,6 @@ class Resumption:
         if not differences.has_average:
             self.callbacks.pop("average", None)
         self._resume, self._found, self._differences = resume, found, differences
-        self._notes = differences.sentences
         self._load_rest(differences)
 
     def _load_rest(self, differences: Differences) -> None:
