@@ -261,11 +261,8 @@ class Session:
 
     def run(self) -> Progress:
         """Train the epochs that are left, and write the checkpoints that are due."""
-        self.progress, epochs, every = (
-            self.setup.resumption.progress,
-            self.training.epochs,
-            self.training.checkpoint_every,
-        )
+        self.progress = self.setup.resumption.progress
+        epochs, every = self.training.epochs, self.training.checkpoint_every
         try:
             for epoch in range(self.progress.epochs + 1, epochs + 1):
                 if self.progress.stopped:

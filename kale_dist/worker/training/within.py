@@ -203,11 +203,8 @@ class Within:
         if self._variables is not None:
             # Before they are set: what differs from this later has to be kept.
             _guarded(self._variables.begin)
-        if (
-            self._schedule is not None
-            and resumed is None
-            and (self._marks is None or _guarded(self._mark) != self._marks)
-        ):
+        is_changed = self._marks is None or _guarded(self._mark) != self._marks
+        if self._schedule is not None and resumed is None and is_changed:
             self._why = "changes weights or the optimizer's state before its loop"
         self._fields = _guarded(self._attributes)
         if resumed is not None:
@@ -258,15 +255,10 @@ class Within:
 
     # -- between two batches -------------------------------------------------------------------------------------------
 
-    def meet_between(self, batches: Batches, *, is_last: bool, left: bool = False) -> None:
-        """Called when the step requests another batch, or has left the loop: the ranks may meet, and write a checkpoint.
-
-        Args:
-            batches: The pass.
-            is_last: Whether there is no other batch.
-            left: Whether the step has left the loop.
-        """
-        if self._schedule is None or not self._strategy.saves_within_epochs:
+    def meet_between(self, batches: Batches, *, left: bool = False) -> None:
+        """Called when the step requests another batch, or has left the loop: the ranks may meet, and write a checkpoint."""
+        portion = None if self._feed.pace is None else self._feed.pace.portion
+        if self._schedule is None or portion is None or not self._strategy.saves_within_epochs:
             return
         if threading.get_ident() != self._thread:
             # The other thread may exchange something at this moment: ranks meet only in this one.
@@ -282,7 +274,7 @@ class Within:
                 self._gradients = _Gradients(self._trained.model)
         elif gradients is not None and has_stepped:
             _guarded(gradients.watch)
-        if self._count < self._next or is_last:
+        if self._count < self._next or portion.last:
             return
         if self._feed.first is not batches:
             self._why = self._why or "makes another pass over its loader"

@@ -213,8 +213,8 @@ class Batches:
         feed = self._feed
         if feed.current is self:
             feed.end_batch()
-            if feed.within is not None and feed.pace is not None and feed.pace.portion is not None:
-                feed.within.meet_between(self, is_last=feed.pace.portion.last)
+            if feed.within is not None:
+                feed.within.meet_between(self)
         else:
             feed.change_to(self)
         if not self._has_begun:
@@ -326,7 +326,7 @@ class Batches:
         if feed.strategy is not None and portion is not None:
             is_early = not portion.last
             if is_early and feed.within is not None:
-                feed.within.meet_between(self, is_last=False, left=True)
+                feed.within.meet_between(self, left=True)
             feed.end_batch(left=is_early and not feed.is_agreed)
             if is_early and feed.is_agreed and feed.reads:
                 self._agree(None, left=True)
