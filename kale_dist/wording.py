@@ -25,8 +25,9 @@ EXTRAS = {
 
 
 def install(extra: str) -> str:
-    """The command that installs the packages of an extra: `pip install 'docker<8'`."""
-    return "pip install " + " ".join(f"'{package}'" if "<" in package else package for package in EXTRAS[extra])
+    """How to install an extra, as the docs say it, and its packages beside a library that was installed without a clone."""
+    packages = " ".join(f"'{package}'" if "<" in package else package for package in EXTRAS[extra])
+    return f"pip install '.[{extra}]' in the clone of kale_dist; without one, pip install {packages}"
 
 
 @contextlib.contextmanager
@@ -97,18 +98,12 @@ def seconds(value: object) -> float | None:
     return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
 
 
-def interval(value: str) -> tuple[str, float]:
-    """Read how often something is done: `("auto", 0)`, `("steps", 500)` for `500 steps`, or `("s", 600)` for `10 min`.
-
-    Raises:
-        ValueError: It is none of these.
-    """
+def interval(value: str) -> tuple[str, float] | None:
+    """Read how often something is done: `("auto", 0)`, `("steps", 500)` for `500 steps`, `("s", 600)` for `10 min`; else None."""
     if value == "auto":
         return "auto", 0.0
     if found := re.fullmatch(r"\s*(\d+)\s*steps?\s*", value):
         unit, amount = "steps", float(found[1])
     else:
         unit, amount = "s", seconds(value) or 0.0
-    if amount <= 0:
-        raise ValueError(f"{value!r} is no interval")
-    return unit, amount
+    return (unit, amount) if amount > 0 else None

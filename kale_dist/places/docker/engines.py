@@ -18,7 +18,7 @@ from kale_dist.errors import BackendError, ConfigError, StoreError, say, warn
 from kale_dist.image import engine, for_job
 from kale_dist.image.engine import Engine, ensure_image, explained, find_image
 from kale_dist.job import records
-from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, Topology, VolumeKind
+from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, Topology, VolumeKind, size_on_machine
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.places.docker import containers
 from kale_dist.places.docker.containers import Facts
@@ -104,14 +104,12 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
 
 def _on_engine(engine: Engine, request: Request) -> Topology:
     """The layout of the ranks: of a range of processes, the most that the engine's machine has cores or GPUs for."""
-    topology, room = request.topology, int(engine.info.get("NCPU") or 0)
+    topology = request.topology
     if not topology.sizes:
         return topology
-    if request.cuda:
-        # An engine does not say how many it has.
-        room = len(list(pathlib.Path("/dev").glob("nvidia[0-9]*"))) if engine.is_local else 0
-    world = max((size for size in topology.sizes if size <= room), default=topology.sizes[0])
-    say(f"number_of_processes: {world}, for the whole job: a range is for the pods of a cluster")
+    room = len(gpus_of(engine)) if request.cuda else int(engine.info.get("NCPU") or 0)
+    world, sentence = size_on_machine(topology.sizes, room)
+    say(sentence)
     return Topology(number_of_processes=world, processes_per_pod=min(topology.processes_per_pod, world))
 
 
@@ -214,7 +212,7 @@ def gpus_held(engine: Engine, spec: JobSpec, facts: Facts) -> Iterator[Facts]:
             found = engine.api.containers(all=True, filters={"label": containers.GPUS_LABEL, "status": list(_HOLDING)})
         numbers = ",".join(item["Labels"][containers.GPUS_LABEL] for item in found).split(",")
         taken = {int(number) for number in numbers if number.isdecimal()}
-        numbers_there = gpus_of(engine.is_local)
+        numbers_there = gpus_of(engine)
         free = (number for number in numbers_there or itertools.count() if number not in taken)
         chosen = tuple(itertools.islice(free, wanted))
         if len(chosen) < wanted:
@@ -225,14 +223,9 @@ def gpus_held(engine: Engine, spec: JobSpec, facts: Facts) -> Iterator[Facts]:
         yield dataclasses.replace(facts, gpus=chosen)
 
 
-def gpus_of(is_local: bool, driver: Driver | None = None) -> list[int]:  # noqa: FBT001 - the engine's own word
-    """Numbers of the GPUs that jobs may have, the emptiest first; empty where they are not known.
-
-    Args:
-        is_local: Whether the engine runs on this machine.
-        driver: In place of this machine's.
-    """
-    found = (driver or Driver()).read() if is_local else ()
+def gpus_of(engine: Engine) -> list[int]:
+    """Numbers of the GPUs that jobs may have, the emptiest first; empty where they are not known: on another machine."""
+    found = Driver().read() if engine.is_local else ()
     visible = (assigned_gpu(len(found), os.environ, place) for place in range(len(found)))
     return sorted(
         (number for number in visible if number is not None), key=lambda number: found[number].used_bytes or 0
