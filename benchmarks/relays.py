@@ -316,9 +316,10 @@ class PlayedRank:
         self._loop.call_soon(listener.message, {"running": True})
         self._timer = self._loop.call_later(self._seconds, listener.message, {"done": True, "ok": True})
 
-    def let_go(self) -> None:
-        """End."""
-        self._end(End(exit_code=0))
+    def tell(self, message: dict[str, Any]) -> None:
+        """End, if it may go."""
+        if "go" in message:
+            self._end(End(exit_code=0))
 
     def signal(self, number: signal.Signals) -> None:
         """End by a signal."""
@@ -332,9 +333,6 @@ class PlayedRank:
 
     def ask_stacks(self) -> None:
         """Say nothing."""
-
-    def tell(self, message: Any) -> None:
-        """Hear nothing."""
 
 
 class PlayedPool:
@@ -485,7 +483,7 @@ class PlayedRelay:
             channel.say(Op.READY)
         elif op == Op.SPAWN:
             self._spawn(channel, wire.decode(Attempt, message["attempt"]))
-        elif op in (Op.LET_GO, Op.SIGNAL) and rank in self._alive:
+        elif rank in self._alive and (op == Op.SIGNAL or (op == Op.TELL and "go" in message["message"])):
             self._alive.discard(rank)
             if op == Op.SIGNAL:
                 self._stop()

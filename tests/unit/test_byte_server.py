@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ from kale_dist import wire
 from kale_dist.wire import BlockReader, EventBlock, EventKind, JobFiles, LineBlock, ProgressBlock, Stream, body_of
 from kale_dist.wire.blobs import FolderStore, digest_of
 from kale_dist.worker.agent.writer import JobWriter
-from kale_dist.worker.pod import byte_server
+from kale_dist.worker.pod import byte_server, pod_input
 from kale_dist.worker.pod.byte_server import ByteServer
 
 KEY = b"k" * 32
@@ -355,6 +356,29 @@ def test_a_blob_arrives_in_one_piece_or_in_many(place, content):
     assert bytes(place.store.open(digest)) == content
     assert place.store.path(digest).stat().st_mode & 0o777 == 0o444
     assert place.put(f"/blobs/{digest}?offset=0", content) == (200, {"received": len(content), "complete": True})
+
+
+def test_a_pod_whose_connection_is_cut_fetches_the_rest(place, tmp_path, monkeypatch):
+    content = os.urandom(3_000_000)
+    digest, sent = place.store.put([content]), []
+    monkeypatch.setattr(pod_input.time, "sleep", lambda _: None)
+    plain = socket.socket.sendfile
+
+    def send(connection, file, offset=0):
+        sent.append(offset)
+        if len(sent) < 3:
+            plain(connection, file, offset, 1_000_000)
+            raise ConnectionResetError
+        plain(connection, file, offset)
+
+    monkeypatch.setattr(socket.socket, "sendfile", send)
+    theirs = FolderStore(tmp_path / "theirs")
+    order = SimpleNamespace(head="127.0.0.1", port=place.server.port - 2)
+    pod_input._fetch(SimpleNamespace(store=theirs, order=order, key=KEY), digest)
+    assert bytes(theirs.open(digest)) == content
+    assert sent == [0, 1_000_000, 2_000_000]
+    assert theirs.list() == [digest]
+    assert len(list(theirs.root.iterdir())) == 1
 
 
 def test_a_wrong_digest_is_refused_and_the_blob_can_come_again(place):

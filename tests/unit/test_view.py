@@ -217,6 +217,18 @@ def test_many_ranks_are_folded_and_those_in_trouble_stay():
     assert "and 484 more" in text
 
 
+def test_of_a_thousand_ranks_those_that_wait_and_the_slowest_are_shown():
+    replicas = [
+        ReplicaStatus(rank=rank, state=RankStateName.RUNNING, progress=progress(samples_per_s=1000.0 - rank))
+        for rank in range(997)
+    ]
+    replicas += [ReplicaStatus(rank=rank) for rank in (997, 998, 999)]
+    status = running(replicas=tuple(replicas))
+    shown = [int(row[0]) for row in facts.table(status, 8).rows]
+    assert shown == [992, 993, 994, 995, 996, 997, 998, 999]
+    assert "1,000 ranks: 3 pending, 997 running" in Reader(view.html(status)).text
+
+
 def test_stalled_ranks_are_named():
     replicas = tuple(ReplicaStatus(rank=rank, state=RankStateName.RUNNING, in_collective=rank == 0) for rank in (0, 1))
     text = view.text(running(replicas=replicas))

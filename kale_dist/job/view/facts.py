@@ -24,9 +24,9 @@ _WORST_FIRST = {
     RankStateName.FAILED: 0,
     RankStateName.LOST: 0,
     RankStateName.STOPPED: 1,
-    RankStateName.RUNNING: 2,
+    RankStateName.PENDING: 2,
     RankStateName.STARTING: 3,
-    RankStateName.PENDING: 4,
+    RankStateName.RUNNING: 4,
     RankStateName.SUCCEEDED: 5,
 }
 
@@ -234,10 +234,13 @@ def first_error(status: JobStatus) -> tuple[int, str] | None:
 
 
 def table(status: JobStatus, limit: int) -> Table:
-    """The table of at most `limit` ranks; failed ones are kept first. The error of `first_error` is not repeated."""
+    """The table of at most `limit` ranks: failed ones are kept first, then those that others wait for, the slowest before the rest.
+
+    The error of `first_error` is not repeated.
+    """
     replicas = list(status.replicas)
     if len(replicas) > limit:
-        replicas = sorted(replicas, key=lambda replica: (_WORST_FIRST[replica.state], replica.rank))[:limit]
+        replicas = sorted(replicas, key=_worst_first)[:limit]
         replicas.sort(key=lambda replica: replica.rank)
     above = first_error(status)
     with_error_above = None if above is None else above[0]
@@ -248,6 +251,11 @@ def table(status: JobStatus, limit: int) -> Table:
     numeric = {index for index, (_, is_numeric, _) in enumerate(_COLUMNS) if is_numeric}
     titles = [*(title for title, _, _ in _COLUMNS), "remark"]
     return Table.of(titles, rows, numeric, left_out=len(status.replicas) - len(replicas))
+
+
+def _worst_first(replica: ReplicaStatus) -> tuple[int, float, int]:
+    pace = replica.progress.samples_per_s if replica.progress is not None else None
+    return _WORST_FIRST[replica.state], math.inf if pace is None else pace, replica.rank
 
 
 def profile(status: JobStatus, limit: int) -> Table:

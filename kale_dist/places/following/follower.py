@@ -457,6 +457,9 @@ class Follower:
         part = lost_part(look)
         if head_waits and part is not None and (part.lost in _MADE_AGAIN or (part.exit_code or 0) >= FIRST_SIGNAL):
             part = None
+        if look.trouble is not None and look.trouble.cause is FailureCause.USER:
+            # The pods of a job that a person has ended are deleted one by one; many take longer than this waits.
+            part = None
         if self._lasts("part", HEAD_S, seen=part is not None) and part is not None:
             return judge_part(part, look, self._status.status())
         return None

@@ -98,14 +98,14 @@ def pods_of_run(view: JobView, state: ObjectState, *, replaces: bool) -> tuple[S
         These pods, and the lost workers in whose places some of them are.
     """
     began = seconds(state.started) or 0.0
-    head = view.latest_pods[0] if view.latest_pods else None
+    latest, gone = view.latest_pods, [pod for pod in view.pods if pod.is_gone and pod.has_started]
+    head = latest[0] if latest else None
     found, replaced = [], []
-    for pod in view.latest_pods:
+    for pod in latest:
         since = began if pod is head or head is None else max(began, head.created)
         lost = [
-            old for old in view.pods
-            if old.number == pod.number and pod is not head
-            and old.is_gone and old.has_started and old.created >= since - _START_SLACK_S
+            old for old in gone
+            if old.number == pod.number and pod is not head and old.created >= since - _START_SLACK_S
         ]  # fmt: skip
         if pod.created >= began - _START_SLACK_S:
             found.append(pod if replaces else next(iter(lost), pod))

@@ -7,7 +7,7 @@ but for bytes. What fails for another reason comes back as `{"error": sentence}`
                                   they come, and empty lines where none comes for long; ends after the last one of a job that has ended.
                                   No Content-Length
     GET  /missing                 digests of the blobs that the notebook has to send
-    GET  /blobs/<digest>          the bytes
+    GET  /blobs/<digest>?offset=N the bytes from N on
     GET  /blobs/<digest>/size     {"received": bytes, "complete": bool}
     PUT  /blobs/<digest>?offset=N appends from N on; 201 when that completes the blob, 200 while more has to come. 409 with
                                   {"received"} if N is not where the last one ended. 422: wrong digest, begin again at 0
@@ -209,7 +209,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
         owner = self.server.owner
         match self.command, *path:
             case "GET", "blobs", digest:
-                self._send_file(_blob(owner.store, digest))
+                self._send_file(_blob(owner.store, digest), int(query.get("offset", "0")))
             case "GET", "blobs", digest, "size":
                 whole = _blob(owner.store, digest)
                 is_whole = whole.exists()
@@ -320,12 +320,14 @@ class _Request(http.server.BaseHTTPRequestHandler):
         self._reply(201, {"received": size, "complete": True})
         owner.notify()
 
-    def _send_file(self, path: pathlib.Path) -> None:
+    def _send_file(self, path: pathlib.Path, offset: int = 0) -> None:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            self._head(200, size)
+            if not 0 <= offset <= size:
+                raise ValueError(f"there are no bytes from {offset} on")
+            self._head(200, size - offset)
             self.wfile.flush()
-            self.connection.sendfile(file)
+            self.connection.sendfile(file, offset)
 
     def _reply(self, code: int, answer: Any) -> None:
         data = json.dumps(answer).encode()

@@ -94,31 +94,37 @@ def _download(pod: Pod) -> None:
 def _fetch(pod: Pod, digest: str) -> None:
     """Fetch a blob from the head."""
     pod.store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for tried in range(_TRIES):
-        try:
-            with fresh(pod.store.path(digest)) as part:
+    with fresh(pod.store.path(digest)) as part:
+        part.touch()
+        for tried in range(_TRIES):
+            try:
                 _receive(pod, digest, part)
-        except (OSError, http.client.HTTPException) as error:
-            if tried + 1 == _TRIES:
-                raise StoreError(f"Blob {digest} could not be fetched from {pod.order.head}: {error}.") from error
-            time.sleep(2**tried)
-        else:
-            return
+            except (OSError, http.client.HTTPException) as error:
+                if tried + 1 == _TRIES:
+                    raise StoreError(f"Blob {digest} could not be fetched from {pod.order.head}: {error}.") from error
+                time.sleep(2**tried)
+            else:
+                return
 
 
 def _receive(pod: Pod, digest: str, part: pathlib.Path) -> None:
-    path = f"/blobs/{digest}"
+    """Append what is missing of a blob; if it is damaged then, the next try begins again."""
+    offset = part.stat().st_size
+    path = f"/blobs/{digest}?offset={offset}"
     peer = http.client.HTTPConnection(pod.order.head, pod.order.port + 2, timeout=_SILENCE_LIMIT_S)
-    with contextlib.closing(peer):
+    with contextlib.closing(peer), part.open("ab") as file:
         peer.request("GET", path, headers={wire.MAC_HEADER: wire.sign_request(pod.key, "GET", path)})
         answer = peer.getresponse()
         if answer.status != http.client.OK:
             raise http.client.HTTPException(f"status {answer.status}")
-        with part.open("wb") as file:
-            shutil.copyfileobj(answer, file, _PIECE_BYTES)
+        total = offset + int(answer.headers["Content-Length"])
+        shutil.copyfileobj(answer, file, _PIECE_BYTES)
+    if (size := part.stat().st_size) < total:
+        raise http.client.HTTPException(f"the connection was cut after {size:,} of {total:,} bytes")
     with part.open("rb") as file:
         if digest_of(iter(lambda: file.read(_PIECE_BYTES), b"")) != digest:
-            raise http.client.HTTPException("what came is cut short or damaged")
+            part.write_bytes(b"")
+            raise http.client.HTTPException("what came is damaged")
     part.chmod(0o444)
 
 

@@ -555,6 +555,23 @@ def test_a_job_that_was_cancelled_from_elsewhere_is_not_started_again(backend, s
     assert list(place.runs) == [1]
 
 
+def test_pods_of_a_cancelled_job_may_take_long_to_be_deleted(backend, submit, place, clock):
+    ref, head = submit(max_restarts=3)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    place.runs[1].trouble = Trouble(sentence="The job was cancelled by ada", heals=True, cause=FailureCause.USER)
+    place.runs[1].others = [
+        ended_part(exit_code=143, lost="deleted", trouble=Trouble(sentence="pod-1 was deleted while it ran")),
+        Part(number=2, name="pod-2", uid="c", state="waiting"),
+    ]
+    clock.sleep(200)
+    time.sleep(0.5)
+    assert not backend.status(ref).is_final
+    lost_head(head, "deleted")
+    assert wait_for_end(backend, ref).state is StateName.CANCELLED
+    assert list(place.runs) == [1]
+
+
 def test_a_job_that_another_process_deletes_is_not_started_again(backend, submit, place):
     ref, head = submit(max_restarts=3)
     head.run()
