@@ -94,7 +94,7 @@ class JobWidget(anywidget.AnyWidget):
         job: The job.
     """
 
-    _esm = "".join((STATIC / f"{name}.js").read_text() for name in ("page", "job"))
+    _esm = "".join((STATIC / f"{name}.js").read_text() for name in ("page", "charts", "job"))
     _css = STATIC / "widget.css"
 
     identity = traitlets.Unicode().tag(sync=True)

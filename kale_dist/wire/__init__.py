@@ -10,6 +10,7 @@ from kale_dist.wire.decoding import decode, learn
 from kale_dist.wire.events import (
     MEASURED_SOURCES,
     PHASES,
+    BatchLoss,
     EventKind,
     FailureCause,
     MetricRow,
@@ -86,6 +87,7 @@ __all__ = [
     "VERSION",
     "Assignment",
     "Attempt",
+    "BatchLoss",
     "Block",
     "BlockReader",
     "Debugging",

@@ -25,6 +25,7 @@ from kale_dist.wire import (
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.fork_pool import ForkPool
 from kale_dist.worker.agent.hang_watch import HangWatch
+from kale_dist.worker.agent.losses import Losses
 from kale_dist.worker.agent.near_rank import NearRank
 from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.agent.usage import UsageWatch
@@ -90,6 +91,7 @@ class RunningAttempt:
         self._on_forked: Callable[[], None] | None = on_forked
         self._near = self.ranks[: attempt.members[0].processes]
         self._ends_with = site.order.ends_with
+        self._losses = Losses()
         self._failed: list[Rank] = []
         self._dispensable: list[set[int]] = []
         """From each set, all ranks but one may be lost: the others carry on."""
@@ -284,8 +286,11 @@ class RunningAttempt:
         elif event.get("event") == EventKind.CHECKPOINT and event.get("asked"):
             self.has_saved = True
             self._go_on()
-        elif event.get("event") == EventKind.PROGRESS and self._watch is not None:
-            self._watch.progressed(event)
+        elif event.get("event") == EventKind.PROGRESS:
+            if self._watch is not None:
+                self._watch.progressed(event)
+            if (fields := self._losses.take(event)) is not None:
+                self._site.writer.event(EventKind.LOSS, **fields)
 
     @property
     def _are_all_over(self) -> bool:

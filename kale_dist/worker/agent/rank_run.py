@@ -169,11 +169,8 @@ class Rank:
         elif "done" in message and self.done is None:
             self.done = message
             self._count(message)
-            error = (
-                {}
-                if message["ok"]
-                else {name: message.get(name, "") for name in ("error_type", "error_text", "locals")}
-            )
+            told = () if message["ok"] else ("error_type", "error_text", "where", "locals")
+            error = {name: message.get(name, "") for name in told}
             self._writer.event(EventKind.OUTCOME, self.rank, ok=message["ok"], **error)
             self._on_change(self)
 
