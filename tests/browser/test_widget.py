@@ -98,7 +98,7 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     # What a job says never becomes markup; the error is that of its own rank; every theme and width is readable.
     bad = notebook.show("bad = kd.launch(work, 12, True, number_of_processes=2, name='bad')\nbad.wait()\nbad")
     expect(bad.locator(".kd-error")).to_have_text(
-        re.compile(r"^Rank 1 in Cell In\[\d+\]:11 in work\s+raise ValueError.*ValueError: <img src=x", re.DOTALL)
+        re.compile(r"^Rank 1 in Cell In\[\d+\]:10 in work\s+raise ValueError.*ValueError: <img src=x", re.DOTALL)
     )
     assert page.evaluate("window.taken ?? null") is None
     for theme, width in (("JupyterLab Light", 1000), ("JupyterLab Dark", 480)):

@@ -14,7 +14,7 @@ def clock(monkeypatch):
     return now
 
 
-def progress(rank=0, step=1, loss=1.0, **changes):
+def progress(rank=0, step=2, loss=1.0, **changes):
     return {
         "event": "progress",
         "rank": rank,
@@ -31,12 +31,19 @@ def test_the_mean_over_the_ranks_is_told_once_for_all_of_them(clock):
     found = losses.Losses()
     assert found.take(progress(rank=0, loss=1.0))["loss"] == 1.0
     assert found.take(progress(rank=1, loss=3.0)) is None
-    assert found.take(progress(rank=0, step=2, loss=2.0)) == {"epoch": 1, "step": 2, "steps": 9, "loss": 2.5}
+    assert found.take(progress(rank=0, step=3, loss=2.0)) == {"epoch": 1, "step": 3, "steps": 9, "loss": 2.5}
 
 
-@pytest.mark.parametrize("changes", [{"phase": "eval"}, {"loss": None}, {"epoch": 0}, {"rank": None}])
+@pytest.mark.parametrize("changes", [{"phase": "eval"}, {"step": 1}, {"loss": None}, {"epoch": 0}, {"rank": None}])
 def test_what_is_no_training_loss_is_passed_over(clock, changes):
     assert losses.Losses().take(progress(**changes)) is None
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), 1e308])
+def test_odd_losses_stop_nothing(clock, odd):
+    found = losses.Losses()
+    found.take(progress(rank=1, loss=-odd))
+    assert found.take(progress(rank=0, loss=odd)) is not None
 
 
 def test_a_rank_without_a_loss_does_not_hold_up_the_others(clock):

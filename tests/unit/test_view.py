@@ -327,7 +327,7 @@ def losses(*values, epoch=1, steps=4):
 def test_an_epoch_that_runs_has_a_curve_and_stands_behind_those_of_whole_epochs_later():
     (curve,) = curves.collect((), losses(2.0, 1.5))
     assert [(one.points, one.is_faint) for one in curve.series] == [(((0.25, 2.0), (0.5, 1.5)), False)]
-    assert not curves.collect((), losses(2.0))[0].drawn
+    assert curves.collect((), losses(2.0)) == ()
     found = losses(2.0, 1.5, 1.2, 1.1) + losses(1.0, 0.9, 0.8, 0.7, epoch=2)
     (curve,) = curves.collect([row(epoch=1, loss=1.4), row(epoch=2, loss=0.8)], found)
     batches, epochs = curve.series
@@ -363,11 +363,13 @@ def test_the_box_of_a_failure_has_its_line_and_the_sentence_above_does_not_repea
     where = "Cell In[3]:5 in step\nreturn x @ w"
     failed = ReplicaStatus(rank=1, state=RankStateName.FAILED, error="ValueError: odd", where=where, exit_code=1)
     status = running(state=StateName.FAILED, reason="Rank 1 failed: ValueError: odd", ended=9.0, failed_rank=1)
-    status = dataclasses.replace(status, replicas=(ReplicaStatus(rank=0, state=RankStateName.STOPPED), failed))
+    other = dataclasses.replace(failed, rank=0)
+    status = dataclasses.replace(status, replicas=(other, failed))
     text = Reader(view.html(status)).text
     assert "Rank 1 in Cell In[3]:5 in step" in text
     assert "return x @ w" in text
     assert text.count("ValueError: odd") == 1
+    assert "the same error" in text
 
 
 def test_rate_and_memory_of_a_job_that_has_ended_stay():

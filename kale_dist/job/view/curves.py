@@ -139,7 +139,8 @@ def collect(rows: Iterable[MetricRow], losses: Sequence[BatchLoss] = ()) -> tupl
             rank = row.rank if row.source == "report" else None
             found.setdefault(name, {}).setdefault((row.source, rank), []).append((row, value))
     order = sorted(found, key=lambda name: {"loss": 0, "accuracy": 1}.get(name, 2))
-    return tuple(_curve(name, found[name], losses if name == "loss" else ()) for name in order)
+    curves = (_curve(name, found[name], losses if name == "loss" else ()) for name in order)
+    return tuple(curve for curve in curves if curve.series)
 
 
 def data(found: Sequence[Curve]) -> str:
@@ -205,14 +206,10 @@ def _line(one: Series, box: _Box) -> Iterator[str]:
     """Draw a series: its band, its line and its last point, or all its points."""
     corners = [f"{box.across(x):.1f} {box.down(y):.1f}" for x, y in one.points]
     if one.band:
-        edges = [
-            [
-                f"{box.across(x):.1f} {box.down(edge[side]):.1f}"
-                for (x, _), edge in zip(one.points, one.band, strict=True)
-            ]
-            for side in (0, 1)
-        ]
-        yield f'<path d="M{"L".join((*edges[0], *reversed(edges[1])))}Z" fill="{one.colour}" fill-opacity="0.2"/>'
+        places = list(zip(one.points, one.band, strict=True))
+        edge = [(x, low) for (x, _), (low, _) in places] + [(x, high) for (x, _), (_, high) in reversed(places)]
+        path = "L".join(f"{box.across(x):.1f} {box.down(y):.1f}" for x, y in edge)
+        yield f'<path d="M{path}Z" fill="{one.colour}" fill-opacity="0.2"/>'
     if one.is_joined:
         dashes = 'stroke-dasharray="5 3"' if one.label == "eval" else 'stroke-opacity="0.5"' if one.is_faint else ""
         yield _stroke(f"M{'L'.join(corners)}", one.colour, 1.25 if one.is_faint else 1.75, dashes)
@@ -235,13 +232,10 @@ def _numbers(curve: Curve, box: _Box, ticks: Sequence[tuple[float, str]], margin
             f'<span {style}left:{2 - margin:.0f}px;top:0;writing-mode:vertical-rl;transform:rotate(180deg)">{vertical}</span>'
         )
     if axis:
-        first, last = (
-            escape(f"{axis} {facts.number(box.left)}"),
-            facts.number(box.right) + (" (log)" if box.is_log else ""),
-        )
+        ends = f"{axis} {facts.number(box.left)}", f"{facts.number(box.right)}{' (log)' if box.is_log else ''}"
         parts += [
-            f'<span {style}{side}:0;top:100%;margin-top:6px">{text}</span>'
-            for side, text in (("left", first), ("right", last))
+            f'<span {style}{side}:0;top:100%;margin-top:6px">{escape(text)}</span>'
+            for side, text in zip(("left", "right"), ends, strict=True)
         ]
     return "".join(parts)
 
@@ -310,7 +304,7 @@ def _mean(made: Sequence[Series], *, several: bool) -> Series:
         label=f"mean of {len(made)} ranks (area: lowest to highest)",
         colour=COLOURS[2 if several else 0],
         points=tuple(points[index] for index in kept),
-        last=math.fsum(one.last / len(made) for one in made),
+        last=sum(one.last / len(made) for one in made),
         axis=made[0].axis,
         band=tuple((min(values[points[index][0]]), max(values[points[index][0]])) for index in kept),
     )

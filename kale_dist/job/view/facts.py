@@ -248,11 +248,7 @@ def table(status: JobStatus, limit: int) -> Table:
         replicas = sorted(replicas, key=lambda replica: (_WORST_FIRST[replica.state], replica.rank))[:limit]
         replicas.sort(key=lambda replica: replica.rank)
     above = first_error(status)
-    with_error_above = None if above is None else above[0]
-    rows = [
-        [*(cell(replica) for _, _, cell in _COLUMNS), _remark(replica, with_error=replica.rank != with_error_above)]
-        for replica in replicas
-    ]
+    rows = [[*(cell(replica) for _, _, cell in _COLUMNS), _remark(replica, above)] for replica in replicas]
     numeric = {index for index, (_, is_numeric, _) in enumerate(_COLUMNS) if is_numeric}
     titles = [*(title for title, _, _ in _COLUMNS), "remark"]
     return Table.of(titles, rows, numeric, left_out=len(status.replicas) - len(replicas))
@@ -285,10 +281,12 @@ def clean_lines(text: str) -> str:
     return "\n".join(clean(line) for line in text.split("\n"))
 
 
-def _remark(replica: ReplicaStatus, *, with_error: bool) -> str:
-    """The remark on a rank: its error, the signal that ended it, or that it waits for the others."""
+def _remark(replica: ReplicaStatus, above: tuple[int, str] | None) -> str:
+    """The remark on a rank: its error unless it stands `above`, the signal that ended it, or that it waits for the others."""
     remarks = []
-    if replica.error and with_error:
+    if replica.error and above is not None and above[1] == clean_lines(replica.error):
+        remarks += [] if replica.rank == above[0] else ["the same error"]
+    elif replica.error:
         remarks.append(clean(replica.error.split("\n", 1)[0])[:200])
     if replica.signal:
         remarks.append(f"ended by {clean(replica.signal)}")

@@ -33,7 +33,9 @@ class Losses:
                 server, or hold the first layers of a pipeline.
         """
         rank, epoch, loss = progress.get("rank"), progress.get("epoch"), progress.get("loss")
-        if progress.get("phase") != "train" or not isinstance(loss, int | float) or rank is None or not epoch:
+        # With its first batch, an epoch still has the loss of the evaluation before it.
+        is_old = (progress.get("step") or 0) <= 1
+        if progress.get("phase") != "train" or not isinstance(loss, int | float) or rank is None or not epoch or is_old:
             return None
         if epoch != self._epoch:
             self._epoch, self._latest = epoch, {}
@@ -44,5 +46,5 @@ class Losses:
         if rank != min(self._latest) or (is_soon and self._told >= _FIRST):
             return None
         self._told_at, self._told = now, self._told + 1
-        mean = math.fsum(self._latest.values()) / len(self._latest)
+        mean = sum(self._latest.values()) / len(self._latest)
         return {"epoch": epoch, "step": progress.get("step"), "steps": progress.get("steps"), "loss": mean}
