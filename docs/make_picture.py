@@ -60,7 +60,8 @@ CALL = """job = kd.distribute(
 )
 job"""
 FAILS = """job = kd.distribute(
-    model, train_loader, criterion, optimizer, broken_step, number_of_processes=2, train_args={}, name="train-broken",
+    model, train_loader, criterion, optimizer, broken_step,
+    number_of_processes=2, train_args={}, name="train-broken",
 )
 job"""
 COMPARED = """jobs = []
