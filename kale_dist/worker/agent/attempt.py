@@ -88,7 +88,11 @@ class RunningAttempt:
         self._site = site
         self._attempt = attempt
         self._is_last = is_last
-        self._on_forked: Callable[[], None] | None = on_forked
+        self._on_forked = on_forked
+        # A change of one of n ranks is not a reason to look at all n.
+        self._unforked = set(range(attempt.world_size))
+        self._waited_for = set(self._unforked)
+        """Ranks that do not run the function yet."""
         self._near = self.ranks[: attempt.members[0].processes]
         self._ends_with = site.order.ends_with
         self._losses = Losses()
@@ -257,9 +261,10 @@ class RunningAttempt:
             else:
                 is_stopped = self.verdict is not None and not has_failed and rank not in self._failed
                 rank.record(ending.rank_state(rank, stopped=is_stopped))
-        if self._on_forked is not None and all(other.pid for other in self.ranks):
-            self._on_forked()
-            self._on_forked = None
+        if rank.pid and rank.rank in self._unforked:
+            self._unforked.remove(rank.rank)
+            if not self._unforked:
+                self._on_forked()
         if self.verdict is None:
             self._take_change(rank, has_failed=has_failed)
         elif rank.done is not None and rank.end is None:
@@ -274,8 +279,10 @@ class RunningAttempt:
         elif rank.done is not None:
             if self._watch is not None and self._ends_with is EndsWith.ANY_FAILURE:
                 self._watch.rank_done()
-        elif all(other.state is RankStateName.RUNNING for other in self.ranks):
-            self._site.writer.event(EventKind.STATE, state=str(StateName.RUNNING), reason="", cause="")
+        elif rank.state is RankStateName.RUNNING:
+            self._waited_for.discard(rank.rank)
+            if not self._waited_for:
+                self._site.writer.event(EventKind.STATE, state=str(StateName.RUNNING), reason="", cause="")
 
     def _take_event(self, event: dict[str, Any]) -> None:
         """A rank has sent an event."""
