@@ -357,6 +357,8 @@ class Look:
     """The parts that exist, by their numbers."""
     replaces: bool = False
     """Whether parts that are lost are made again in this run, so that its head waits for them."""
+    returns_head: bool = False
+    """Whether the head is made again, too, and resumes from the store."""
     replaced: tuple[Part, ...] = ()
     """Those for which that has been done, the last one of each number."""
     trouble: Trouble | None = None

@@ -25,10 +25,17 @@ NOTEBOOK = """
     sys.path[:0] = {paths!r}
     import kale_dist as kd
     from on_cluster import pods_in, wait_for
-    from rank_work import {function}
+    from rank_work import batches_of, number_steps, waits_in_its_first_attempt
+    from trainings import summing
     if __name__ == "__main__":
-        job = kd.launch({function}, number_of_processes=2, max_restarts=1, on=pods_in({namespace!r}, **{settings!r}))
-        wait_for(job, lambda status: any("ready" in line.text for line in job.logs()))
+        options = dict(number_of_processes={ranks}, max_restarts=1, on=pods_in({namespace!r}, **{settings!r}))
+        if {trains}:
+            args = (*summing(800 * {ranks}, lr=0.01), number_steps)
+            job = kd.distribute(*args, epochs=1, train_args=(0.2, {{0}}), seed=1, threads=1, **options)
+            wait_for(job, lambda status: len(batches_of(job)) > 30)
+        else:
+            job = kd.launch(waits_in_its_first_attempt, **options)
+            wait_for(job, lambda status: any("ready" in line.text for line in job.logs()))
         print(job.name, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -59,11 +66,11 @@ def until(condition, timeout_s=120):
     return found
 
 
-def submit_and_die(namespace, function, **settings):
+def submit_and_die(namespace, *, trains=False, ranks=2, **settings):
     """Submit a job from a notebook that is killed as soon as its ranks run; gives the job's name."""
     folder = pathlib.Path(__file__).parent
     paths = [str(folder), str(folder.parent)]
-    code = NOTEBOOK.format(paths=paths, function=function, namespace=namespace, settings=settings)
+    code = NOTEBOOK.format(paths=paths, trains=trains, ranks=ranks, namespace=namespace, settings=settings)
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=150, check=False
     )
@@ -74,6 +81,9 @@ def submit_and_die(namespace, function, **settings):
 def lose(namespace, pod, how):
     if how == "delete":
         run_kubectl("-n", namespace, "delete", "pod", pod, "--wait=false")
+        return
+    if how == "kill":
+        run_kubectl("-n", namespace, "delete", "pod", pod, "--force", "--grace-period=0")
         return
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
     path = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
@@ -88,7 +98,7 @@ def head_has_ended(namespace, name):
 @pytest.mark.parametrize("how", ["evict", pytest.param("delete", marks=pytest.mark.nightly)])
 def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(namespace, word, how):
     make_claim(namespace, "kept")
-    name = submit_and_die(namespace, "waits_in_its_first_attempt", kind=word, store="pvc://kept/runs")
+    name = submit_and_die(namespace, kind=word, store="pvc://kept/runs")
     [lost] = [pod["metadata"] for pod in pods_of(namespace, name) if is_worker(pod)]
     lose(namespace, lost["name"], how)
     until(lambda: head_has_ended(namespace, name))
@@ -98,6 +108,27 @@ def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(na
     job = kd.attach(f"kubernetes://{namespace}/{name}")
     assert job.wait(120).state is StateName.SUCCEEDED, list(job.logs())
     assert (job.results(), job.status.attempt) == ([1, 1], 1)
+    listed = run_kubectl("-n", namespace, "get", f"{KINDS[word].plural}.{KINDS[word].group}", "-o", "name")
+    assert f"{name}-2" not in listed
+    job.delete()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("how", ["delete", pytest.param("kill", marks=pytest.mark.nightly)])
+def test_a_head_that_is_lost_comes_back_and_resumes_without_a_notebook(namespace, word, how, ranks):
+    make_claim(namespace, "kept")
+    name = submit_and_die(namespace, trains=True, ranks=ranks, kind=word, store="pvc://kept/runs")
+    [lost] = [pod["metadata"] for pod in pods_of(namespace, name) if not is_worker(pod)]
+    lose(namespace, lost["name"], how)
+    until(lambda: lost["uid"] not in {pod["metadata"]["uid"] for pod in pods_of(namespace, name)})
+    until(lambda: head_has_ended(namespace, name))
+    job = kd.attach(f"kubernetes://{namespace}/{name}")
+    assert job.wait(120).state is StateName.SUCCEEDED, list(job.logs())
+    numbers = [number for _, _, number in batches_of(job)]
+    # After SIGTERM no step is lost.
+    assert numbers[0] >= 30 if how == "delete" else numbers[0] > 0, numbers
+    assert numbers == list(range(numbers[0], 100))
+    assert [row["epoch"] for row in job.metrics if row["source"] == "train"] == [1]
     listed = run_kubectl("-n", namespace, "get", f"{KINDS[word].plural}.{KINDS[word].group}", "-o", "name")
     assert f"{name}-2" not in listed
     job.delete()
