@@ -153,11 +153,12 @@ def test_a_head_that_is_lost_comes_back_and_resumes_without_a_notebook(namespace
     job.delete()
 
 
-def object_with(namespace, word, code):
-    """The object of a job whose worker ends with an exit code, and whose head waits."""
+def object_with(namespace, word, whose, code):
+    """The object of a job whose head or worker ends with an exit code, while the other waits."""
     spec = JobSpec(
-        name=f"ends-{word}-{code}", label="x", kind="call", snapshot="none", image="", policy=Policy(max_restarts=5),
+        name=f"ends-{word}-{whose}-{code}", label="x", kind="training", snapshot="none", image="", policy=Policy(max_restarts=5),
         topology=Topology(number_of_processes=2), cluster=ClusterOptions(namespace=namespace, kind=word),
+        store="pvc://kept",
     )  # fmt: skip
     made = KINDS[word].make(spec)
     groups = KINDS[word].pod_groups(made)
@@ -168,24 +169,23 @@ def object_with(namespace, word, code):
         container.update(
             image="localhost:5000/kale-dist-tests/python:3.11-slim", env=[], volumeMounts=[], ports=[], resources={}
         )
-        ends = f"sleep 1; exit {code}"
-        index = (
-            "$(hostname | grep -q -- -1 && echo worker)" if word == "job" else ("" if group is groups[0] else "worker")
-        )
-        container["command"] = ["sh", "-c", f'if [ "{index}" = worker ]; then {ends}; else sleep 600; fi']
+        who = "worker" if word == "pytorch" and group is not groups[0] else "head"
+        who = "$(hostname | grep -q -- -1 && echo worker || echo head)" if word == "job" else who
+        container["command"] = ["sh", "-c", f'if [ "{who}" = {whose} ]; then sleep 1; exit {code}; else sleep 600; fi']
     return made
 
 
-def test_what_a_pods_exit_code_says_its_controller_does(namespace, word, plain_image):
+@pytest.mark.parametrize("whose", ["worker", "head"])
+def test_what_a_pods_exit_code_says_its_controller_does(namespace, word, whose, plain_image):
     codes = {0: False, 1: False, 70: False, 78: False, 137: True, 143: True, 144: True}
     for code in codes:
-        run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(object_with(namespace, word, code)))
+        run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(object_with(namespace, word, whose, code)))
     seen = {code: set() for code in codes}
 
     def are_as_expected():
         for code, uids in seen.items():
-            found = pods_of(namespace, f"ends-{word}-{code}")
-            uids.update(pod["metadata"]["uid"] for pod in found if is_worker(pod))
+            found = pods_of(namespace, f"ends-{word}-{whose}-{code}")
+            uids.update(pod["metadata"]["uid"] for pod in found if is_worker(pod) == (whose == "worker"))
         return all(len(seen[code]) > 1 for code, is_again in codes.items() if is_again)
 
     until(are_as_expected)
@@ -194,7 +194,9 @@ def test_what_a_pods_exit_code_says_its_controller_does(namespace, word, plain_i
     assert {code: len(uids) > 1 for code, uids in seen.items()} == codes
     for code in codes:
         kind = KINDS[word]
-        run_kubectl("-n", namespace, "delete", f"{kind.plural}.{kind.group}", f"ends-{word}-{code}", "--wait=false")
+        run_kubectl(
+            "-n", namespace, "delete", f"{kind.plural}.{kind.group}", f"ends-{word}-{whose}-{code}", "--wait=false"
+        )
 
 
 GATED = {"schedulingGates": [{"name": "kale-dist.dev/late"}]}
