@@ -234,12 +234,15 @@ class RunningAttempt:
 
     async def _wait_for_file(self) -> None:
         """Let rank 0 finish the checkpoint that it is writing: what a later call resumes from."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SAVE_LIMIT_S):
-                while not self.ranks[0].is_gone and any(
-                    pathlib.Path(self._site.order.folder).glob(".checkpoint.*.part")
-                ):
-                    await asyncio.sleep(_LOOK_EACH_S)
+        for _ in range(round(SAVE_LIMIT_S / _LOOK_EACH_S)):
+            if self.ranks[0].is_gone or not self._is_writing:
+                return
+            await asyncio.sleep(_LOOK_EACH_S)
+
+    @property
+    def _is_writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return any(pathlib.Path(self._site.order.folder).glob(".checkpoint.*.part"))
 
     async def _are_gone_within(self, limit_s: float | None) -> bool:
         with contextlib.suppress(TimeoutError):
