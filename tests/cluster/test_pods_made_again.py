@@ -170,7 +170,7 @@ def object_with(namespace, word, whose, code):
             image="localhost:5000/kale-dist-tests/python:3.11-slim", env=[], volumeMounts=[], ports=[], resources={}
         )
         who = "worker" if word == "pytorch" and group is not groups[0] else "head"
-        who = "$(hostname | grep -q -- -1 && echo worker || echo head)" if word == "job" else who
+        who = "$(hostname | grep -q -- '-1$' && echo worker || echo head)" if word == "job" else who
         container["command"] = ["sh", "-c", f'if [ "{who}" = {whose} ]; then sleep 1; exit {code}; else sleep 600; fi']
     return made
 
