@@ -15,6 +15,7 @@ from rank_work import batches_of, number_steps
 import kale_dist as kd
 from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
+from kale_dist.places.kubernetes.views import pod_view
 from kale_dist.places.manifests import KINDS
 from kale_dist.wire import StateName
 
@@ -53,9 +54,7 @@ def pods_of(namespace, name):
 
 
 def is_worker(pod):
-    labels = pod["metadata"]["labels"]
-    index = labels.get("training.kubeflow.org/replica-type") or labels.get("batch.kubernetes.io/job-completion-index")
-    return index in ("worker", "1")
+    return pod_view(pod).number > 0
 
 
 def is_active(pod):
@@ -128,13 +127,20 @@ def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(na
     job.delete()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("how", ["delete", pytest.param("kill", marks=pytest.mark.nightly)])
-def test_a_head_that_is_lost_comes_back_and_resumes_without_a_notebook(namespace, word, how, ranks):
+@pytest.mark.parametrize(
+    ("how", "ranks", "master"),
+    [
+        ("delete", 2, None),
+        pytest.param("delete", 1, None, marks=pytest.mark.nightly),
+        pytest.param("delete", 2, False, marks=pytest.mark.nightly),
+        pytest.param("kill", 2, None, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_head_that_is_lost_comes_back_and_resumes_without_a_notebook(namespace, word, how, ranks, master):
     make_claim(namespace, "kept")
-    pods = {"template": {"spec": SHARED}}
-    patch = {"spec": {"pytorchReplicaSpecs": {"Master": pods}} if word == "pytorch" else pods}
-    name = submit_and_die(namespace, trains=True, ranks=ranks, kind=word, store="pvc://kept/runs", patch=patch)
+    pods, role = {"template": {"spec": SHARED}}, "Master" if master is None else "Worker"
+    given = {"patch": {"spec": {"pytorchReplicaSpecs": {role: pods}} if word == "pytorch" else pods}, "master": master}
+    name = submit_and_die(namespace, trains=True, ranks=ranks, kind=word, store="pvc://kept/runs", **given)
     [lost] = [pod["metadata"] for pod in pods_of(namespace, name) if not is_worker(pod)]
     lose(namespace, lost["name"], how)
     until(lambda: lost["uid"] not in {pod["metadata"]["uid"] for pod in pods_of(namespace, name) if is_active(pod)})
