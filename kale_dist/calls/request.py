@@ -279,8 +279,9 @@ def _sizes(options: Options, place: Place, training: Training | None) -> tuple[i
     asked = options.number_of_processes
     if not isinstance(asked, tuple):
         return () if asked is None else (asked,)
-    is_function = "a function cannot be asked for a checkpoint when pods come and go"
-    if why := is_function if training is None else refuses_ranges.get():
+    why = refuses_ranges.get()
+    if training is None or why:
+        why = why or "a function cannot be asked for a checkpoint when pods come and go"
         raise ConfigError("number_of_processes", f"{asked} is a range, and {why}", "Give one number")
     if isinstance(place, Kubernetes) and training.checkpoint_every is None:
         problem = f"None, and with a range of processes {asked} the job resumes whenever pods come or go"

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import kale_dist as kd
 from kale_dist import wire
-from kale_dist.wire import EventKind
+from kale_dist.wire import EventKind, FailureCause
 from kale_dist.worker.training import loop
 from kale_dist.worker.training.settings import Training
 
@@ -262,7 +262,7 @@ def test_a_head_that_was_lost_more_often_than_restarts_are_left_ends_its_pods_fo
         assert job.pods[-1].end() == wire.EXIT_LOST_HEAD
         head = restart(job)
     assert [head.end(), job.pods[-1].end()] == [1, 0], job.text()
-    assert head.last_words["cause"] == "lost"
+    assert head.last_words["cause"] == FailureCause.AGENT_DIED
     assert "max_restarts" in head.last_words["reason"]
 
 

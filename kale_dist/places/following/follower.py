@@ -491,7 +491,7 @@ class Follower:
             self._keep_last_words()
         copy = self._copy
         may_go_on = verdict.may_restart and self._key is not None and not records.canceller(self._files)
-        if may_go_on and not self.look.returns_head and self._used_restarts() < self._spec.policy.max_restarts:
+        if may_go_on and self._used_restarts() < self._spec.policy.max_restarts:
             self._plan_run(verdict.reason)
             return False
         if not self._fetch_results(verdict):

@@ -14,7 +14,7 @@ from kale_dist.places.manifests.bootstrap import EXIT_CODE
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup, headless_service, last_condition
 from kale_dist.places.manifests.pod_template import pod_template
 from kale_dist.places.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
-from kale_dist.wire import EXIT_BROKEN
+from kale_dist.wire import EXIT_BROKEN, EXIT_LOST_HEAD
 
 
 class BatchJob(Kind):
@@ -62,11 +62,17 @@ class BatchJob(Kind):
         made = {"backoffLimit": limit} if is_one else {"completionMode": "Indexed", "backoffLimitPerIndex": limit}
         if not limit:
             return made
-        for_good = {"containerName": self.container, "operator": "In", "values": [1, EXIT_BROKEN, EXIT_CODE]}
+        codes = {"containerName": self.container, "operator": "In"}
         rules = [
-            {"action": "FailJob" if is_one else "FailIndex", "onExitCodes": for_good},
+            {
+                "action": "FailJob" if is_one else "FailIndex",
+                "onExitCodes": {**codes, "values": [1, EXIT_BROKEN, EXIT_CODE]},
+            },
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         ]
+        if self.returns_head(spec) and not is_one:
+            # The head counts its losses.
+            rules.append({"action": "Ignore", "onExitCodes": {**codes, "values": [EXIT_LOST_HEAD]}})
         return {**made, "podFailurePolicy": {"rules": rules}}
 
     def pod_groups(self, made: Mapping[str, Any]) -> list[PodGroup]:

@@ -262,8 +262,6 @@ class JobRun:
         limit_s = self.order.start_wait_s
         if self._has_started:
             limit_s = REPLACE_WAIT_S if self.order.replaces_pods else 0.0
-            # No other object takes over from a job that resumes in its own.
-            limit_s = self.order.start_wait_s if self.order.returns_head else limit_s
         give_up_at = limit_s + (time.monotonic() if self._has_started else self._began_at)
         say_at, has_enough = time.monotonic() + SAY_MISSING_EACH_S, False
         if reason and not self._size:

@@ -187,10 +187,9 @@ class Head:
                 # Before anything that may kill this pod each time.
                 used = await asyncio.to_thread(pod_input.used_restarts, self._pod)
                 if used > order.policy.max_restarts:
-                    told = (
-                        f"The ranks were restarted {order.policy.max_restarts} times, and then the first pod was lost"
-                    )
-                    self._job.fail(FailureCause.LOST, f"{told}: max_restarts allows no more")
+                    told = f"The first pod was lost after {used - 1} restarts: max_restarts allows no more"
+                    # Lost pods are what a follower starts another run for.
+                    self._job.fail(FailureCause.AGENT_DIED, told)
                     return
                 self._job.used_before = used
                 await asyncio.to_thread(self._keep_restarts)

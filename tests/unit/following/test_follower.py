@@ -822,28 +822,40 @@ def test_a_head_that_comes_back_has_the_last_word_when_no_restart_is_left(backen
     ref, head = submit(max_restarts=3)
     place.runs[1].returns_head = True
     reason = "max_restarts allows no more"
-    verdict = Verdict(StateName.FAILED, FailureCause.LOST, reason)
+    verdict = Verdict(StateName.FAILED, FailureCause.AGENT_DIED, reason)
     if is_heard:
-        head.verdict(StateName.FAILED, reason, FailureCause.LOST)
+        head.verdict(StateName.FAILED, reason, FailureCause.AGENT_DIED)
     head.end(1, message=json.dumps(verdict.fields()))
     status = wait_for_end(backend, ref)
-    assert (status.state, status.cause, status.reason) == (StateName.FAILED, FailureCause.LOST, reason)
+    assert (status.state, status.cause, status.reason) == (StateName.FAILED, FailureCause.AGENT_DIED, reason)
     assert list(place.runs) == [1]
 
 
-@pytest.mark.parametrize("is_cancelled", [True, False])
-def test_a_head_that_would_come_back_is_not_waited_for_when_the_job_is_cancelled_or_its_object_has_failed(
-    backend, submit, place, is_cancelled
-):
+def test_a_head_that_would_come_back_is_not_waited_for_when_the_job_is_cancelled(backend, submit, place):
     ref, head = submit(max_restarts=1)
     head.run()
     place.runs[1].returns_head = True
     wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
-    place.runs[1].finished = "" if is_cancelled else "failed"
     head.end(137, lost="killed")
-    if is_cancelled:
-        backend.cancel(ref)
-    assert wait_for_end(backend, ref).state is (StateName.CANCELLED if is_cancelled else StateName.FAILED)
+    backend.cancel(ref)
+    assert wait_for_end(backend, ref).state is StateName.CANCELLED
+
+
+@pytest.mark.parametrize("has_given_up", [True, False])
+def test_another_object_takes_over_where_pods_do_not_come_again_or_the_object_has_failed(
+    backend, submit, place, has_given_up
+):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    place.runs[1].returns_head = True
+    if has_given_up:
+        head.verdict(StateName.FAILED, "Pod pod-1 was not there again", FailureCause.LOST)
+    else:
+        place.runs[1].finished = "failed"
+    head.end(1 if has_given_up else 137, lost="" if has_given_up else "killed")
+    wait_for(lambda: 2 in place.runs)
+    place.head(2).succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
 
 
 def test_jobs_of_other_backends_are_not_found(backend):
