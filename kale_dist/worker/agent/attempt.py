@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import pathlib
 import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kale_dist.wire import (
+    SAVE_LIMIT_S,
     Assignment,
     Attempt,
     EndsWith,
@@ -41,6 +43,7 @@ FAILURE_GRACE_S = 1.0
 EXIT_LIMIT_S = 7.0
 """A rank that was let go ends by itself in 5 s at most; if even that fails, it is killed."""
 
+_LOOK_EACH_S = 0.05
 _ALIVE = (RankStateName.PENDING, RankStateName.STARTING, RankStateName.RUNNING)
 
 
@@ -222,7 +225,9 @@ class RunningAttempt:
 
     async def _end_ranks(self) -> None:
         """Let those go that are done, end the others by SIGTERM, and what is left later by SIGKILL."""
-        for rank in self.ranks:
+        for rank in reversed(self.ranks):
+            if rank is self.ranks[0] and self.verdict is not None and self.verdict.cause is FailureCause.ERROR:
+                await self._wait_for_file()
             if rank.done is not None:
                 rank.let_go()
             else:
@@ -232,6 +237,18 @@ class RunningAttempt:
             if not await self._are_gone_within(EXIT_LIMIT_S - self._grace_s):
                 self._kill(self.ranks)
                 await self._are_gone_within(None)
+
+    async def _wait_for_file(self) -> None:
+        """Let rank 0 finish the checkpoint that it is writing: what a later call resumes from."""
+        for _ in range(round(SAVE_LIMIT_S / _LOOK_EACH_S)):
+            if self.ranks[0].is_gone or not self._is_writing:
+                return
+            await asyncio.sleep(_LOOK_EACH_S)
+
+    @property
+    def _is_writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return any(pathlib.Path(self._site.order.folder).glob(".checkpoint.*.part"))
 
     async def _are_gone_within(self, limit_s: float | None) -> bool:
         with contextlib.suppress(TimeoutError):
