@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import pathlib
 import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kale_dist.wire import (
+    SAVE_LIMIT_S,
     Assignment,
     Attempt,
     EndsWith,
@@ -25,6 +27,7 @@ from kale_dist.wire import (
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.fork_pool import ForkPool
 from kale_dist.worker.agent.hang_watch import HangWatch
+from kale_dist.worker.agent.losses import Losses
 from kale_dist.worker.agent.near_rank import NearRank
 from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.agent.usage import UsageWatch
@@ -40,6 +43,7 @@ FAILURE_GRACE_S = 1.0
 EXIT_LIMIT_S = 7.0
 """A rank that was let go ends by itself in 5 s at most; if even that fails, it is killed."""
 
+_LOOK_EACH_S = 0.05
 _ALIVE = (RankStateName.PENDING, RankStateName.STARTING, RankStateName.RUNNING)
 
 
@@ -94,6 +98,7 @@ class RunningAttempt:
         """Ranks that do not run the function yet."""
         self._near = self.ranks[: attempt.members[0].processes]
         self._ends_with = site.order.ends_with
+        self._losses = Losses()
         self._failed: list[Rank] = []
         self._dispensable: list[set[int]] = []
         """From each set, all ranks but one may be lost: the others carry on."""
@@ -220,7 +225,9 @@ class RunningAttempt:
 
     async def _end_ranks(self) -> None:
         """Let those go that are done, end the others by SIGTERM, and what is left later by SIGKILL."""
-        for rank in self.ranks:
+        for rank in reversed(self.ranks):
+            if rank is self.ranks[0] and self.verdict is not None and self.verdict.cause is FailureCause.ERROR:
+                await self._wait_for_file()
             if rank.done is not None:
                 rank.let_go()
             else:
@@ -230,6 +237,18 @@ class RunningAttempt:
             if not await self._are_gone_within(EXIT_LIMIT_S - self._grace_s):
                 self._kill(self.ranks)
                 await self._are_gone_within(None)
+
+    async def _wait_for_file(self) -> None:
+        """Let rank 0 finish the checkpoint that it is writing: what a later call resumes from."""
+        for _ in range(round(SAVE_LIMIT_S / _LOOK_EACH_S)):
+            if self.ranks[0].is_gone or not self._is_writing:
+                return
+            await asyncio.sleep(_LOOK_EACH_S)
+
+    @property
+    def _is_writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return any(pathlib.Path(self._site.order.folder).glob(".checkpoint.*.part"))
 
     async def _are_gone_within(self, limit_s: float | None) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -291,8 +310,11 @@ class RunningAttempt:
         elif event.get("event") == EventKind.CHECKPOINT and event.get("asked"):
             self.has_saved = True
             self._go_on()
-        elif event.get("event") == EventKind.PROGRESS and self._watch is not None:
-            self._watch.progressed(event)
+        elif event.get("event") == EventKind.PROGRESS:
+            if self._watch is not None:
+                self._watch.progressed(event)
+            if (fields := self._losses.take(event)) is not None:
+                self._site.writer.event(EventKind.LOSS, **fields)
 
     @property
     def _are_all_over(self) -> bool:

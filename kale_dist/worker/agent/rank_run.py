@@ -162,7 +162,7 @@ class Rank:
         elif "done" in message and self.done is None:
             self.done = message
             self._count(message)
-            names = () if message["ok"] else ("error_type", "error_text", "locals")
+            names = () if message["ok"] else ("error_type", "error_text", "where", "locals")
             error = {name: message.get(name, "") for name in names}
             self._writer.event(EventKind.OUTCOME, self.rank, ok=message["ok"], **error)
             self._on_change(self)
