@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import resource
 import sys
 
 
@@ -46,6 +48,10 @@ def main(arguments: list[str]) -> int:
     if given.kind == "pod":
         from kale_dist.worker.agent import forkserver_launch
 
+        # Ranks inherit it, and rank 0 has a connection of each other one.
+        with contextlib.suppress(OSError, ValueError):
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         launched = forkserver_launch.launch()
         from kale_dist.worker.pod.pod_main import main as run_pod
 

@@ -65,6 +65,17 @@ def test_each_rank_gives_its_value_back(make_bare, ranks, per_pod):
     assert [job.outcome(number).value for number in range(ranks)] == list(range(ranks))
 
 
+def test_ranks_may_open_as_many_files_as_their_container_allows(make_bare):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        job = make_bare(resource.getrlimit, resource.RLIMIT_NOFILE, ranks=1).put_input().start_all()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert job.end() == [0]
+    assert tuple(job.outcome(0).value) == (hard, hard)
+
+
 def test_a_refused_write_in_a_pod_names_the_user_and_the_setting_that_chooses_it(make_bare):
     job = make_bare(save_where_another_user_may, ranks=1).put_input().start_all()
     job.end()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
 import signal
 import socket
 import sys
@@ -134,9 +133,6 @@ def main(launched: tuple[socket.socket, int]) -> int:
         number, _, words = ended.read_bytes().partition(b"\n")
         ending.write_termination(place.termination_log, words)
         return int(number)
-    with contextlib.suppress(OSError, ValueError):
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     code = _run(place, launched)
     with contextlib.suppress(OSError):
         said = place.termination_log.read_bytes() if place.termination_log is not None else b""
