@@ -157,9 +157,10 @@ def create(name: str, key: bytes) -> JobFiles:
             file.write(key)
     except FileExistsError:
         raise exists_error(name) from None
-    except OSError as error:
+    except BaseException as error:
+        # Without its record the folder would only keep the name.
         shutil.rmtree(made.folder, ignore_errors=True)
-        raise _store_error(made.folder, error) from error
+        raise (_store_error(made.folder, error) if isinstance(error, OSError) else error) from error
     return made
 
 
