@@ -43,19 +43,15 @@ class Listener(Sink, Protocol):
 
     def forked(self, pid: int) -> None:
         """The rank has a process."""
-        ...
 
     def message(self, message: dict[str, Any]) -> None:
         """The rank has sent a message over its control socket; see `worker/rank/rank_main.py`."""
-        ...
 
     def stacks(self, dump: bytes, cpu_ticks: int) -> None:
         """The rank has answered `ask_stacks`; an empty answer if it did not answer in time."""
-        ...
 
     def ended(self, end: End) -> None:
         """The rank's process has ended, even if other processes still hold its pipes. No other call follows."""
-        ...
 
 
 class NearRank:
@@ -175,10 +171,6 @@ class NearRank:
             # Not at once: the caller is still starting others.
             self._loop.call_soon(self._begin)
 
-    def let_go(self) -> None:
-        """Tell a rank that is done to end."""
-        self.tell({"go": True})
-
     def tell(self, message: dict[str, Any]) -> None:
         """Send the rank a message; see `worker/rank/rank_main.py`."""
         self._send(wire.encode_json(message))
@@ -197,10 +189,6 @@ class NearRank:
         if number == signal.SIGTERM:
             # A stopped process gets no other signal before it continues.
             processes.signal_group(self.pid, signal.SIGCONT)
-
-    def ask_to_save(self) -> None:
-        """Ask for a checkpoint."""
-        self.tell({"save": True})
 
     def ask_stacks(self) -> None:
         """Ask for the stacks; the listener has the answer `ANSWER_S` later."""

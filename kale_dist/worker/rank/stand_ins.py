@@ -23,7 +23,7 @@ from kale_dist.wire import EventKind, PodVariable, context
 from kale_dist.worker.agent import gpu_faults
 
 if TYPE_CHECKING:
-    from kale_dist.worker.rank.debugger import Agent
+    from kale_dist.worker.rank.rank_main import Control
 
 MAX_PICTURE_BYTES = 512 << 10
 """An event with more does not leave the rank."""
@@ -41,7 +41,7 @@ _METHODS = {
 }
 
 
-def install(*, cuda: bool, agent: Agent, breakpoint_wait_s: float) -> None:
+def install(*, cuda: bool, agent: Control, breakpoint_wait_s: float) -> None:
     """Put the stand-ins in place, before anything of the user's is loaded.
 
     Args:
@@ -194,11 +194,8 @@ def clearer(error: BaseException) -> BaseException:
             f"The process is user {os.getuid()}, who may not do this here. On a cluster, give the user that the volume's "
             "folders belong to as kd.Kubernetes(run_as_user=...), or have their owner open them to this user"
         )
-    if (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, ConfigError)
-        and (fault := gpu_faults.find(str(error)))
-    ):
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, ConfigError)
+    if is_torchs and (fault := gpu_faults.find(str(error))):
         error.add_note(f"{fault.sentence}. {fault.remedy}.")
     return error
 

@@ -7,11 +7,12 @@ costs one comparison. At a meeting rank 0 says whether a checkpoint is due: by t
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,15 +21,15 @@ from kale_dist import wording
 from kale_dist.errors import KaleDistError
 from kale_dist.wire import context
 from kale_dist.worker.training import checkpoint
-from kale_dist.worker.training.checkpoint import Resumption
 from kale_dist.worker.training.data.batches import Batches, Feed
-from kale_dist.worker.training.group import LARGE, Group
+from kale_dist.worker.training.group import LARGE
 from kale_dist.worker.training.notices import Captured
 from kale_dist.worker.training.optimizer import OptimizerControl
-from kale_dist.worker.training.strategy import Strategy
-from kale_dist.worker.training.trained import Trained
 from kale_dist.worker.training.variables import MOST_BYTES, Unkept, Variables
 from kale_dist.worker.training.writing import Writing
+
+if TYPE_CHECKING:
+    from kale_dist.worker.training.loop import Setup
 
 MEET_S = 2.0
 """About how often ranks meet."""
@@ -48,19 +49,22 @@ class Schedule:
 
     Args:
         every: `checkpoint_every` of the call, but no number of epochs.
+        steps: Real steps so far.
     """
 
-    def __init__(self, every: str) -> None:
+    def __init__(self, every: str, steps: int) -> None:
         self._unit, self._amount = wording.interval(every)
-        self._at, self._steps = time.monotonic(), 0
+        self._at, self._steps = time.monotonic(), steps
+        self.has_written = False
+        self.cost_s = 0.0
+        """How long the training has last waited for a checkpoint within an epoch."""
 
-    def is_due(self, steps: int, writing: Writing, cost_s: float) -> bool:
+    def is_due(self, steps: int, writing: Writing) -> bool:
         """Whether a checkpoint is due now.
 
         Args:
             steps: Real steps so far.
             writing: Where the last one is being written.
-            cost_s: Seconds that the training has lost by the last one.
         """
         if self._unit == "steps":
             return steps - self._steps >= self._amount
@@ -68,7 +72,7 @@ class Schedule:
         if self._unit == "s":
             return since >= self._amount
         # A thread that writes takes time from the training where all cores are used.
-        cost_s += writing.seconds
+        cost_s = self.cost_s + writing.seconds
         return since >= max(SOONEST_S, min(LATEST_S, cost_s / SHARE)) and not writing.is_busy
 
     def batches_ahead(self, steps: int, done: int, since_s: float) -> int:
@@ -86,53 +90,44 @@ class Schedule:
 
     def written(self, steps: int) -> None:
         """A checkpoint was written after so many steps."""
-        self._at, self._steps = time.monotonic(), steps
+        self._at, self._steps, self.has_written = time.monotonic(), steps, True
 
 
 class Within:
     """The checkpoints within the epochs of one training, in a rank with data.
 
     Args:
-        every: `checkpoint_every` of the call; a number of epochs or None for none within epochs.
-        trained: What is trained.
-        group: The ranks with data.
-        strategy: Says when all ranks hold one state.
+        setup: The training. Without a text as its `checkpoint_every`, no checkpoint is written within epochs.
         control: Counts steps.
         feed: Of the training loader.
-        captured: Notes what the step changes outside of itself; None where nothing is written within epochs.
-        resumption: What the training resumes from.
+        captured: Notes what the step changes outside of itself.
         write: Writes a checkpoint in all ranks, of this rank's and all ranks' position.
     """
 
     def __init__(
         self,
-        every: Any,
-        *,
-        trained: Trained,
-        group: Group,
-        strategy: Strategy,
+        setup: Setup,
         control: OptimizerControl,
         feed: Feed,
-        captured: Captured | None,
-        resumption: Resumption,
+        captured: Captured,
         write: Callable[[dict[str, Any], dict[str, Any]], None],
     ) -> None:
-        self._trained, self._group, self._strategy, self._control, self._feed = trained, group, strategy, control, feed
-        self._captured, self._write = captured, write
-        self._schedule = Schedule(every) if isinstance(every, str) and context.context().files is not None else None
+        self._trained, self._group, self._strategy = setup.trained, setup.group, setup.strategy
+        self._control, self._feed, self._captured, self._write = control, feed, captured, write
+        self._resumption, every = setup.resumption, setup.training.checkpoint_every
+        self._steps = control.real_steps
+        has_files = context.context().files is not None
+        self._schedule = Schedule(every, self._steps) if isinstance(every, str) and has_files else None
         self.writing = Writing()
         self.is_asked = False
         """Whether the agent has asked for the checkpoint that is being written."""
-        self.cost_s = 0.0
-        self._has_written = False
         self._next = 1
         self._met = 0, time.monotonic()
         self._tries = 0
-        self._steps = control.real_steps
         self._thread = 0
         self._why = ""
         self._variables: Variables | None = None
-        self._gradients: _Gradients | None = _Gradients(trained.model)
+        self._gradients: _Gradients | None = _Gradients(setup.trained.model)
         self._began: dict[str, Any] = {}
         self._later: dict[str, Any] = {}
         """This rank's generators as restored, until the order of the epoch is drawn by those of its start."""
@@ -140,35 +135,26 @@ class Within:
         self._fields: Any = None
         self._buffers: dict[str, int] = {}
         self._root: types.CodeType | None = None
-        self._resumption = resumption
-        self._resumed = resumption.progress.position
+        self._resumed = self._resumption.progress.position
         mine = self._mine
         self._load_buffers(mine)
         # A known order has a place for ranks of any number and batches of any size; the batches of a stream are only counted.
-        if self._resumed is not None and (self._resumed["order"] or (mine is not None and resumption.has_same_batches)):
+        has_place = mine is not None and self._resumption.has_same_batches
+        if self._resumed is not None and (self._resumed["order"] or has_place):
             feed.start = {
                 "items": self._resumed["items"], "order": self._resumed["order"],
                 "samples": 0 if mine is None else mine["samples"],
                 "before": None if mine is None or mine["before"] is None else checkpoint.unpacked(mine["before"]),
             }  # fmt: skip
-        if self._schedule is not None:
-            self._schedule.written(self._steps)
-        feed.between, feed.begins, feed.makes = self._between, self._begins, self._makes
-        if self._schedule is not None and not group.rank and strategy.saves_within_epochs:
+        feed.within = self
+        if self._schedule is not None and not self._group.rank and self._strategy.saves_within_epochs:
             context.can_save()
 
     @property
     def _mine(self) -> dict[str, Any] | None:
         """This rank's part of the position, where the training has resumed with as many ranks and the same strategy."""
-        position, rank = self._resumed, self._group.rank
-        if position is None or position["world"] != self._group.world_size or position["strategy"] != self._settings:
-            return None
-        mine: dict[str, Any] = position["ranks"][rank]
-        return mine
-
-    @property
-    def _settings(self) -> str:
-        return repr(self._strategy.settings)
+        ranks = [] if self._resumed is None or not self._resumption.has_same_ranks else self._resumed["ranks"]
+        return ranks[self._group.rank] if len(ranks) == self._group.world_size else None
 
     # -- an epoch ------------------------------------------------------------------------------------------------------
 
@@ -199,30 +185,26 @@ class Within:
         if self._schedule is None:
             return False
         # The first epoch's end is worth one, however soon it comes: what ends later by an error has something to show.
-        is_due = self._meet(is_busy=False) or is_last or not self._has_written
+        is_due = self._meet(is_busy=False) or is_last or not self._schedule.has_written
         if is_due:
-            self._has_written = True
             self._schedule.written(self._control.real_steps)
         return is_due
 
-    def _makes(self, batches: Batches) -> None:
-        """A pass is made: an epoch's first one is that in which checkpoints are written."""
+    def make(self, batches: Batches) -> None:
+        """Called when an epoch's first pass is made, in which checkpoints are written."""
         self._variables = None
         if self._root is not None and (self._schedule is not None or self._resumed is not None):
-            known = (*self._trained.parts(), self._feed)
+            known = (*self._trained.parts(), *self._trained.data(), self._feed)
             self._variables = _guarded(lambda: Variables(self._root, known, batches))  # type: ignore[arg-type]
 
-    def _begins(self, batches: Batches) -> None:
-        """The step requests the first batch of an epoch's first pass, which is at its position."""
+    def begin(self, batches: Batches) -> None:
+        """Called when the step requests the first batch of that pass, whose data is at its position."""
         resumed, mine, self._resumed = self._resumed, self._mine, None
         if self._variables is not None:
             # Before they are set: what differs from this later has to be kept.
             _guarded(self._variables.begin)
-        if (
-            self._schedule is not None
-            and resumed is None
-            and (self._marks is None or _guarded(self._mark) != self._marks)
-        ):
+        is_changed = self._marks is None or _guarded(self._mark) != self._marks
+        if self._schedule is not None and resumed is None and is_changed:
             self._why = "changes weights or the optimizer's state before its loop"
         self._fields = _guarded(self._attributes)
         if resumed is not None:
@@ -242,16 +224,9 @@ class Within:
 
     def _mark(self) -> Any:
         """A mark of the weights and the optimizer's state that changes when they do."""
-        tensors = list(self._trained.tensors().values())
-        state = self._trained.optimizer.state
-        return (
-            [(id(one), one._version) for one in tensors],  # noqa: SLF001 - no public name
-            [
-                (name, value._version if isinstance(value, torch.Tensor) else None)  # noqa: SLF001
-                for one in tensors
-                for name, value in state.get(one, {}).items()
-            ],
-        )
+        tensors, states = self._trained.tensors().values(), self._trained.optimizer.state
+        values = [value for one in tensors for value in states.get(one, {}).values()]
+        return [(id(one), getattr(one, "_version", None)) for one in (*tensors, *values)]
 
     def _go_on(self, position: dict[str, Any], mine: dict[str, Any] | None, batches: Batches) -> None:
         """Undo what the step has done again on its way, and give it its own variables."""
@@ -280,9 +255,10 @@ class Within:
 
     # -- between two batches -------------------------------------------------------------------------------------------
 
-    def _between(self, batches: Batches, *, is_last: bool, left: bool = False) -> None:
-        """The step requests another batch, or has left the loop; `is_last` if there is no other one."""
-        if self._schedule is None or not self._strategy.saves_within_epochs:
+    def meet_between(self, batches: Batches, *, left: bool = False) -> None:
+        """Called when the step requests another batch, or has left the loop: the ranks may meet, and write a checkpoint."""
+        portion = None if self._feed.pace is None else self._feed.pace.portion
+        if self._schedule is None or portion is None or not self._strategy.saves_within_epochs:
             return
         if threading.get_ident() != self._thread:
             # The other thread may exchange something at this moment: ranks meet only in this one.
@@ -298,7 +274,7 @@ class Within:
                 self._gradients = _Gradients(self._trained.model)
         elif gradients is not None and has_stepped:
             _guarded(gradients.watch)
-        if self._count < self._next or is_last:
+        if self._count < self._next or portion.last:
             return
         if self._feed.first is not batches:
             self._why = self._why or "makes another pass over its loader"
@@ -323,7 +299,7 @@ class Within:
         wanted = asked = ahead = 0
         if not self._group.rank:
             self.is_asked = context.is_asked_to_save() or self.is_asked
-            wanted, asked = int(schedule.is_due(steps, self.writing, self.cost_s)), int(self.is_asked)
+            wanted, asked = int(schedule.is_due(steps, self.writing)), int(self.is_asked)
             ahead = schedule.batches_ahead(steps, max(1, count - self._met[0]), now - self._met[1])
         numbers = [wanted, asked, ahead, int(is_busy), bool(self._why), int(left)]
         wanted, asked, ahead, busy, stuck, leaving = self._group.sum_int64(numbers)
@@ -358,13 +334,12 @@ class Within:
             self._why = self._why or "cannot be resumed by another rank"
             return
         common = {
-            "batches": batches.index, "items": batches.items, "order": batches.order, "world": self._group.world_size,
-            "strategy": self._settings, "scheduler_stepped": id(self._trained.scheduler) in self._control.scheduler_calls,
+            "batches": batches.index, "items": batches.items, "order": batches.order,
+            "scheduler_stepped": id(self._trained.scheduler) in self._control.scheduler_calls,
         }  # fmt: skip
         self._write(common, mine)
-        self.cost_s = time.monotonic() - began
-        self._has_written = True
         if self._schedule is not None:
+            self._schedule.cost_s = time.monotonic() - began
             self._schedule.written(self._control.real_steps)
 
     def _position(self, batches: Batches) -> dict[str, Any]:
@@ -376,7 +351,7 @@ class Within:
         if batches.obstacle:
             raise Unkept(batches.obstacle)
         variables = self._variables
-        if variables is None or self._captured is None:
+        if variables is None:
             raise Unkept("has variables that cannot be looked at")
         fields = self._attributes()
         if self._fields is None or (others := [key for key, value in fields.items() if self._fields.get(key) != value]):
@@ -432,8 +407,7 @@ class _Gradients:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._handles: list[Any] = []
-        self._seen: set[int] = set()
-        self._are_added: list[torch.Tensor] = []
+        self._added: dict[int, torch.Tensor] = {}
         self.is_watching = False
 
     def watch(self) -> None:
@@ -441,23 +415,20 @@ class _Gradients:
         self.is_watching = True
         for parameter in self._model.parameters():
             if parameter.requires_grad and not torch.nn.parameter.is_lazy(parameter):
-                self._handles.append(parameter.register_hook(self._hook(parameter)))  # type: ignore[no-untyped-call]
+                hook = functools.partial(self._look, parameter)
+                self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _hook(self, parameter: torch.nn.Parameter) -> Callable[[Any], None]:
-        def look(_: Any) -> None:
-            # Of several backward passes in a batch only the first one counts.
-            if id(parameter) not in self._seen:
-                self._seen.add(id(parameter))
-                if parameter.grad is not None:
-                    self._are_added.append(parameter.grad.detach().any())
-
-        return look
+    def _look(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        # Of several backward passes in a batch only the first one counts.
+        if id(parameter) not in self._added:
+            before = gradient.new_zeros(()) if parameter.grad is None else parameter.grad.detach()
+            self._added[id(parameter)] = before.any()
 
     def end(self) -> bool:
         """End; returns whether gradients were added."""
         for handle in self._handles:
             handle.remove()
-        return any(bool(one) for one in self._are_added)
+        return any(map(bool, self._added.values()))
 
 
 def _guarded(call: Callable[[], Any]) -> Any:
