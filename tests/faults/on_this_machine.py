@@ -356,12 +356,6 @@ def killed_at_each_step(scene):
     """
     for point in POINTS:
         scene.said_by(scene.notebook(script.format(point=point)), -signal.SIGKILL)
-        if records.exists("stopped") and not records.files("stopped").record.exists():
-            with pytest.raises(
-                JobNotFoundError, match=f"Remove {records.files('stopped').folder} to be rid of the job"
-            ):
-                kd.attach("stopped")
-            records.delete("stopped")
         check_that_nothing_is_left(scene, point)
 
 

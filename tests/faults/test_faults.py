@@ -10,12 +10,16 @@ import signal
 from collections.abc import Callable
 from functools import partial
 
+import in_containers as docker
+import in_pods as pods
+import of_the_cluster as cluster
 import on_this_machine as here
 import pytest
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "faults.md"
 
 RANK, AGENT, DISK, NOTEBOOK = "a rank", "the agent", "a disk", "a notebook"
+DOCKER, PODS, CLUSTER = "Docker", "pods", "the cluster"
 NIGHTLY = True
 
 
@@ -55,6 +59,29 @@ FAULTS = (
     Fault("Ctrl-C at each step of a submission", NOTEBOOK, 60, "No job, or one that is listed; the name can be used", here.interrupted_at_each_step, NIGHTLY),
     Fault("killed at each step of a submission", NOTEBOOK, 60, "No job, or one that is listed; the name can be used", here.killed_at_each_step, NIGHTLY),
     Fault("its clock an hour behind", NOTEBOOK, 100, "It follows, submits and fetches as ever", here.clock_is_an_hour_behind, NIGHTLY),
+    Fault("the head is killed", DOCKER, 90, "The job fails and names the container", partial(docker.container_is_killed, number=0)),
+    Fault("another container is killed", DOCKER, 90, "The job fails and names the container", partial(docker.container_is_killed, number=1), NIGHTLY),
+    Fault("the head is removed, `max_restarts=1`", DOCKER, 120, "The next run begins", partial(docker.container_is_lost, number=0), NIGHTLY),
+    Fault("another container is removed, `max_restarts=1`", DOCKER, 120, "The next run begins", partial(docker.container_is_lost, number=1)),
+    Fault("all containers are removed", DOCKER, 60, "The job is cancelled and says so", docker.containers_are_removed, NIGHTLY),
+    Fault("memory runs out", DOCKER, 120, "The job fails and names the limit", docker.memory_runs_out, NIGHTLY),
+    Fault("each container is paused for eight seconds", DOCKER, 120, "The job goes on; no line is lost", docker.container_is_paused, NIGHTLY),
+    Fault("the network between two containers is cut for ten seconds", DOCKER, 120, "The job goes on; no line is lost", docker.network_is_cut, NIGHTLY),
+    Fault("the notebook's clock an hour behind", DOCKER, 120, "It submits, follows and fetches as ever", docker.clock_is_an_hour_behind, NIGHTLY),
+    Fault("Ctrl-C at each step of a submission", DOCKER, 60, "No container, or a job that is listed", docker.interrupted_at_each_step, NIGHTLY),
+    Fault("killed at each step of a submission", DOCKER, 60, "No container, or a job that is listed", docker.killed_at_each_step, NIGHTLY),
+    Fault("the network between two pods is cut for ten seconds", PODS, 150, "The job goes on; no line is lost", pods.network_is_cut),
+    Fault("the way from the notebook is cut for ten seconds", PODS, 150, "The job goes on; no line is lost", pods.way_to_the_cluster_is_cut, NIGHTLY),
+    Fault("their namespace is deleted", PODS, 150, "The job ends and says so", pods.namespace_is_deleted, NIGHTLY),
+    Fault("a quota is lowered", PODS, 150, "What runs goes on; the next job waits and names the quota", pods.quota_is_lowered, NIGHTLY),
+    Fault("two users in one namespace", PODS, 180, "Neither touches the other's; a name is taken once", pods.two_users, NIGHTLY),
+    Fault("the client's certificate expires, and is renewed", PODS, 180, "The job goes on; no line is lost", pods.certificate_expires, NIGHTLY),
+    Fault("Ctrl-C at each step of a submission", PODS, 60, "No object, or a job that is listed", pods.interrupted_at_each_step, NIGHTLY),
+    Fault("killed at each step of a submission", PODS, 60, "No object, or a job that is found by its reference", pods.killed_at_each_step, NIGHTLY),
+    Fault("etcd is stopped for 20 seconds", CLUSTER, 150, "The job goes on; no line is lost", cluster.etcd_is_stopped, NIGHTLY),
+    Fault("the API server is killed and started again", CLUSTER, 150, "The job goes on; no line is lost", cluster.api_server_is_restarted, NIGHTLY),
+    Fault("the kubelet is stopped for a minute: the node is NotReady", CLUSTER, 200, "The job goes on; no line is lost", cluster.kubelet_is_stopped, NIGHTLY),
+    Fault("a pod's containerd-shim is killed", CLUSTER, 150, "The job fails and names the pod", cluster.shim_is_killed, NIGHTLY),
 )  # fmt: skip
 
 
