@@ -53,7 +53,7 @@ class Schedule:
     """
 
     def __init__(self, every: str, steps: int) -> None:
-        self._unit, self._amount = wording.interval(every)
+        self._unit, self._amount = wording.interval(every) or ("auto", 0.0)
         self._at, self._steps = time.monotonic(), steps
         self.has_written = False
         self.cost_s = 0.0
