@@ -5,7 +5,9 @@ of all its jobs: they have ended, no line of their logs is missing, no rank live
 """
 
 import dataclasses
+import os
 import pathlib
+import re
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +21,7 @@ import pytest
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "faults.md"
 
 RANK, AGENT, DISK, NOTEBOOK = "a rank", "the agent", "a disk", "a notebook"
-DOCKER, PODS, CLUSTER = "Docker", "pods", "the cluster"
+DOCKER, PODS, CLUSTER = "Docker", "pods", "the cluster itself"
 NIGHTLY = True
 
 
@@ -95,3 +97,14 @@ ROWS = [
 def test_a_fault_ends_as_its_row_says(fault, scene):
     fault.play(scene)
     scene.check()
+
+
+def test_the_documentation_has_this_table():
+    head, rule, *_ = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    table = [head, rule, *(f"| {one.where} | {one.what} | {one.bound_s} s | {one.outcome} |" for one in FAULTS)]
+    before, _, rest = PAGE.read_text().partition(head)
+    after = re.sub(r"\A(.*\|\n)*", "", rest)
+    expected = before + "\n".join(table) + "\n" + after
+    if os.environ.get("KALE_DIST_UPDATE_GOLDEN"):
+        PAGE.write_text(expected)
+    assert PAGE.read_text() == expected, "KALE_DIST_UPDATE_GOLDEN=1 pytest tests/faults writes it"
