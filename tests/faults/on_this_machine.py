@@ -27,7 +27,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 import kale_dist as kd
-from kale_dist.errors import JobNotFoundError, StoreError, WaitTimeoutError
+from kale_dist.errors import ImageError, JobNotFoundError, StoreError, WaitTimeoutError
+from kale_dist.image.registry import Registry
 from kale_dist.job import records
 from kale_dist.wire import EventKind, decode_json_lines
 from kale_dist.worker.training import checkpoint
@@ -242,6 +243,21 @@ def shared_memory_is_full(scene):
         pytest.skip("only root can have a /dev/shm of its own")
     assert process.returncode == 0, errors
     assert "shared memory" in out, out
+
+
+def registry_finds_no_room(scene):
+    scene.patch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "images"))
+    from registries import PROGRAM, registry_program
+
+    if PROGRAM is None:
+        pytest.skip("the program docker-registry is not installed")
+    disk = scene.small_disk(12)
+    with registry_program(disk / "registry") as host, Registry(host) as registry:
+        with pytest.raises(ImageError, match=host) as refused:
+            registry.upload("team/large", os.urandom(16 << 20))
+        assert "no space" in str(refused.value) or "500" in str(refused.value), refused.value
+        shutil.rmtree(disk / "registry" / "data")
+        assert registry.upload("team/small", b"layer")[1] == 5
 
 
 # -- notebooks -------------------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ FAULTS = (
     Fault("full: result", DISK, 30, "The job fails and names the file", here.result_finds_no_room, NIGHTLY),
     Fault("full: checkpoint", DISK, 120, "The job fails and names the file; the checkpoint before is whole", here.checkpoint_finds_no_room, NIGHTLY),
     Fault("/dev/shm full", DISK, 100, "The job fails and names shared memory", here.shared_memory_is_full, NIGHTLY),
+    Fault("full: registry", DISK, 100, "The image is refused with the registry's answer", here.registry_finds_no_room, NIGHTLY),
     Fault("SIGKILL", NOTEBOOK, 60, "Its jobs end, unless they are detached", here.notebook_is_killed),
     Fault("two on one job", NOTEBOOK, 60, "Both see all; the first cancel counts", here.two_notebooks),
     Fault("Ctrl-C at each step of a submission", NOTEBOOK, 60, "No job, or one that is listed; the name can be used", here.interrupted_at_each_step, NIGHTLY),
