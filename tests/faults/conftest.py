@@ -41,6 +41,8 @@ class Scene:
         self.undone = contextlib.ExitStack()
         self.patch = self.undone.enter_context(pytest.MonkeyPatch.context())
         self._jobs = []
+        self._stopped = []
+        self._places = set()
         self._pids = set()
 
     # -- jobs --------------------------------------------------------------------------------------------------------
@@ -58,6 +60,7 @@ class Scene:
     def follow(self, job):
         """Count a job among those that have to end, whole and without a trace."""
         self._jobs.append(job)
+        self._places.add(job.ref.partition(":")[0])
         return job
 
     def until(self, condition, job=None):
@@ -106,10 +109,16 @@ class Scene:
         self.until(lambda: not any(map(is_alive, self._pids)))
 
     def close(self):
-        self.undone.close()
+        from kale_dist import places
+
+        for pid in self._stopped:
+            self.go_on(pid)
         for job in self._jobs:
             with contextlib.suppress(Exception):
                 job.delete()
+        for name in self._places - {"local"}:
+            places.get(name).close()
+        self.undone.close()
 
     def _keep_pids(self, job):
         if job.ref.startswith("local:"):
@@ -119,8 +128,8 @@ class Scene:
 
     def stop(self, pid):
         """Stop a process; it is continued in the end whatever happens."""
+        self._stopped.append(pid)
         os.kill(pid, signal.SIGSTOP)
-        self.undone.callback(self.go_on, pid)
 
     @staticmethod
     def go_on(pid):
