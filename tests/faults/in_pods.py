@@ -152,6 +152,7 @@ default_ca = own
 [own]
 database = index
 new_certs_dir = .
+unique_subject = no
 serial = serial
 default_md = sha256
 policy = any
