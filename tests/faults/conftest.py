@@ -111,8 +111,11 @@ class Scene:
     def close(self):
         from kale_dist import places
 
-        for pid in self._stopped:
+        for pid, helper in self._stopped:
             self.go_on(pid)
+            if helper.poll() is None:
+                os.killpg(helper.pid, signal.SIGKILL)
+            helper.wait()
         for job in self._jobs:
             with contextlib.suppress(Exception):
                 job.delete()
@@ -126,10 +129,12 @@ class Scene:
 
     # -- what breaks -------------------------------------------------------------------------------------------------
 
-    def stop(self, pid):
-        """Stop a process; it is continued in the end whatever happens."""
-        self._stopped.append(pid)
+    def stop(self, pid, for_s=60):
+        """Stop a process for some seconds, or until `go_on`; gives what continues it, also if the tests are killed."""
         os.kill(pid, signal.SIGSTOP)
+        helper = subprocess.Popen(["sh", "-c", f"sleep {for_s}; kill -CONT {pid}"], start_new_session=True)
+        self._stopped.append((pid, helper))
+        return helper
 
     @staticmethod
     def go_on(pid):

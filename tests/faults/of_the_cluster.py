@@ -38,10 +38,8 @@ def is_well(scene):
 def etcd_is_stopped(scene):
     job = scene.launch(counts, 500, 0.1, on=in_pods(scene))
     has_counted(scene, job)
-    scene.stop(pid := part("etcd"))
-    time.sleep(20)
+    scene.stop(part("etcd"), 20).wait()
     assert not job.done()
-    scene.go_on(pid)
     scene.succeeds(job, 500, 500)
     check_counts(job, 500)
     is_well(scene)
@@ -50,11 +48,11 @@ def etcd_is_stopped(scene):
 def kubelet_is_stopped(scene):
     job = scene.launch(counts, 900, 0.1, on=in_pods(scene))
     has_counted(scene, job)
-    scene.stop(pid := part("kubelet"))
-    time.sleep(60)
-    assert node_is("Unknown")
+    stopped = scene.stop(part("kubelet"), 60)
+    scene.until(lambda: node_is("Unknown"))
+    assert stopped.poll() is None
+    stopped.wait()
     assert not job.done()
-    scene.go_on(pid)
     scene.succeeds(job, 900, 900)
     check_counts(job, 900)
     is_well(scene)
