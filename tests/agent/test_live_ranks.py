@@ -24,7 +24,9 @@ class Live:
         self.job.until(lambda: len(self.answers(0)) == ranks)
 
     def answers(self, number):
-        return {e["rank"]: e for e in self.job.events(EventKind.CELL) if e["number"] == number and not e.get("is_refused")}
+        return {
+            e["rank"]: e for e in self.job.events(EventKind.CELL) if e["number"] == number and not e.get("is_refused")
+        }
 
     def say(self, **message):
         told = {"op": Op.TELL, "job": self.job.order.job, "rank": -1, "message": {"live": message}}
@@ -39,7 +41,10 @@ class Live:
 
     def wait(self, number, ranks=None, limit_s=30.0):
         wanted = set(range(self.size) if ranks is None else ranks)
-        found = self.job.until(lambda: wanted <= self.answers(number).keys() and self.answers(number), limit_s)
+        deadline = time.monotonic() + limit_s
+        while not wanted <= (found := self.answers(number)).keys():
+            assert time.monotonic() < deadline, f"no answer from {wanted - found.keys()}"
+            time.sleep(0.01)
         return [found[rank] for rank in sorted(found)]
 
     def run(self, source, ranks=None, limit_s=30.0):
@@ -86,6 +91,24 @@ def test_variables_and_the_group_stay_between_cells(live):
     assert ranks.run("k = 5; _hidden = 1")[0]["names"] == ["k"]
     assert ranks.values("only = 1; only", [1]) == ["1"]
     assert ranks.values("'only' in globals()") == ["False", "True"]
+
+
+def test_ranks_that_are_told_to_end_succeed(live):
+    ranks = live()
+    ranks.say(end=True)
+    assert ranks.job.wait(20)["state"] == "succeeded", ranks.job.log_text()
+    assert ranks.job.log_text() == ""
+
+
+def test_a_breakpoint_in_a_cell_is_answered(live, jobs):
+    ranks = live(stall_warn_s=2.0, stall_timeout_s=2.0)
+    number = ranks.start(f"{SUM}\nif rank:\n    breakpoint()\n    x *= 5\ndist.all_reduce(x)\nx.item()")
+    for typed, line in enumerate(("p x", "import time; time.sleep(3)", "c")):
+        at = ranks.job.until(lambda typed=typed: ranks.job.events(EventKind.DEBUG)[typed:])[0]
+        message = {"prompt": at["prompt"], "input": line}
+        jobs.client._send({"op": Op.TELL, "job": ranks.job.order.job, "rank": 1, "message": message})
+    assert "tensor([2.])" in ranks.job.events(EventKind.DEBUG)[1]["text"]
+    assert [answer["value"]["text/plain"] for answer in ranks.wait(number)] == ["12.0", "12.0"]
 
 
 def test_the_end_of_a_cell_comes_after_its_lines(live):
@@ -147,13 +170,20 @@ def test_wrapped_models_and_subgroups_go_on_after_each_kind_of_wait(live):
         assert all(answer["ok"] or answer["is_freed"] for answer in answers[:3]), (wait, answers)
         assert all(answer["ok"] for answer in ranks.repair()), wait
         assert ranks.values("x = torch.ones(1)\ndist.all_reduce(x, group=part)\nx.item()") == ["2.0"] * 4
-        assert ranks.values("model.zero_grad()\nmodel(torch.ones(2, 4) * rank).sum().backward()\nmodel.module.weight.grad[0, 0].item()") == ["3.0"] * 4
+        assert (
+            ranks.values(
+                "model.zero_grad()\nmodel(torch.ones(2, 4) * rank).sum().backward()\nmodel.module.weight.grad[0, 0].item()"
+            )
+            == ["3.0"] * 4
+        )
         ranks.values("sharded(torch.ones(2, 8)).sum().backward()")
 
 
 def test_a_rank_that_works_is_not_ended_by_the_error_of_another(live):
     ranks = live()
-    answers = ranks.run("import time\nif rank == 0: raise ValueError\nend = time.time() + 2\nwhile time.time() < end: pass\n'done'")
+    answers = ranks.run(
+        "import time\nif rank == 0: raise ValueError\nend = time.time() + 2\nwhile time.time() < end: pass\n'done'"
+    )
     assert [answer["ok"] for answer in answers] == [False, True]
     assert answers[1]["value"]["text/plain"] == "'done'"
     answers = ranks.run("if rank == 0: raise ValueError\ntime.sleep(2)\n'slept'")
@@ -162,7 +192,11 @@ def test_a_rank_that_works_is_not_ended_by_the_error_of_another(live):
 
 @pytest.mark.parametrize(
     "source",
-    ["import time; time.sleep(60)", "while True: pass", "import torch, torch.distributed as dist\nif rank: dist.all_reduce(torch.ones(1))\nelse: import time; time.sleep(60)"],
+    [
+        "import time; time.sleep(60)",
+        "while True: pass",
+        "import torch, torch.distributed as dist\nif rank: dist.all_reduce(torch.ones(1))\nelse: import time; time.sleep(60)",
+    ],
     ids=["sleep", "loop", "collective"],
 )
 def test_an_interrupt_ends_the_cell_and_not_the_ranks(live, source):
@@ -203,7 +237,9 @@ def test_a_message_that_comes_twice_does_nothing(live):
 
 def test_connections_of_the_users_own_are_not_cut(live):
     ranks = live()
-    ranks.run("import socket\nserver = socket.create_server(('127.0.0.1', 0))\nmine = socket.create_connection(server.getsockname())\ntheirs = server.accept()[0]")
+    ranks.run(
+        "import socket\nserver = socket.create_server(('127.0.0.1', 0))\nmine = socket.create_connection(server.getsockname())\ntheirs = server.accept()[0]"
+    )
     assert ranks.run(f"{SUM}\nif rank: raise ValueError\ndist.barrier()")[0]["is_cut"]
     assert ranks.values("mine.sendall(b'there'); theirs.recv(5)") == ["b'there'"] * 2
 
@@ -216,7 +252,9 @@ def test_names_are_loaded_and_values_are_given(live, jobs):
     assert ranks.values("lr * scale, table") == ["(5.0, {'a': [1, 2]})"] * 2
     number = ranks.send([1], give="[rank, table]")
     name = next(iter(ranks.job.until(lambda: ranks.answers(number)).values()))["name"]
-    signer = outcome.Signer(key=bytes.fromhex(ranks.job.order.key), job=f"{ranks.job.order.job} {name}", attempt=0, rank=1)
+    signer = outcome.Signer(
+        key=bytes.fromhex(ranks.job.order.key), job=f"{ranks.job.order.job} {name}", attempt=0, rank=1
+    )
     path = ranks.job.files.outcome(0, 1)
     assert outcome.read_outcome(path, signer=signer, resolve=lambda _: None).value == [1, {"a": [1, 2]}]
 

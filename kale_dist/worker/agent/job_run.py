@@ -146,7 +146,7 @@ class JobRun:
         if self._running is None:
             return
         if message.get("restart") == self._site.writer.attempt:
-            self._running.end(Verdict(StateName.PENDING, None, "The notebook asked for it", may_restart=True))
+            self._running.end(Verdict(StateName.PENDING, None, "The notebook restarts the ranks", may_restart=True))
         elif rank < len(self._running.ranks):
             for one in self._running.ranks if rank < 0 else [self._running.ranks[rank]]:
                 one.tell(message)

@@ -14,7 +14,7 @@ but for bytes. What fails for another reason comes back as `{"error": sentence}`
     GET  /files/<name>            outcome-A-R or checkpoint, like a blob
     POST /ack                     the notebook has all it wants
     POST /cancel {"grace_s": s, "save": b}   end the job
-    POST /tell {"rank": r, "message": {...}}  pass a message on to a rank's debugger
+    POST /tell {"rank": r, "message": {...}}  pass a message on to a rank; -1: to all
 
 A PUT says in `wire.SIZE_HEADER` how large the whole is.
 """

@@ -101,8 +101,12 @@ class LiveRank:
         """The number of the cell that runs; 0 for none."""
         self._interrupted = 0
         """The number of the cell that a signal is to end."""
+        self._ended = 0
+        """The number of the last cell that has ended."""
         self._failed = 0
-        """The number of the cell that has failed in another rank."""
+        """The number of the last cell that has failed in another rank."""
+        self._stopped = 0
+        """The number of the last cell that was to be interrupted."""
         self._before: Sample | None = None
         self._cut_at: float | None = None
         self._is_cut = self._is_freed = False
@@ -121,7 +125,11 @@ class LiveRank:
     # -- the listener's thread ----------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        while (heard := self._control.hear_live(LOOK_EACH_S if self._cut_at or self._failed else _IDLE_LOOK_S)) is not None:
+        while (
+            heard := self._control.hear_live(
+                LOOK_EACH_S if self._cut_at or self._failed > self._ended else _IDLE_LOOK_S
+            )
+        ) is not None:
             for message in heard:
                 self._take(message)
             with self._lock:
@@ -139,8 +147,9 @@ class LiveRank:
         elif number and message["name"] != self._last[1]:
             self._control.say({"cell": {"number": number, "name": message["name"], "ok": False, "is_refused": True}})
         with self._lock:
-            if self._running and message.get("failed") == self._running:
-                self._failed = self._running
+            # The cell that they are for may be about to begin.
+            self._failed = max(self._failed, message.get("failed", 0))
+            self._stopped = max(self._stopped, message.get("interrupt", 0))
             if self._running and message.get("interrupt") == self._running:
                 self._interrupt(CUT_AFTER_S)
 
@@ -177,6 +186,7 @@ class LiveRank:
                 self._load(message["load"])
             elif "repair" in message:
                 repair.renew(self._group.store, int(message["repair"]))
+                return {"ok": True, "repaired": message["repair"]}
             elif "give" in message:
                 self._give(str(message["give"]), message["name"])
                 return {"ok": True, "gives": True}
@@ -192,9 +202,11 @@ class LiveRank:
         answer: dict[str, Any] = {"ok": True}
         try:
             with self._lock:
-                self._running, self._interrupted, self._failed, self._before = message["number"], 0, 0, None
+                self._running, self._interrupted, self._before = message["number"], 0, None
                 self._cut_at, self._is_cut, self._is_freed = None, False, False
             try:
+                if self._stopped == message["number"]:
+                    raise KeyboardInterrupt
                 value = cell.execute(message["source"], file, self._names)
                 stand_ins.show_figures()
                 answer["value"] = _shown(value)
@@ -205,7 +217,7 @@ class LiveRank:
             error = stand_ins.clearer(raised)
             answer |= {"ok": False, **_described(error, self._order.debugging.show_locals)}
             # A connection that another rank has cut ends a wait with an error of gloo's.
-            answer["is_freed"] = self._is_freed or (self._failed != 0 and _is_of_collective(error))
+            answer["is_freed"] = self._is_freed or (self._failed == message["number"] and _is_of_collective(error))
         else:
             if value is not None:
                 self._names["_"] = value
@@ -214,7 +226,9 @@ class LiveRank:
         context.flush()
         answer["is_cut"] = self._is_cut
         answer["names"] = sorted(
-            name for name, value in list(self._names.items()) if name[:1] != "_" and before.get(name, before) is not value
+            name
+            for name, value in list(self._names.items())
+            if name[:1] != "_" and before.get(name, before) is not value
         )
         with contextlib.suppress(Exception):
             answer["counts"] = repair.counts() if self._group is not None else {}
@@ -223,6 +237,7 @@ class LiveRank:
     def _leave(self) -> None:
         """The cell has ended: what is meant for it does nothing from here on."""
         with self._lock:
+            self._ended = max(self._ended, self._running)
             self._running = 0
         if (debugger := sys.modules.get("kale_dist.worker.rank.debugger")) is not None:
             debugger.leave()

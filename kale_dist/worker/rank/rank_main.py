@@ -217,8 +217,6 @@ class _Control:
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
         self._pending = b""
         self._lock = threading.Lock()
         self._messages: collections.deque[dict[str, Any]] = collections.deque()
@@ -248,13 +246,13 @@ class _Control:
             if self._messages:
                 return self._messages.popleft()
             # Not for ever: another thread may take the message.
-            self._poll.poll(_LOOK_AGAIN_MS)
+            self._wait(_LOOK_AGAIN_MS)
         return None
 
     def hear_live(self, limit_s: float) -> list[dict[str, Any]] | None:
         """The messages to live ranks that have come within a limit; None if the agent is gone. For one thread alone."""
         if not self._live:
-            self._poll.poll(limit_s * 1000)
+            self._wait(limit_s * 1000)
         is_there = self._receive()
         heard = [self._live.popleft() for _ in range(len(self._live))]
         return heard if heard or is_there else None
@@ -263,6 +261,12 @@ class _Control:
         """Wait until the agent has no more need of this process, or is gone. Answers to a prompt that is over may come before."""
         while (message := self.hear()) is not None and "go" not in message:
             pass
+
+    def _wait(self, limit_ms: float) -> None:
+        """Wait until something has come. Two threads may, but not with one object."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll(limit_ms)
 
     def _receive(self) -> bool:
         """Take what has come; whether the agent is still there."""

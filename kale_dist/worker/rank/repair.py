@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pathlib
 import socket
 from typing import Any
 
@@ -26,13 +27,13 @@ def cut(store_port: int) -> None:
     """
     # Connections that Python code has opened: a tracker's, a data set's.
     own = {one.fileno() for one in gc.get_objects() if isinstance(one, socket.socket)}
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) in own:
+    for number in [int(path.name) for path in pathlib.Path("/proc/self/fd").iterdir()]:
+        if number in own:
             continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
-            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                if store_port not in (found.getpeername()[1], found.getsockname()[1]):
-                    found.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+            is_tcp = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+            if is_tcp and store_port not in (found.getpeername()[1], found.getsockname()[1]):
+                found.shutdown(socket.SHUT_RDWR)
 
 
 def renew(store: Any, generation: int) -> None:
@@ -50,12 +51,13 @@ def renew(store: Any, generation: int) -> None:
     from torch.distributed import distributed_c10d as c10d
 
     kind: Any = ProcessGroup.BackendType
+    gloo: Any = ProcessGroupGloo
     for group in list(c10d._world.pg_map):  # noqa: SLF001 - there is no public list of groups
-        options = ProcessGroupGloo._Options()  # noqa: SLF001
+        options = gloo._Options()  # noqa: SLF001
         options._timeout = TIMEOUT  # noqa: SLF001
-        options._devices = [ProcessGroupGloo.create_default_device()]  # noqa: SLF001
+        options._devices = [gloo.create_default_device()]  # noqa: SLF001
         prefix = PrefixStore(f"kale_dist/repair/{generation}/{group.group_name}", store)
-        backend = ProcessGroupGloo(prefix, group.rank(), group.size(), options)
+        backend = gloo(prefix, group.rank(), group.size(), options)
         group._register_backend(torch.device("cpu"), kind(_FIRST_TYPE + generation), backend)  # noqa: SLF001
 
 
@@ -64,8 +66,6 @@ def counts() -> dict[str, int]:
     import torch
     from torch.distributed import distributed_c10d as c10d
 
+    groups: list[Any] = list(c10d._world.pg_map)  # noqa: SLF001
     cpu = torch.device("cpu")
-    return {
-        group.group_name: group._get_backend(cpu)._get_sequence_number_for_group()  # noqa: SLF001
-        for group in list(c10d._world.pg_map)  # noqa: SLF001
-    }
+    return {group.group_name: group._get_backend(cpu)._get_sequence_number_for_group() for group in groups}  # noqa: SLF001
