@@ -136,8 +136,8 @@ class LiveJob(Job[None]):
             raise ConfigError("source", f"it is not Python{where}: {error.args[0]}", "Correct the cell") from None
         self._prepare()
         self._send_what_is_read(tree)
-        label = _label()
-        message = {"source": source, "file": f"<live {self._number + 1}>", "label": label}
+        message = {"source": source, "file": f"<live {self._number + 1}>", "label": _label()}
+        self._interrupted_at = float("-inf")
         answers = self._ask(message, wanted)
         self._check_cell(answers)
         values = {rank: answer.get("value") or {} for rank, answer in answers.items()}
