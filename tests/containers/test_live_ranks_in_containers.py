@@ -29,7 +29,9 @@ def live(engine, image):
 @pytest.fixture
 def main(monkeypatch):
     """Names of the notebook."""
-    return lambda **names: [monkeypatch.setattr(f"__main__.{name}", value, raising=False) for name, value in names.items()]
+    return lambda **names: [
+        monkeypatch.setattr(f"__main__.{name}", value, raising=False) for name, value in names.items()
+    ]
 
 
 def test_cells_keep_variables_and_the_group(live, capsys):
@@ -41,7 +43,10 @@ def test_cells_keep_variables_and_the_group(live, capsys):
 
 def test_names_of_the_notebook_reach_a_rank_behind_a_relay_and_values_come_back(live, main):
     main(lr=0.5, table=torch.arange(1 << 20, dtype=torch.float32))
-    assert repr(live.run("lr, table.sum().item()")) == f"ranks 0-1: (0.5, {torch.arange(1 << 20, dtype=torch.float32).sum().item()})"
+    assert (
+        repr(live.run("lr, table.sum().item()"))
+        == f"ranks 0-1: (0.5, {torch.arange(1 << 20, dtype=torch.float32).sum().item()})"
+    )
     pulled = live.pull("table + rank")
     assert [one[0].item() for one in pulled] == [0.0, 1.0]
     assert live.pull("rank", ranks=1) == 1

@@ -83,12 +83,12 @@ def test_names_of_the_notebook_come_once_and_those_of_the_ranks_win(kernel):
 def test_a_value_that_cannot_be_sent_or_brought_is_named(kernel):
     kernel.good("import threading\nheld = {'lock': threading.Lock()}")
     assert "held -> ['lock']" in cell(kernel, "held").error + kernel("live.push(held=held)").traceback
-    reply = kernel("live.pull('open(\"/dev/null\")', ranks=0)")
+    reply = kernel("live.pull('__import__(\"threading\").Lock()', ranks=0)")
     assert "CellError" in reply.error
 
 
 def test_an_error_shows_the_cells_lines_and_the_next_cell_works(kernel):
-    setup = "import torch.distributed as dist\nfrom torch.nn.parallel import DistributedDataParallel\nwrapped = DistributedDataParallel(torch.nn.Linear(2, 2))"
+    setup = "import torch.distributed as dist\nfrom torch.nn.parallel import DistributedDataParallel\nwrapped = DistributedDataParallel(torch.nn.Linear(2, 2))\nwrapped(torch.ones(1, 2)).sum().backward()"
     assert not cell(kernel, setup).error
     began = time.monotonic()
     reply = cell(kernel, "if rank == 1:\n    1 / 0\nwrapped(torch.ones(1, 2)).sum().backward()")
@@ -105,7 +105,9 @@ def test_an_error_shows_the_cells_lines_and_the_next_cell_works(kernel):
     assert "Ranks 0-3: NameError" in reply.traceback
 
 
-@pytest.mark.parametrize("wait", ["time.sleep(60)", "while True: pass", "dist.all_reduce(x) if rank else time.sleep(60)"])
+@pytest.mark.parametrize(
+    "wait", ["time.sleep(60)", "while True: pass", "dist.all_reduce(x) if rank else time.sleep(60)"]
+)
 def test_the_stop_button_interrupts_the_cell_and_not_the_ranks(kernel, wait):
     cell(kernel, "import time, torch.distributed as dist\nkept = 8\nx = torch.ones(1)")
     message = kernel.send(f"%%distribute\nprint('runs')\n{wait}")
