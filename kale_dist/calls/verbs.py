@@ -351,7 +351,8 @@ def _live(given: Mapping[str, Any]) -> Call:
     idle_s = seconds(idle) if idle is not None else None if is_local else _IDLE_S
     if idle is not None and (idle_s is None or idle_s <= 0):
         raise ConfigError("idle", f"{show(idle)} is no time", "Give seconds, or text such as '30 min'")
-    return request.checked(given, Function(fn=live_rank.serve, args=(idle_s,), label="live", kind="live"))
+    function = Function(fn=live_rank.serve, args=(idle_s,), label="live", kind="live")
+    return request.checked({**given, "max_restarts": None}, function)
 
 
 @short_refusals

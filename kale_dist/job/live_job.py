@@ -302,7 +302,9 @@ class LiveJob(Job[None]):
                 self._answers.get(event["name"], {})[event["rank"]] = event
                 continue
             if event["number"] > self._number:
+                # From another process, as before a restart of the kernel: what it has sent is not overwritten.
                 self._number, self._answers = event["number"], {event["name"]: {}}
+                self._owned.update(event.get("loaded") or ())
             answers = self._answers.get(event["name"], {})
             answers[event["rank"]] = event
             self._owned.update(event.get("names") or ())

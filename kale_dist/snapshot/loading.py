@@ -110,8 +110,8 @@ def load(
 
 def load_names(
     store: blobs.Store, digest: str, modules: pathlib.Path, main: dict[str, Any], references: References
-) -> None:
-    """Put the keywords of a snapshot's call into a `__main__` that is in use.
+) -> list[str]:
+    """Put the keywords of a snapshot's call into a `__main__` that is in use; gives their names.
 
     Args:
         store: The store with the blobs.
@@ -124,8 +124,10 @@ def load_names(
     if str(modules) not in sys.path:
         sys.path.insert(0, str(modules))
     sources.install(json.loads(_checked(store, manifest["sources"])))
-    main.update(_load(store, manifest, main, context.context().device, references).kwargs)
+    named = _load(store, manifest, main, context.context().device, references).kwargs
+    main.update(named)
     _import_too(manifest["imported"])
+    return sorted(named)
 
 
 def blobs_of(store: blobs.Store, digest: str) -> set[str]:

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from agent_jobs import descriptors
 
 from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
@@ -305,3 +306,14 @@ def test_random_interrupts_never_hurt_a_later_cell(live):
         if any(not answer["ok"] or answer["is_cut"] for answer in answers):
             ranks.repair()
         assert ranks.values(SUM) == ["2.0", "2.0"]
+
+
+def test_a_hundred_repairs_take_few_descriptors_and_none_hurts_the_next(live):
+    ranks = live()
+    ranks.run(SUM)
+    before = [descriptors(pid) for pid in ranks.job.pids().values()]
+    for _ in range(100):
+        assert all(answer["ok"] for answer in ranks.repair())
+    assert ranks.values(SUM) == ["2.0", "2.0"]
+    after = [descriptors(pid) for pid in ranks.job.pids().values()]
+    assert all(now - then < 700 for then, now in zip(before, after, strict=True)), (before, after)

@@ -16,7 +16,9 @@ SUM = "import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_redu
 
 
 def test_cells_errors_names_and_a_restart(namespace, monkeypatch):
-    place = kd.Kubernetes(image=IMAGE, namespace=namespace, processes_per_pod=2, resources={"cpu": 0.2, "memory": "700Mi"})
+    place = kd.Kubernetes(
+        image=IMAGE, namespace=namespace, processes_per_pod=2, resources={"cpu": 0.2, "memory": "700Mi"}
+    )
     monkeypatch.setattr("__main__.table", torch.arange(1 << 20, dtype=torch.float32), raising=False)
     with kd.live(4, on=place, threads=1, idle="5 min") as live:
         assert repr(live.run(SUM)) == "ranks 0-3: 4.0"

@@ -183,11 +183,11 @@ class LiveRank:
             if "source" in message:
                 return self._run_cell(message)
             if "load" in message:
-                self._load(message["load"])
-            elif "repair" in message:
+                return {"ok": True, "loaded": self._load(message["load"])}
+            if "repair" in message:
                 repair.renew(self._group.store, int(message["repair"]))
                 return {"ok": True, "repaired": message["repair"]}
-            elif "give" in message:
+            if "give" in message:
                 self._give(str(message["give"]), message["name"])
                 return {"ok": True, "gives": True}
         except Exception as error:  # noqa: BLE001 - the notebook has to get an answer
@@ -242,8 +242,8 @@ class LiveRank:
         if (debugger := sys.modules.get("kale_dist.worker.rank.debugger")) is not None:
             debugger.leave()
 
-    def _load(self, digest: str) -> None:
-        """Put what a snapshot has into the ranks' names."""
+    def _load(self, digest: str) -> list[str]:
+        """Put what a snapshot has into the ranks' names; gives the names."""
         order, store = self._order, FolderStore(pathlib.Path(self._order.store))
 
         def bring(blob: str) -> None:
@@ -255,7 +255,7 @@ class LiveRank:
             bring(blob)
         modules = pathlib.Path(order.folder, f"modules-{digest[:16]}")
         loading.stage_modules(store, digest, modules)
-        loading.load_names(store, digest, modules, self._names, self._references)
+        return loading.load_names(store, digest, modules, self._names, self._references)
 
     def _give(self, expression: str, name: str) -> None:
         value = eval(expression, self._names)  # noqa: S307 - that is what the notebook asks for
