@@ -11,6 +11,7 @@ import builtins
 import functools
 import hashlib
 import io
+import itertools
 import secrets
 import sys
 import threading
@@ -30,7 +31,6 @@ from kale_dist.job.view import facts
 from kale_dist.snapshot.capture import capture
 from kale_dist.snapshot.pickler import CapturePickler
 from kale_dist.snapshot.reducers import References
-from kale_dist.snapshot.sources import cell_label
 from kale_dist.wire import EventKind, StateName
 from kale_dist.wire.blobs import FolderStore
 
@@ -136,7 +136,9 @@ class LiveJob(Job[None]):
             raise ConfigError("source", f"it is not Python{where}: {error.args[0]}", "Correct the cell") from None
         self._prepare()
         self._send_what_is_read(tree)
-        message = {"source": source, "file": f"<live {self._number + 1}>", "label": _label()}
+        number = interrupts.running_cell()
+        label = "" if number is None else f"Cell In[{number}]"
+        message = {"source": source, "file": f"<live {self._number + 1}>", "label": label}
         self._interrupted_at = float("-inf")
         answers = self._ask(message, wanted)
         self._check_cell(answers)
@@ -292,12 +294,12 @@ class LiveJob(Job[None]):
 
     def _read_events(self) -> None:
         for event in self._events.read():
-            if event.get("event") != EventKind.CELL:
-                continue
-            if event["attempt"] != self._attempt:
+            if (event.get("attempt") or 0) > self._attempt:
                 # Other processes: they have nothing of what those before had.
                 self._attempt, self._repairs, self._is_broken = event["attempt"], 0, False
                 self._owned, self._sent = set(), {}
+            if event.get("event") != EventKind.CELL or event["attempt"] != self._attempt:
+                continue
             if event.get("is_refused"):
                 self._answers.get(event["name"], {})[event["rank"]] = event
                 continue
@@ -360,17 +362,16 @@ class LiveJob(Job[None]):
             if name in self._owned and name not in self._told and not isinstance(namespace[name], types.ModuleType):
                 self._told.add(name)
                 say(f"`{name}` is the ranks' own; the notebook's is put there with live.push({name}={name})")
-        values = {name: namespace[name] for name in known if name not in self._owned}
-        new = {name: value for name, value in values.items() if self._has_changed(name, value)}
+        new = {
+            name: namespace[name]
+            for name in known
+            if name not in self._owned
+            and (name not in self._sent or self._sent[name][0] != _fingerprint(namespace[name]))
+        }
         if new:
             self._send(new)
             if told := [name for name, value in new.items() if not isinstance(value, types.ModuleType)]:
                 say(f"From the notebook: {', '.join(told)}{self._size}")
-
-    def _has_changed(self, name: str, value: object) -> bool:
-        if name not in self._sent:
-            return True
-        return self._sent[name][0] != _fingerprint(value)
 
     def _send(self, values: Mapping[str, Any]) -> None:
         prints = {name: _fingerprint(value) for name, value in values.items()}
@@ -398,7 +399,7 @@ class LiveJob(Job[None]):
         own = {rank: answer for rank, answer in failed.items() if not answer.get("is_freed")} or failed
         if all(answer["is_interrupted"] for answer in own.values()) or self._interrupted_at > float("-inf"):
             self._interrupted_at = float("-inf")
-            say(f"The cell was interrupted in {_named(list(failed))}. The ranks and their variables stay")
+            say(f"The cell was interrupted in {_named(failed)}. The ranks and their variables stay")
             raise KeyboardInterrupt
         first = min(own, key=lambda rank: own[rank]["time"])
         texts = {rank: answer["traceback"].rstrip() for rank, answer in own.items()}
@@ -457,39 +458,22 @@ def _fingerprint(value: object) -> str:
     return digest.hexdigest()
 
 
-def _label() -> str:
-    """What the running cell is called: `Cell In[5]`."""
-    frame: types.FrameType | None = sys._getframe()  # noqa: SLF001 - the documented way to the caller
-    while frame is not None:
-        if label := cell_label(frame.f_code.co_filename):
-            return label
-        frame = frame.f_back
-    number = interrupts.running_cell()
-    return "" if number is None else f"Cell In[{number}]"
-
-
 def _grouped(values: Mapping[int, object]) -> list[list[int]]:
     """Ranks with equal values together, in the order of their first ranks."""
-    groups: list[list[int]] = []
+    groups: dict[str, list[int]] = {}
     for rank in sorted(values):
-        same = next((group for group in groups if values[group[0]] == values[rank]), None)
-        if same is None:
-            groups.append([rank])
-        else:
-            same.append(rank)
-    return groups
+        groups.setdefault(repr(values[rank]), []).append(rank)
+    return list(groups.values())
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _named(ranks: Iterable[int]) -> str:
     """`rank 1`, `ranks 0-3`, `ranks 0, 2-3`."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-    return f"rank{'' if len(ranks) == 1 else 's'} {text}"
+    parts = []
+    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        first, *rest = [rank for _, rank in run]
+        parts.append(f"{first}-{rest[-1]}" if rest else str(first))
+    text = ", ".join(parts)
+    return f"rank{'' if text.isdigit() else 's'} {text}"
 
 
 def _capital(text: str) -> str:

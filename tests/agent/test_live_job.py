@@ -81,8 +81,8 @@ def test_an_error_of_all_ranks_leaves_the_group_alone(live):
     assert not live._is_broken
     with pytest.raises(CellError) as raised:
         live.run("raise ValueError(rank)")
-    assert str(raised.value).startswith("Rank 0: ValueError: 0\n")
-    assert str(raised.value).endswith("Rank 1: ValueError: 1")
+    said = {str(raised.value).splitlines()[0], str(raised.value).splitlines()[-1]}
+    assert said == {"Rank 0: ValueError: 0", "Rank 1: ValueError: 1"}
 
 
 OTHER = """

@@ -48,7 +48,7 @@ SILENCE_LIMIT_S = 60.0
 GATHER_S = 0.02
 """What comes within this time of the last piece of a stream is sent together: each piece costs the notebook's processor alike."""
 
-_MAX_BODY_BYTES = 64 << 10
+_MAX_BODY_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
 _OUTCOME = re.compile(r"outcome-\d{1,6}-\d{1,6}", re.ASCII)
 

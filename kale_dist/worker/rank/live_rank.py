@@ -24,16 +24,21 @@ import signal
 import sys
 import threading
 import time
-from typing import Any, Protocol
+import traceback
+import types
+from typing import TYPE_CHECKING, Any
 
 from kale_dist.errors import SnapshotError
 from kale_dist.snapshot import loading, outcome, sources
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire import JobFiles, Order, context
 from kale_dist.wire.blobs import FolderStore
-from kale_dist.worker.agent.hang_watch import Frame, Sample
+from kale_dist.worker.agent.hang_watch import Frame, Sample, waits
 from kale_dist.worker.pod import pod_input
 from kale_dist.worker.rank import cell, repair, stand_ins
+
+if TYPE_CHECKING:
+    from kale_dist.worker.rank.rank_main import Control
 
 CUT_AFTER_S = 0.5
 """After an interrupt: Python code has ended by then, and what has not waits in a collective."""
@@ -43,18 +48,6 @@ LOOK_EACH_S = 0.2
 
 _IDLE_LOOK_S = 1.0
 _MAX_TEXT = 20_000
-
-
-class Control(Protocol):
-    """The rank's connection to its agent."""
-
-    def say(self, message: dict[str, Any]) -> None:
-        """Send a message."""
-        ...
-
-    def hear_live(self, limit_s: float) -> list[dict[str, Any]] | None:
-        """Wait for messages of the notebook to live ranks; None if there is no agent."""
-        ...
 
 
 def serve(idle_s: float | None = None, rank: LiveRank | None = None) -> None:
@@ -156,8 +149,9 @@ class LiveRank:
     def _look(self) -> None:
         """Free the main thread if it waits for a rank that has failed; cut its connections if a signal has not ended its wait."""
         if self._failed and self._failed == self._running:
-            before, self._before = self._before, _sample(self._main)
-            if before is not None and not self._is_freed and _waits(before, self._before):
+            used_s = time.clock_gettime(time.pthread_getcpuclockid(self._main))
+            before, self._before = self._before, _sample(sys._current_frames()[self._main].f_code, used_s)  # noqa: SLF001 - documented
+            if before is not None and not self._is_freed and waits(before, self._before):
                 self._is_freed = True
                 self._interrupt(0.0)
         if self._cut_at is not None and time.monotonic() >= self._cut_at:
@@ -284,23 +278,12 @@ def _shown(value: Any) -> dict[str, str]:
     return plain | (bundle if sum(map(len, bundle.values())) <= stand_ins.MAX_PICTURE_BYTES else {})
 
 
-def _sample(thread: int) -> Sample:
-    """Where the main thread is."""
-    frame = sys._current_frames()[thread]  # noqa: SLF001 - documented
-    frames = (Frame(file=frame.f_code.co_filename, line=frame.f_lineno, function=frame.f_code.co_name),)
-    used_s = time.clock_gettime(time.pthread_getcpuclockid(thread))
-    return Sample(frames=frames, cpu_ticks=round(used_s * 100), moves=0)
-
-
-def _waits(before: Sample, after: Sample) -> bool:
-    return before.may_wait and after.may_wait and after.cpu_ticks - before.cpu_ticks <= 1
+def _sample(code: types.CodeType, used_s: float = 0.0) -> Sample:
+    """A look at a thread that executes some code, and has used so much processor time."""
+    frame = Frame(file=code.co_filename, line=0, function=code.co_name)
+    return Sample(frames=(frame,), cpu_ticks=round(used_s * 100), moves=0)
 
 
 def _is_of_collective(error: BaseException) -> bool:
-    frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None:
-        frames = frames.tb_next
-    if frames is None:
-        return False
-    code = frames.tb_frame.f_code
-    return Sample(frames=(Frame(file=code.co_filename, line=0, function=code.co_name),), cpu_ticks=0, moves=0).may_wait
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and _sample(frames[-1].f_code).may_wait
