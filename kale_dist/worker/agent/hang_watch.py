@@ -181,12 +181,8 @@ class HangWatch:
             is_debugged = self._watch_breakpoints()
             is_idle = all(rank.is_idle for rank in self._ranks)
             self._watch_idleness(is_idle=is_idle)
-            if (
-                is_debugged
-                or is_idle
-                or not self._writer.has_room
-                or any(one.state is RankStateName.PENDING for one in self._ranks)
-            ):
+            is_starting = any(rank.state is RankStateName.PENDING for rank in self._ranks)
+            if is_debugged or is_idle or is_starting or not self._writer.has_room:
                 # Ranks that wait for the disk or a person have not stalled, nor those for which torch is being imported.
                 self._moved_at = time.monotonic()
             if self._is_stalled and not self._in_first_step:
