@@ -212,6 +212,9 @@ def test_an_interrupt_ends_the_cell_and_not_the_ranks(live, source):
     assert [answer["ok"] for answer in answers] == [False, False]
     ranks.repair()
     assert ranks.values(f"{SUM}, kept") == ["(2.0, 5)"] * 2
+    # A cut that was planned for the interrupted cell does not come later.
+    time.sleep(live_rank.CUT_AFTER_S + 1.2)
+    assert ranks.values(SUM) == ["2.0"] * 2
 
 
 def test_an_interrupt_of_another_cell_does_nothing(live):

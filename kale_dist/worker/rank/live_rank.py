@@ -232,7 +232,7 @@ class LiveRank:
         """The cell has ended: what is meant for it does nothing from here on."""
         with self._lock:
             self._ended = max(self._ended, self._running)
-            self._running = 0
+            self._running, self._cut_at = 0, None
         if (debugger := sys.modules.get("kale_dist.worker.rank.debugger")) is not None:
             debugger.leave()
 
