@@ -139,7 +139,9 @@ class LiveJob(Job[None]):
         number = interrupts.running_cell()
         label = "" if number is None else f"Cell In[{number}]"
         message = {"source": source, "file": f"<live {self._number + 1}>", "label": label}
-        self._interrupted_at = float("-inf")
+        if self._interrupted_at > float("-inf"):
+            say("The cell was interrupted before it ran")
+            raise KeyboardInterrupt
         answers = self._ask(message, wanted)
         self._check_cell(answers)
         values = {rank: answer.get("value") or {} for rank, answer in answers.items()}
@@ -238,7 +240,12 @@ class LiveJob(Job[None]):
         name = secrets.token_hex(8)
         told = {**message, "number": self._number, "name": name, "ranks": list(ranks)}
         self._answers = {name: {}}
-        self._backend.tell(self._ref, -1, {"live": told}, blobs)
+        try:
+            self._backend.tell(self._ref, -1, {"live": told}, blobs)
+        except KeyboardInterrupt:
+            # It may not have been sent; one that comes twice does nothing.
+            self._backend.tell(self._ref, -1, {"live": told}, blobs)
+            self._pass_on_interrupt()
         found = self._answers[name]
 
         def is_answered(_: JobStatus) -> bool:
@@ -316,6 +323,7 @@ class LiveJob(Job[None]):
 
     def _prepare(self) -> None:
         """Wait for the ranks, and repair their process group if a cell has left it broken."""
+        self._interrupted_at = float("-inf")
         self.wait_until_ready()
         self._read_events()
         if not self._is_broken:

@@ -74,6 +74,29 @@ def test_where_the_group_cannot_be_repaired_the_ranks_are_started_again_and_that
     assert repr(live.run(SUM)) == "ranks 0-1: 2.0"
 
 
+def test_a_stop_while_the_group_is_repaired_or_the_cell_is_sent_is_not_lost(live, monkeypatch, capfd):
+    live.run(f"{SUM}\nimport time")
+    with pytest.raises(CellError):
+        live.run(FAILS)
+    tell = live._backend.tell
+
+    def stopped_at(part):
+        def told(ref, rank, message, blobs=()):
+            tell(ref, rank, message, blobs)
+            if part in message.get("live", {}):
+                monkeypatch.setattr(live._backend, "tell", tell)
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(live._backend, "tell", told)
+
+    for part in ("repair", "source"):
+        stopped_at(part)
+        with pytest.raises(KeyboardInterrupt):
+            live.run("time.sleep(60)")
+        assert repr(live.run(SUM)) == "ranks 0-1: 2.0"
+    assert "The cell was interrupted before it ran" in capfd.readouterr().err
+
+
 def test_an_error_of_all_ranks_leaves_the_group_alone(live):
     live.run(SUM)
     with pytest.raises(CellError, match="Ranks 0-1: NameError"):

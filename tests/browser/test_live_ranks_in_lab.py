@@ -10,7 +10,7 @@ CELLS = [
     "%distribute start -n 2",
     "%%distribute\nimport torch.distributed as dist\nx = torch.ones(1) * (rank + 1)\ndist.all_reduce(x)\nprint('sum', x.item())\nx.item() * lr",
     "%%distribute\nif rank == 1:\n    y = x.reshape(3, 5)\ndist.barrier()",
-    "%%distribute\nimport time\nprint('begins')\nwhile True: time.sleep(0.1)",
+    "%%distribute\nimport time\nprint('be' + 'gins')\nwhile True: time.sleep(0.1)",
     "%%distribute\nif rank == 1: breakpoint()\nx += 1\nx.item()",
     "%distribute stop",
 ]
