@@ -483,7 +483,7 @@ class PlayedRelay:
             channel.say(Op.READY)
         elif op == Op.SPAWN:
             self._spawn(channel, wire.decode(Attempt, message["attempt"]))
-        elif rank in self._alive and (op == Op.SIGNAL or (op == Op.TELL and "go" in message["message"])):
+        elif (op == Op.SIGNAL or (op == Op.TELL and "go" in message["message"])) and rank in self._alive:
             self._alive.discard(rank)
             if op == Op.SIGNAL:
                 self._stop()
