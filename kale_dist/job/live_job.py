@@ -16,6 +16,7 @@ import secrets
 import sys
 import threading
 import time
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from kale_dist.job.view import facts
 from kale_dist.snapshot.capture import capture
 from kale_dist.snapshot.pickler import CapturePickler
 from kale_dist.snapshot.reducers import References
+from kale_dist.snapshot.sources import cell_label
 from kale_dist.wire import EventKind, StateName
 from kale_dist.wire.blobs import FolderStore
 
@@ -136,9 +138,7 @@ class LiveJob(Job[None]):
             raise ConfigError("source", f"it is not Python{where}: {error.args[0]}", "Correct the cell") from None
         self._prepare()
         self._send_what_is_read(tree)
-        number = interrupts.running_cell()
-        label = "" if number is None else f"Cell In[{number}]"
-        message = {"source": source, "file": f"<live {self._number + 1}>", "label": label}
+        message = {"source": source, "file": f"<live {self._number + 1}>", "label": _label()}
         if self._interrupted_at > float("-inf"):
             say("The cell was interrupted before it ran")
             raise KeyboardInterrupt
@@ -464,6 +464,12 @@ def _fingerprint(value: object) -> str:
         for piece in storage:
             digest.update(piece)
     return digest.hexdigest()
+
+
+def _label() -> str:
+    """What IPython calls the cell that calls this library; empty outside of a notebook."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return next(filter(None, (cell_label(frame.f_code.co_filename) for frame in frames)), "")
 
 
 def _grouped(values: Mapping[int, object]) -> list[list[int]]:

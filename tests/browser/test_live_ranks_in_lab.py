@@ -38,6 +38,7 @@ def test_a_new_users_first_minutes(open_notebook):
         "The cell was interrupted in ranks 0-1. The ranks and their variables stay", timeout=20_000
     )
     notebook.photograph("live-interrupt", busy)
+    notebook.wait_idle()
     waiting = notebook.start(CELLS[5])
     box = page.locator(".jp-Stdin-input")
     for line, printed in (("p x", "tensor([3.])"), ("x *= 10", "x *= 10"), ("c", "rank 1: 31.0")):
