@@ -111,6 +111,16 @@ def test_a_call_without_a_job_is_told_what_to_return():
         sweep(lambda trial: trial.suggest_float("x", 0, 1)).wait(120)
 
 
+def test_a_range_of_processes_is_refused_before_a_job_is_submitted():
+    from trainings import summing
+
+    found = sweep(lambda _: kd.distribute(*summing(), number_of_processes=(1, 2), epochs=1), metric="train/loss")
+    with pytest.raises(ConfigError) as caught:
+        found.wait(60)
+    assert caught.value.argument == "number_of_processes"
+    assert not kd.jobs()
+
+
 def test_three_failures_in_a_row_end_the_sweep_and_one_does_not():
     def fail(x):
         if x > 0:
