@@ -41,6 +41,9 @@ _LINES_EACH_S = 0.03
 _PARTS_EACH_S = 0.25
 _MOST_OF_A_CORE = 0.05
 """Pictures of very many metrics, each of which takes long to draw, are drawn less often."""
+_MANY_RANKS = 8
+_TABLE_EACH_S = 1.0
+"""The table of many ranks is folded, and as large as all else together."""
 _PICTURE_EACH_S = 2.0
 _UNSEEN_EACH_S = 1.0
 _ANSWER_S = 8.0
@@ -191,7 +194,7 @@ class JobWidget(anywidget.AnyWidget):
             self._next = len(self._lines)
             self._status: JobStatus | None = None
             self._is_over = False
-            self._pictured_at = float("-inf")
+            self._pictured_at = self._ranked_at = float("-inf")
         self._draw()
         inside(job).after_wait.append(self._draw)
         inside(job).reasons.is_shown = lambda: self._has_answered or self._is_picture
@@ -233,8 +236,12 @@ class JobWidget(anywidget.AnyWidget):
                 self.state = status.state.value
                 self.world_size = len(status.replicas)
                 self.plan_word = "Copy YAML" if self._job.ref.startswith("kubernetes") else "Copy plan"
+                is_few = len(status.replicas) <= _MANY_RANKS or status.is_final
+                shows_ranks = is_few or time.monotonic() - self._ranked_at >= _TABLE_EACH_S
+                self._ranked_at = time.monotonic() if shows_ranks else self._ranked_at
                 for part in _PARTS:
-                    setattr(self, part, found[part])
+                    if part != "ranks" or shows_ranks:
+                        setattr(self, part, found[part])
                 is_new = self._status is None or status.state is not self._status.state
                 if is_new or time.monotonic() - self._pictured_at >= _PICTURE_EACH_S:
                     self._pictured_at = time.monotonic()
