@@ -114,7 +114,8 @@ class Head:
         self._on_stdout = False
         self._store_works = bool(order.store)
         self._store_lock = threading.Lock()
-        self._kept_checkpoint = 0
+        self._kept_checkpoint = self._brought_checkpoint = 0
+        self._kept_restarts = 0
         self._kept_at = -math.inf
 
     def _fail(self, cause: FailureCause, reason: str) -> None:
@@ -144,7 +145,10 @@ class Head:
         message = ending.termination_message(verdict)
         ending.write_termination(self._pod.place.termination_log, message)
         ended_at = time.monotonic()
-        if self._relays is not None:
+        if self._relays is not None and self._is_told_to_end and self._pod.order.returns_head:
+            # Without a goodbye they come back as well, and join the next head.
+            self._relays.close()
+        elif self._relays is not None:
             self._relays.end()
         await asyncio.to_thread(self._put_results_into_store)
         await self._wait_for_relays(ended_at)
@@ -177,7 +181,18 @@ class Head:
 
     async def _prepare(self) -> None:
         """Bring the input, let the ranks start, then put each checkpoint into the store."""
+        order = self._pod.order
         try:
+            if order.returns_head:
+                # Before anything that may kill this pod each time.
+                used = await asyncio.to_thread(pod_input.used_restarts, self._pod)
+                if used > order.policy.max_restarts:
+                    told = f"The first pod was lost after {used - 1} restarts: max_restarts allows no more"
+                    # Lost pods are what a follower starts another run for.
+                    self._job.fail(FailureCause.AGENT_DIED, told)
+                    return
+                self._job.used_before = used
+                await asyncio.to_thread(self._keep_restarts)
             await asyncio.to_thread(pod_input.bring, self._pod, received=self._server.received)
             problem = await asyncio.to_thread(pod_input.bring_checkpoint, self._pod)
         except Exception as error:  # noqa: BLE001 - the job cannot start, and has to say why
@@ -186,6 +201,8 @@ class Head:
             return
         if problem:
             self.writer.say(problem)
+        if order.returns_head and self._pod.files.checkpoint.exists():
+            self._kept_checkpoint = self._brought_checkpoint = self._pod.files.checkpoint.stat().st_mtime_ns
         self._has_blobs = True
         # From here no rank is forked that the job does not need.
         self._pod.pool.wanted_spares = 0
@@ -194,6 +211,9 @@ class Head:
         self._job.start()
         while self._store_works:
             await asyncio.sleep(_KEEP_EACH_S)
+            if order.returns_head:
+                with contextlib.suppress(OSError, StoreError):
+                    await asyncio.to_thread(self._keep_restarts)
             if not self._job.can_save or time.monotonic() - self._kept_at >= _KEEP_SAVING_EACH_S:
                 await asyncio.to_thread(self._keep_checkpoint)
 
@@ -282,6 +302,22 @@ class Head:
         for path in sorted(self._pod.files.folder.glob("outcome-*")):
             if self._store_works:
                 self._put(path)
+
+        if self._is_told_to_end and self._pod.order.returns_head and self._kept_checkpoint != self._brought_checkpoint:
+            # A job that gets on each time ends.
+            with contextlib.suppress(OSError, StoreError):
+                self._keep_restarts(loses_head=False)
+
+    def _keep_restarts(self, *, loses_head: bool = True) -> None:
+        """Write beside the checkpoint how many restarts are used; one more if the loss of this head is to count.
+
+        Raises:
+            OSError, StoreError: The store cannot be written.
+        """
+        number = self._job.used_restarts + loses_head
+        if number != self._kept_restarts:
+            pod_input.put_used_restarts(self._pod, number)
+            self._kept_restarts = number
 
     def _keep_checkpoint(self) -> None:
         """Put the last checkpoint into the store, if it is not there yet: the next run resumes from it."""
