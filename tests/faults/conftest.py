@@ -164,7 +164,7 @@ class Scene:
         script = self.folder / f"notebook-{time.monotonic_ns()}.py"
         script.write_text(head + f"folder = {str(self.folder)!r}\n" + textwrap.dedent(code))
         process = subprocess.Popen(
-            [*before, sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [*before, sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | environment,
         )  # fmt: skip
         self.undone.callback(process.communicate)

@@ -13,7 +13,7 @@ import uuid
 import pytest
 from fault_work import counts, waits
 from in_containers import check_counts, ctrl_c, cut_off
-from on_cluster import Network, grant, pods_in, run_kubectl, wait_for, write_kubeconfig
+from on_cluster import Network, grant, pods_in, run_kubectl, write_kubeconfig
 from on_this_machine import breaking_at
 
 import kale_dist as kd
@@ -93,15 +93,14 @@ def quota_is_lowered(scene):
         run_kubectl("-n", namespace_of(scene), "apply", "-f", "-", text=json.dumps(quota))
 
     set_to(2)
-    job = scene.launch(counts, 100, 0.1, on=in_pods(scene))
+    job = scene.launch(counts, 300, 0.1, on=in_pods(scene))
     has_counted(scene, job)
-    set_to(0)
-    scene.succeeds(job, 100, 100)
+    set_to(1)
     with pytest.warns(kd.errors.KaleDistWarning, match="The quota q"):
-        later = scene.launch(counts, 3, on=in_pods(scene))
-    wait_for(later, lambda status: "the quota q" in status.reason)
-    set_to(4)
-    scene.succeeds(later, 3, 3)
+        later = scene.launch(counts, 3, number_of_processes=1, on=in_pods(scene))
+    scene.until(lambda: "the quota q" in later.status.reason, later)
+    scene.succeeds(job, 300, 300)
+    scene.succeeds(later, 3)
 
 
 def user(scene, name):
