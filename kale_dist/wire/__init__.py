@@ -66,7 +66,7 @@ from kale_dist.wire.order import (
     Source,
     socket_address,
 )
-from kale_dist.wire.requests import MAC_HEADER, SIZE_HEADER, check_request, sign_request
+from kale_dist.wire.requests import MAC_HEADER, SIZE_HEADER, check_request, hidden_key, sign_request
 
 __all__ = [
     "CANCEL_GRACE_S",
@@ -122,6 +122,7 @@ __all__ = [
     "encode_lines",
     "encode_outcome",
     "encode_progress",
+    "hidden_key",
     "last_name",
     "learn",
     "lines_after",

@@ -107,7 +107,7 @@ def _fetch(pod: Pod, digest: str) -> None:
 
 
 def _receive(pod: Pod, digest: str, part: pathlib.Path) -> None:
-    path = f"/blobs/{digest}"
+    path = f"{pod.prefix}/blobs/{digest}"
     peer = http.client.HTTPConnection(pod.order.head, pod.order.port + 2, timeout=_SILENCE_LIMIT_S)
     with contextlib.closing(peer):
         peer.request("GET", path, headers={wire.MAC_HEADER: wire.sign_request(pod.key, "GET", path)})

@@ -56,6 +56,8 @@ class Op(enum.StrEnum):
     """Relay to head: it cannot run its ranks; `reason`."""
     LEAVING = "leaving"
     """Relay to head: its pod got SIGTERM; `reason`. It gets `END` when no rank is left in it."""
+    ORDER = "order"
+    """Head to relay, in warm pods: the next `job`, as `Pod.of_job` takes it. It answers `READY` again."""
     SPAWN = "spawn"
     """Head to relay: start its ranks of the `attempt`."""
     SIGNAL = "signal"
