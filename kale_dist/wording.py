@@ -25,8 +25,9 @@ EXTRAS = {
 
 
 def install(extra: str) -> str:
-    """The command that installs the packages of an extra: `pip install 'docker<8'`."""
-    return "pip install " + " ".join(f"'{package}'" if "<" in package else package for package in EXTRAS[extra])
+    """How to install an extra, as the docs say it, and its packages beside a library that was installed without a clone."""
+    packages = " ".join(f"'{package}'" if "<" in package else package for package in EXTRAS[extra])
+    return f"pip install '.[{extra}]' in the clone of kale_dist; without one, pip install {packages}"
 
 
 @contextlib.contextmanager

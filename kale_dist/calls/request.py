@@ -17,7 +17,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.job import interrupts
 from kale_dist.job.backend import Backend
 from kale_dist.job.spec import names, place_settings
-from kale_dist.job.spec.job_spec import Request, Settled, Topology
+from kale_dist.job.spec.job_spec import Request, Settled, Topology, size_on_machine
 from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local, Place
 from kale_dist.places import gpus
 from kale_dist.places.agent_client import LOAD_ONLY_PREFIXES
@@ -304,8 +304,8 @@ def _on_machine(options: Options, there: Machine, rank_bytes: int, sizes: tuple[
     if isinstance(options.number_of_processes, tuple):
         on_gpus = there.gpus and cuda is not False
         room = there.gpus if on_gpus else max(1, min(there.cores, there.memory_bytes // (_RANK_BYTES + rank_bytes)))
-        asked = max((size for size in sizes if size <= room), default=sizes[0])
-        notes = (f"number_of_processes: {asked}, for the whole job: a range is for the pods of a cluster",)
+        asked, sentence = size_on_machine(sizes, room)
+        notes = (sentence,)
     if cuda is None and there.gpus:
         cuda = asked is None or asked <= there.gpus
         if cuda:

@@ -121,7 +121,7 @@ def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tup
         if package == "kale_dist":
             raise
         sentence = f"{package!r} is not installed in this Python"
-        return (*here, _failed("package", sentence, _extra(on)))
+        return (*here, _failed("package", sentence, install(on)))
     return (
         *here,
         *(Check(name=name, verdict=Verdict(word), sentence=said, remedy=do) for name, word, said, do in found),
@@ -236,13 +236,8 @@ def _notebook() -> Check:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         sentence = f"{', '.join(missing)} not installed; only the widget and `kale-dist run` need it"
-        return _warning("notebooks", sentence, _extra("notebook"))
+        return _warning("notebooks", sentence, install("notebook"))
     return _ok("notebooks", "show jobs as widgets, and can be executed by `kale-dist run`")
-
-
-def _extra(name: str) -> str:
-    """How to install an extra of this library, as README says it, and beside an installed one."""
-    return f"pip install '.[{name}]' in the clone of kale_dist; without one, {install(name)}"
 
 
 def _docker() -> Check:

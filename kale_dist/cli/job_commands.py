@@ -23,8 +23,6 @@ from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts, plain
 from kale_dist.wire import LogLine
 
-_CANCEL_WAIT_S = 30.0
-
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the commands."""
@@ -165,10 +163,11 @@ def _debug(options: argparse.Namespace) -> int:
 def _cancel(options: argparse.Namespace) -> int:
     backend, ref = find_job(options.ref)
     backend.cancel(ref, save=not options.no_save)
-    deadline = time.monotonic() + _CANCEL_WAIT_S
+    deadline = time.monotonic() + launch_command.END_S
     while not (status := backend.status(ref)).is_final:
         if time.monotonic() > deadline:
-            raise BackendError(f"{ref} has not ended within {_CANCEL_WAIT_S:.0f} s of its cancellation", retryable=True)
+            problem = f"{ref} has not ended within {launch_command.END_S:.0f} s of its cancellation"
+            raise BackendError(problem, retryable=True)
         time.sleep(0.05)
     print(json.dumps(ended(status)) if options.json else f"{ref}: {facts.sentence(status, None)}")
     return 0

@@ -20,8 +20,8 @@ from kale_dist.job.handle import Job, inside
 from kale_dist.job.view import facts
 from kale_dist.wire import LogLine, StateName, Stream
 
-_END_S = 15.0
-"""Seconds that the command waits for a cancelled job to end."""
+END_S = 30.0
+"""Seconds that commands wait for a cancelled job to end: it may write a checkpoint first."""
 
 _BY_SIGNAL = 128
 
@@ -156,13 +156,17 @@ def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) 
     shown = _Output(sys.stderr if as_json else sys.stdout)
     try:
         with inside(job).reasons.printed():
-            shown.show(job.logs(follow=True))
+            shown.show(inside(job).lines())
         job.exception()
     except KeyboardInterrupt:
+        # Once: a second cancel would end a training without its last checkpoint.
         job.cancel()
+        print(f"kale-dist: {job.ref} is cancelled", file=sys.stderr, flush=True)
         with contextlib.suppress(WaitTimeoutError):
-            job.exception(_END_S)
-        shown.show(job.logs())
+            job.exception(END_S)
+        shown.show(job.logs(), known=job.status.reason)
+        if kept := facts.kept_checkpoint(job.status):
+            print(f"kale-dist: {kept}", file=sys.stderr)
     code = _BY_SIGNAL + caught[0] if caught else scripts.exit_code(job)
     status = job.status
     value = job.result() if has_value and status.state is StateName.SUCCEEDED else None
@@ -208,12 +212,20 @@ class _Output:
         self._shown = 0
         self.last_of_agent = ""
 
-    def show(self, lines: Iterator[LogLine]) -> None:
-        """Print the lines that were not printed before. `lines` begins with the job's first line."""
+    def show(self, lines: Iterator[LogLine], known: str = "") -> None:
+        """Print the lines that were not printed before.
+
+        Args:
+            lines: All lines, from the job's first one.
+            known: What the agent says that need not be printed.
+        """
         for line in itertools.islice(lines, self._shown, None):
             self._shown += 1
             stream = self._stdout if line.stream is Stream.STDOUT and line.rank is not None else sys.stderr
             text = line.text
             if line.rank is None:
-                text = self.last_of_agent = str(line)
+                self.last_of_agent = str(line)
+                if text == known:
+                    continue
+                text = self.last_of_agent
             print(text + "\n" * (not line.continued), end="", file=stream, flush=True)

@@ -75,15 +75,15 @@ class PlaceEvent:
     """An event of a cluster about one of a job's objects."""
 
     time: float
-    """When it happened last, in seconds since 1970."""
+    """When the event happened last, in seconds since 1970."""
     about: str
     """The object: `pod/train-x3k9f-worker-0`."""
     is_warning: bool
     reason: str
-    """One word, such as `FailedScheduling`."""
+    """The cluster's word for what happened, such as `FailedScheduling`."""
     message: str
     count: int
-    """How often it happened."""
+    """How often the event happened."""
 
 
 class Backend(abc.ABC):
@@ -295,7 +295,7 @@ class RunHandle:
     object: str
     """Name of the PyTorchJob, or the prefix of the containers' names: the job's name, `<name>-2` for the second run."""
     run: int
-    """From 1."""
+    """The run's number, from 1."""
     spec: JobSpec
     place: tuple[tuple[str, str], ...] = ()
     """The place's own values of the run, such as the cluster's address; kept in the job's record."""
@@ -310,7 +310,7 @@ class Trouble:
     """Why a pod or a whole run waits or has ended, as a sentence for the user."""
 
     sentence: str
-    """Begins with a capital, without its full stop."""
+    """What is wrong: begins with a capital, and has no full stop at its end."""
     remedy: str = ""
     """What the user can do about it, as sentences; empty if nothing."""
     cause: FailureCause | None = None
@@ -334,14 +334,14 @@ class Part:
     """One pod or container of a run, as the place sees it now."""
 
     number: int
-    """0 is the head."""
+    """The part's number in its run; the head is 0."""
     name: str
     uid: str
     """The container's identity: another container of the same name has another UID."""
     state: PartState
     exit_code: int | None = None
     message: str = ""
-    """Its termination message, if it left one."""
+    """The part's termination message; empty if it left none."""
     trouble: Trouble | None = None
     """Why the part waits, or why it ended as it did."""
     lost: LostBy = ""
@@ -358,7 +358,7 @@ class Look:
     replaces: bool = False
     """Whether parts that are lost are made again in this run, so that its head waits for them."""
     replaced: tuple[Part, ...] = ()
-    """Those for which that has been done, the last one of each number."""
+    """Lost parts in whose places new ones were made, the last one of each number."""
     trouble: Trouble | None = None
     """Why the run does not start, or why it ended: the trouble that explains most. If it does not heal, a waiting run can never start."""
     suspended: str = ""

@@ -80,6 +80,8 @@ class Inside:
     """The trained weights of a job that has succeeded; the notebook's model is left alone."""
     reasons: watch.Reasons
     """Prints why the job waits."""
+    lines: Callable[[], Iterator[LogLine]]
+    """The log's lines until the job has ended; unlike `logs`, it leaves it to the caller what an interrupt does."""
 
 
 class Job(Generic[R]):
@@ -132,6 +134,7 @@ class Job(Generic[R]):
             checkpoint=self._checkpoint,
             model_state=lambda: outcomes.model_state(backend.status(ref).attempt),
             reasons=watch.Reasons(backend, ref),
+            lines=functools.partial(backend.logs, ref, follow=True, on_status=self._prompts.open),
         )
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -436,7 +439,7 @@ class Job(Generic[R]):
         unsubscribe = self.subscribe(show)
         try:
             with self._interruptible(), self._inside.reasons.printed():
-                for line in self._backend.logs(self._ref, follow=True, on_status=self._prompts.open):
+                for line in self._inside.lines():
                     say(line)
             show(self.status)
         finally:

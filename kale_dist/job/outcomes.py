@@ -21,6 +21,7 @@ from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.job import records, weights
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus
+from kale_dist.job.view import facts
 from kale_dist.snapshot import loading, outcome
 from kale_dist.snapshot.given_models import Returned
 from kale_dist.wire import FailureCause, JobFiles, StateName, blobs
@@ -85,7 +86,8 @@ class OutcomeReader:
         """The error of a job that has ended badly, with the first failing rank's own exception as its cause."""
         sentence = f"{self._ref} {status.state.value}: {status.reason or 'no reason is known'}"
         if status.state is StateName.CANCELLED:
-            return JobCancelledError(sentence, self._ref)
+            kept = facts.kept_checkpoint(status)
+            return JobCancelledError(f"{sentence}. {kept}" if kept else sentence, self._ref)
         cause, traceback, frames = self._cause(status)
         if isinstance(cause, ModuleNotFoundError) and self._spec.image:
             sentence += (

@@ -44,14 +44,9 @@ def usable() -> tuple[int, str]:
     return count, problem
 
 
-def memory_notes(processes: int, driver: Driver | None = None) -> tuple[str, ...]:
-    """Sentences about GPUs of a job here of whose memory others, such as this notebook, hold a part.
-
-    Args:
-        processes: Ranks of the job, each with a GPU.
-        driver: In place of this machine's.
-    """
-    found, notes = (driver or Driver()).read(), []
+def memory_notes(processes: int) -> tuple[str, ...]:
+    """Sentences about GPUs of so many ranks here of whose memory others, such as this notebook, hold a part."""
+    found, notes = Driver().read(), []
     for rank in range(processes):
         number = assigned_gpu(len(found), os.environ, rank)
         gpu = found[number] if number is not None else None

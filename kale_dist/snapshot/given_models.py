@@ -56,9 +56,7 @@ class GivenModels:
         beside: Other objects that the function uses, by name.
     """
 
-    def __init__(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rank: int, beside: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rank: int, beside: Mapping[str, Any]) -> None:
         import torch
 
         self._models = models_in(args, kwargs)
@@ -67,7 +65,7 @@ class GivenModels:
         given = {id(part) for model in self._models for part in model.modules()}
         self._beside = {
             name: (value, _marks([value]))
-            for name, value in (beside or {}).items()
+            for name, value in beside.items()
             if isinstance(value, torch.nn.Module) and id(value) not in given
         }
 

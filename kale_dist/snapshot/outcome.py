@@ -19,7 +19,6 @@ import os
 import pathlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import IO, Any
 
 from kale_dist import wire
@@ -238,7 +237,7 @@ def _surroundings(storage: Callable[[int], memoryview], resolve: Callable[[int],
 
 
 def describe_error(
-    error: BaseException, dump: Callable[[object], bytes], shown: Mapping[int, FrameLocals] = MappingProxyType({})
+    error: BaseException, dump: Callable[[object], bytes], shown: Mapping[int, FrameLocals]
 ) -> dict[str, Any]:
     """Describe an exception and its causes for JSON. Never raises, whatever the exceptions' own methods do.
 

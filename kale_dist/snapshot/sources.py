@@ -110,11 +110,11 @@ def locals_of(error: BaseException, *, show: str) -> dict[int, FrameLocals]:
         left = local_variables.MAX_BYTES
         for place, (frame, line) in reversed(shown):
             where = place_of(frame, line)
-            left -= len(where.encode("utf-8", "replace")) + 1
-            values = local_variables.of_frame(frame, line, limit=left, full=show == "full")
+            limit = left - len(f"{where}\n".encode("utf-8", "replace"))
+            values = local_variables.of_frame(frame, line, limit=limit, full=show == "full")
             if values:
-                found[place] = FrameLocals(where=where, values=values)
-                left -= sum(len(f"    {name} = {value}\n".encode("utf-8", "replace")) for name, value in values.items())
+                one = found[place] = FrameLocals(where=where, values=values)
+                left -= len(f"{one}\n".encode("utf-8", "replace"))
     return dict(sorted(found.items()))
 
 

@@ -66,11 +66,9 @@ class Store(Protocol):
         Returns:
             The blob's digest.
         """
-        ...
 
     def exists(self, digest: str) -> bool:
         """Whether the store has this blob."""
-        ...
 
     def open(self, digest: str) -> memoryview:
         """The blob's bytes, writable; the caller's changes are private.
@@ -78,11 +76,9 @@ class Store(Protocol):
         Raises:
             StoreError: There is no such blob.
         """
-        ...
 
     def list(self) -> Sequence[str]:
         """Digests of all blobs."""
-        ...
 
 
 class FolderStore:

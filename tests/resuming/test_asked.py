@@ -1,5 +1,7 @@
 """Checkpoints at the times that were asked for, and the last one before ranks are ended."""
 
+import signal
+import threading
 import time
 
 import pytest
@@ -8,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist.job import records
+from kale_dist.cli import launch_command
+from kale_dist.job import records, view
 from kale_dist.wire import EventKind, decode_json_lines
 from kale_dist.worker.training import checkpoint
 
@@ -72,6 +75,32 @@ def test_a_cancelled_training_writes_one_more_checkpoint(started):
         written["batches"],
         written["step"],
     )
+
+
+def test_a_command_that_is_interrupted_cancels_once_and_says_how_to_resume(started, capsys):
+    job = started(checkpoint_every="10 min")
+    main_thread = threading.get_ident()
+
+    def interrupt():
+        wait_for_step(job, 20)
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    assert launch_command.follow(job, [], as_json=False, has_value=False) != 0
+    said = capsys.readouterr().err
+    assert said.count("cancelled") == 1
+    assert f"kale-dist retry --resume {job.ref}" in said
+    assert [one["asked"] for one in events(job, EventKind.CHECKPOINT)] == [True]
+
+
+def test_wherever_the_end_of_a_cancelled_training_is_shown_it_says_how_to_resume(started):
+    job = started(checkpoint_every="10 min")
+    wait_for_step(job, 20)
+    job.cancel()
+    how = "job.retry(resume=True)"
+    assert how in str(job.exception(60))
+    assert how in view.text(job.status)
+    assert how in view.html(job.status)
 
 
 def test_so_does_one_that_reaches_its_time_limit(started):

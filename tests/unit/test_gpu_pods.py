@@ -57,7 +57,7 @@ def fitted(nodes, quotas=(), per_pod=1, world=2, **given):
     resources = Resources(**given)
     found = [types.SimpleNamespace(status=types.SimpleNamespace(hard=hard, used={})) for hard in quotas]
     topology = Topology(number_of_processes=world, processes_per_pod=per_pod)
-    return checks.fitted(resources, resources.filled(cuda=True), topology, nodes, found)
+    return checks.fitted(resources, topology, nodes, found)
 
 
 BIG = {"cpu": "64", "memory": "512Gi", "nvidia.com/gpu": "8"}

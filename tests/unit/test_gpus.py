@@ -265,8 +265,9 @@ def test_memory_that_others_hold_is_said_of_the_gpu_it_is_on(monkeypatch):
             Gpu(percent=0, used_bytes=1 << 30, total_bytes=80 << 30),
         )
     )
-    assert gpus_here.memory_notes(1, driver) == ()
-    (note,) = gpus_here.memory_notes(2, driver)
+    monkeypatch.setattr(gpus_here, "Driver", lambda: driver)
+    assert gpus_here.memory_notes(1) == ()
+    (note,) = gpus_here.memory_notes(2)
     assert "GPU 0, rank 1's, has 60.0 of 80.0 GiB in use" in note
 
 

@@ -313,12 +313,12 @@ def test_what_is_not_installed_is_named():
     assert len(told) == 4
     for line in told[:3]:
         assert (
-            "needs the package 'packaging', which is not installed in this Python. Install it: pip install 'isal<2' packaging"
+            "needs the package 'packaging', which is not installed in this Python. Install it: pip install '.[images]' in the clone"
             in line
         )
     assert told[3] == "train:1"
     assert ended.returncode == 2
-    assert "is not installed in this Python. Install it: pip install 'isal<2'" in ended.stderr
+    assert "is not installed in this Python. Install it: pip install '.[images]' in the clone" in ended.stderr
 
 
 # -- in a call -------------------------------------------------------------------------------------------------------

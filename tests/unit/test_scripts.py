@@ -123,8 +123,9 @@ def test_a_signal_ends_all_ranks(folder, number, code):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         pids = [int(run.stdout.readline().split()[1]) for _ in range(2)]
         run.send_signal(number)
-        out, _ = run.communicate(timeout=60)
+        out, said = run.communicate(timeout=60)
     assert (run.returncode, out.splitlines()) == (code, ["cleaned up", "cleaned up"])
+    assert said.count("cancelled") == 1
     assert not any(pathlib.Path("/proc", str(pid)).exists() for pid in pids)
 
 

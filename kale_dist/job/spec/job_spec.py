@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Self
 
 from kale_dist import strategies
@@ -44,6 +45,12 @@ class Topology:
     def fewest_pods(self) -> int:
         """Pods with which the job begins, and goes on."""
         return math.ceil(min(self.sizes, default=self.number_of_processes) / self.processes_per_pod)
+
+
+def size_on_machine(sizes: Sequence[int], room: int) -> tuple[int, str]:
+    """The world size of a range on one machine: the largest for which there is room, or the least; and a sentence about it."""
+    world = max((size for size in sizes if size <= room), default=sizes[0])
+    return world, f"number_of_processes: {world}, for the whole job: a range is for the pods of a cluster"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

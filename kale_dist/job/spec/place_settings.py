@@ -126,7 +126,7 @@ class Docker:
     """What the image is to have beyond that: requirements such as `["einops==0.8"]`, or `"auto"` for the packages that
     the call imports, as they are installed here."""
     requirements: str | pathlib.PurePath | None = None
-    """The same as a requirements file: its path, or its text."""
+    """Packages as a requirements file: its path, or its text."""
     resources: Resources = dataclasses.field(default_factory=Resources)
     """What each process gets: `Resources`, or a dict such as `{"cpu": 2, "memory": "4Gi", "gpus": 1}`."""
     processes_per_pod: int | None = None
@@ -172,7 +172,7 @@ class ClusterOptions:
     servers: int = 0
     """Parameter servers of a TFJob, beside the processes of the call."""
     namespace: str = ""
-    """Empty: the configured one, that of the kubeconfig's context, or the notebook's own pod's."""
+    """Namespace of the job. Empty: the configured one, that of the kubeconfig's context, or the notebook's own pod's."""
     context: str = ""
     """Context of the kubeconfig; empty for its current one."""
     cluster_secret: str = ""
@@ -197,7 +197,7 @@ class ClusterOptions:
     service_account: str = ""
     mount_service_account_token: bool = False
     image_pull_secrets: tuple[str, ...] = ()
-    """Names of Secrets, or one."""
+    """Names of Secrets with which images are pulled, or one name."""
     image_pull_policy: str = ""
     scheduler_name: str = ""
     queue: str = ""
@@ -205,7 +205,7 @@ class ClusterOptions:
     gang: bool = False
     """Whether all pods are scheduled together or none is."""
     min_available: int | None = None
-    """With `gang`: pods that have to be there; None for all."""
+    """How many pods have to be there before any starts, with `gang`; None for all."""
     secret_environment: tuple[tuple[str, str, str], ...] = ()
     """Variables whose values come from Secrets: `{"VARIABLE": "secret/key"}`."""
     run_as_user: int | None = None
@@ -257,15 +257,15 @@ class Kubernetes(ClusterOptions):
     """Pods of a cluster, as a Kubeflow PyTorchJob or another kind of object. Beside the following it takes all of `ClusterOptions`."""
 
     image: str | Recipe | None = None
-    """As for `Docker`. None: the configured one, else that of the notebook's own pod."""
+    """The pods' image, given as for `Docker`. None: the configured one, else that of the notebook's own pod."""
     packages: Sequence[str] | None = None
-    """As for `Docker`."""
+    """Packages added to the image, as for `Docker`."""
     requirements: str | pathlib.PurePath | None = None
-    """As for `Docker`."""
+    """Packages as a requirements file, as for `Docker`."""
     resources: Resources = dataclasses.field(default_factory=Resources)
     """What each process asks for: `Resources`, or a dict such as `{"cpu": 2, "memory": "4Gi", "gpus": 1, "rdma/hca": 1}`."""
     processes_per_pod: int | None = None
-    """None for 1."""
+    """Processes in one pod; None for 1."""
     volumes: tuple[Volume, ...] = ()
     """`{"/data": "claim"}`, or `"pvc://claim/folder"`, `"hostpath:///folder"`, `"configmap://name"`, `"secret://name"`,
     `"emptydir://"`, read-only with `":ro"` at the end; or a list of `Volume` objects."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 
 from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus, Usage
 from kale_dist.wire import PHASES, LogLine, RankStateName, StateName
@@ -33,15 +33,35 @@ _WORST_FIRST = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """A table of text, of ranks or of a sweep's trials. Columns that are empty for all rows are left out."""
+    """A table of text: of ranks, trials or jobs."""
 
     titles: tuple[str, ...]
     """Titles of the columns; the first column names the rows."""
     numeric: tuple[bool, ...]
     """For each column, whether it is aligned to the right."""
     rows: tuple[tuple[str, ...], ...]
-    left_out: int
+    left_out: int = 0
     """How many rows were left out for lack of room."""
+
+    @classmethod
+    def of(
+        cls, titles: Sequence[str], rows: Sequence[Sequence[str]], numeric: Container[int], left_out: int = 0
+    ) -> Table:
+        """A table without the columns that are empty in all rows; its texts are cleaned here.
+
+        Args:
+            titles: Of all columns.
+            rows: The cells of all columns.
+            numeric: Which columns are aligned to the right.
+            left_out: How many rows were left out.
+        """
+        kept = [index for index in range(len(titles)) if not rows or any(row[index] for row in rows)]
+        return cls(
+            titles=tuple(clean(titles[index]) for index in kept),
+            numeric=tuple(index in numeric for index in kept),
+            rows=tuple(tuple(clean(row[index]) for index in kept) for row in rows),
+            left_out=left_out,
+        )
 
 
 def clean(text: str) -> str:
@@ -140,9 +160,18 @@ def sentence(status: JobStatus, now: float | None) -> str:
         case StateName.SUCCEEDED:
             return f"Succeeded{time}{on}{f', in attempt {status.attempt + 1}' if status.attempt else ''}"
         case StateName.CANCELLED:
-            return _ended("Cancelled", time, reason)
+            kept = kept_checkpoint(status)
+            return _ended("Cancelled", time, reason) + (f". {kept}" if kept else "")
         case StateName.FAILED:
             return _ended("Failed", time, reason)
+
+
+def kept_checkpoint(status: JobStatus) -> str:
+    """How to resume a cancelled training from its last checkpoint; empty without one."""
+    # A notebook that was executed in a pod has its saved state there, and makes no progress.
+    if status.state is not StateName.CANCELLED or status.checkpoint_epoch is None or status.fraction is None:
+        return ""
+    return f"Its last checkpoint is kept: job.retry(resume=True) or `kale-dist retry --resume {clean(status.ref)}` resumes from it"
 
 
 # -- progress --------------------------------------------------------------------------------------------------------
@@ -212,17 +241,13 @@ def table(status: JobStatus, limit: int) -> Table:
         replicas.sort(key=lambda replica: replica.rank)
     above = first_error(status)
     with_error_above = None if above is None else above[0]
-    columns = [(title, numeric, [cell(replica) for replica in replicas]) for title, numeric, cell in _COLUMNS]
-    columns.append(
-        ("remark", False, [_remark(replica, with_error=replica.rank != with_error_above) for replica in replicas])
-    )
-    shown = [column for column in columns if any(column[2])]
-    return Table(
-        titles=tuple(title for title, _, _ in shown),
-        numeric=tuple(numeric for _, numeric, _ in shown),
-        rows=tuple(zip(*(cells for _, _, cells in shown), strict=True)),
-        left_out=len(status.replicas) - len(replicas),
-    )
+    rows = [
+        [*(cell(replica) for _, _, cell in _COLUMNS), _remark(replica, with_error=replica.rank != with_error_above)]
+        for replica in replicas
+    ]
+    numeric = {index for index, (_, is_numeric, _) in enumerate(_COLUMNS) if is_numeric}
+    titles = [*(title for title, _, _ in _COLUMNS), "remark"]
+    return Table.of(titles, rows, numeric, left_out=len(status.replicas) - len(replicas))
 
 
 def profile(status: JobStatus, limit: int) -> Table:
@@ -243,13 +268,8 @@ def profile(status: JobStatus, limit: int) -> Table:
         rows.append(
             (str(rank), number(1000 * values["step_s"]), *cells, "the slowest" if is_clear and rank == slowest else "")
         )
-    width = 2 + len(PHASES) + (1 if is_clear else 0)
-    return Table(
-        titles=("rank", "ms a step", *PHASES, "remark")[:width],
-        numeric=(True,) * (2 + len(PHASES)) + ((False,) if is_clear else ()),
-        rows=tuple(row[:width] for row in rows),
-        left_out=len(ranks) - len(rows),
-    )
+    titles = ("rank", "ms a step", *PHASES, "remark")
+    return Table.of(titles, rows, range(len(titles) - 1), left_out=len(ranks) - len(rows))
 
 
 def clean_lines(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from kale_dist.job.status import JobStatus
@@ -32,8 +33,8 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     lines += [f"{curve.name}: {curve.summary}" for curve in curves.collect(status.metrics)[: curves.MAX_CURVES]]
     ranks = facts.table(status, _MAX_RANKS)
     if ranks.rows:
-        titles = ["" if title == "remark" else title for title in ranks.titles]
-        lines += table(titles, ranks.rows, right=frozenset(index for index, flag in enumerate(ranks.numeric) if flag))
+        titles = tuple("" if title == "remark" else title for title in ranks.titles)
+        lines += drawn(dataclasses.replace(ranks, titles=titles))
     if ranks.left_out:
         lines.append(f"and {ranks.left_out:,} more")
     lines += profile(status)
@@ -49,9 +50,7 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
 def profile(status: JobStatus) -> list[str]:
     """The lines of a profile's table; empty without a profile."""
     spent = facts.profile(status, _MAX_RANKS)
-    if not spent.rows:
-        return []
-    return ["where the time of a step goes:", *table(spent.titles, spent.rows, right=frozenset(range(7)))]
+    return ["where the time of a step goes:", *drawn(spent)] if spent.rows else []
 
 
 def progress_line(status: JobStatus, now: float | None) -> str:
@@ -68,12 +67,17 @@ def metrics_line(row: MetricRow) -> str:
     return f"{f'epoch {row.epoch}, ' if row.epoch is not None else ''}{row.source}: {values}"
 
 
-def bar(fraction: float, cells: int = _BAR_CELLS) -> str:
-    """A bar of block characters, `cells` wide."""
-    eighths = round(max(0.0, min(1.0, fraction)) * cells * 8)
+def bar(fraction: float) -> str:
+    """A bar of block characters."""
+    eighths = round(max(0.0, min(1.0, fraction)) * _BAR_CELLS * 8)
     full, part = divmod(eighths, 8)
     drawn = "█" * full + (_PARTS[part] if part else "")
-    return f"▕{drawn:<{cells}}▏"
+    return f"▕{drawn:<{_BAR_CELLS}}▏"
+
+
+def drawn(found: facts.Table) -> list[str]:
+    """The lines of a table."""
+    return table(found.titles, found.rows, right=frozenset(index for index, flag in enumerate(found.numeric) if flag))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:

@@ -34,7 +34,7 @@ class Row:
 
 def text(rows: Sequence[Row], left_out: int, now: float) -> str:
     """A table of jobs; `left_out` says how many older ones there are."""
-    return "\n".join([*_lines(_table(rows, left_out, now)), *_more(left_out)]) if rows else _NONE
+    return "\n".join([*plain.drawn(_table(rows, left_out, now)), *_more(left_out)]) if rows else _NONE
 
 
 def html(rows: Sequence[Row], left_out: int, now: float) -> str:
@@ -47,7 +47,7 @@ def html(rows: Sequence[Row], left_out: int, now: float) -> str:
 def comparison_text(rows: Sequence[Row]) -> str:
     """A comparison of jobs: a row for each, with the arguments in which they differ and their last metrics."""
     table, same = _compared(rows)
-    return "\n".join([*_lines(table), same])
+    return "\n".join([*plain.drawn(table), same])
 
 
 def comparison_html(rows: Sequence[Row]) -> str:
@@ -72,7 +72,7 @@ def _table(rows: Sequence[Row], first: int, now: float) -> facts.Table:
         ran = "" if elapsed is None else facts.duration(elapsed)
         ranks = str(len(status.replicas))
         cells.append((str(number), row.name, facts.state(status), done, ranks, row.created, ran, metrics))
-    return _shown(("", "job", "state", "done", "ranks", "created", "ran", "last metrics"), cells, {0, 3, 4, 6})
+    return facts.Table.of(("", "job", "state", "done", "ranks", "created", "ran", "last metrics"), cells, {0, 3, 4, 6})
 
 
 def _compared(rows: Sequence[Row]) -> tuple[facts.Table, str]:
@@ -91,18 +91,7 @@ def _compared(rows: Sequence[Row]) -> tuple[facts.Table, str]:
     same = ", ".join(f"{name}={rows[0].arguments[name]}" for name in names if name not in differing)
     titles = ("", "job", "state", *differing, *metrics)
     numeric = {0, *range(3 + len(differing), len(titles))}
-    return _shown(titles, cells, numeric), f"The same in all: {facts.clean(same)}" if same else ""
-
-
-def _shown(titles: Sequence[str], cells: Sequence[Sequence[str]], numeric: set[int]) -> facts.Table:
-    """A table without the columns that are empty in all rows."""
-    kept = [index for index in range(len(titles)) if any(row[index] for row in cells)]
-    return facts.Table(
-        titles=tuple(facts.clean(titles[index]) for index in kept),
-        numeric=tuple(index in numeric for index in kept),
-        rows=tuple(tuple(facts.clean(row[index]) for index in kept) for row in cells),
-        left_out=0,
-    )
+    return facts.Table.of(titles, cells, numeric), f"The same in all: {facts.clean(same)}" if same else ""
 
 
 def _series(status: JobStatus) -> list[tuple[str, curves.Series]]:
@@ -121,11 +110,6 @@ def _curves(rows: Sequence[Row]) -> list[curves.Curve]:
         for name, one in _series(row.status):
             found.setdefault(name, []).append(dataclasses.replace(one, label=str(number), colour=colour))
     return [curves.Curve(name=name, series=tuple(series)) for name, series in found.items()]
-
-
-def _lines(table: facts.Table) -> list[str]:
-    right = frozenset(index for index, is_right in enumerate(table.numeric) if is_right)
-    return plain.table(table.titles, table.rows, right=right)
 
 
 def _more(left_out: int) -> list[str]:

@@ -93,9 +93,7 @@ def sentence(picture: SweepPicture) -> str:
 
 def text(picture: SweepPicture) -> str:
     """Draw a sweep as text."""
-    table = _table(picture)
-    numeric = frozenset(index for index, is_numeric in enumerate(table.numeric) if is_numeric)
-    lines = plain.table(table.titles, table.rows, right=numeric)
+    lines = plain.drawn(_table(picture))
     return "\n".join([f"{facts.clean(picture.name)}: {sentence(picture)}", "", *lines, *_notes(picture)])
 
 
@@ -114,24 +112,14 @@ def html(picture: SweepPicture) -> str:
 
 
 def _table(picture: SweepPicture) -> facts.Table:
-    has_reasons = any(row.reason for row in picture.rows)
-    has_jobs = any(row.ref for row in picture.rows)
-    optional = (*(("reason",) if has_reasons else ()), "parameters", *(("job",) if has_jobs else ()))
-    header = ("trial", "state", picture.metric, "reports", *optional)
-    rows = tuple(
+    rows = [
         (
-            str(row.number),
-            row.state,
-            facts.number(row.value),
-            str(row.reports),
-            *((facts.clean(row.reason),) if has_reasons else ()),
-            _params(row),
-            *((facts.clean((row.ref or "").rpartition("/")[2]),) if has_jobs else ()),
+            str(row.number), row.state, facts.number(row.value), str(row.reports), row.reason, _params(row),
+            (row.ref or "").rpartition("/")[2],
         )
         for row in _shown(picture)
-    )
-    numeric = (True, False, True, True, *(False for _ in optional))
-    return facts.Table(titles=tuple(map(facts.clean, header)), rows=rows, numeric=numeric, left_out=0)
+    ]  # fmt: skip
+    return facts.Table.of(("trial", "state", picture.metric, "reports", "reason", "parameters", "job"), rows, {0, 2, 3})
 
 
 def _shown(picture: SweepPicture) -> Iterator[TrialRow]:

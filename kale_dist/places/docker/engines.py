@@ -18,7 +18,7 @@ from kale_dist.errors import BackendError, ConfigError, StoreError, say, warn
 from kale_dist.image import engine, for_job
 from kale_dist.image.engine import Engine, ensure_image, explained, find_image
 from kale_dist.job import records
-from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, Topology, VolumeKind
+from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, Topology, VolumeKind, size_on_machine
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.places.docker import containers
 from kale_dist.places.docker.containers import Facts
@@ -104,14 +104,12 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
 
 def _on_engine(engine: Engine, request: Request) -> Topology:
     """The layout of the ranks: of a range of processes, the most that the engine's machine has cores or GPUs for."""
-    topology, room = request.topology, int(engine.info.get("NCPU") or 0)
+    topology = request.topology
     if not topology.sizes:
         return topology
-    if request.cuda:
-        # An engine does not say how many it has.
-        room = len(list(pathlib.Path("/dev").glob("nvidia[0-9]*"))) if engine.is_local else 0
-    world = max((size for size in topology.sizes if size <= room), default=topology.sizes[0])
-    say(f"number_of_processes: {world}, for the whole job: a range is for the pods of a cluster")
+    room = len(gpus_of(engine.is_local)) if request.cuda else int(engine.info.get("NCPU") or 0)
+    world, sentence = size_on_machine(topology.sizes, room)
+    say(sentence)
     return Topology(number_of_processes=world, processes_per_pod=min(topology.processes_per_pod, world))
 
 

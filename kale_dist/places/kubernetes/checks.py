@@ -150,11 +150,7 @@ def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Findin
     groups = kind.pod_groups(job)
     waits = bool(getattr(spec.cluster, "wait_for_nodes", False))
     # A range of processes runs as soon as its lower number has room.
-    spare = (
-        spec.topology.number_of_pods - math.ceil(min(spec.topology.sizes) / spec.topology.processes_per_pod)
-        if spec.topology.sizes
-        else 0
-    )
+    spare = spec.topology.number_of_pods - spec.topology.fewest_pods
     least = [*groups[:-1], dataclasses.replace(groups[-1], pods=max(0, groups[-1].pods - spare))]
     questions: tuple[Callable[[], list[Finding]], ...] = (
         functools.partial(_dry_runs, cluster, spec, kind, job),
@@ -454,34 +450,28 @@ _SHARE = 0.9
 
 
 def fit_gpus(cluster: Cluster, request: Request, quotas: Sequence[Any]) -> tuple[Resources, str]:
+    """`fitted` for a call on a cluster, with the quotas of its namespace."""
+    found = _lookup(lambda: cluster.core.list_node(limit=_MANY_NODES, _request_timeout=_TIMEOUT_S).items)
+    nodes = [] if found in (None, _MISSING) else [node.status.allocatable or {} for node in found]
+    return fitted(request.resources, request.topology, nodes, quotas)
+
+
+def fitted(
+    given: Resources, ranks: Topology, allocatable: Sequence[Mapping[str, str]], quotas: Sequence[Any]
+) -> tuple[Resources, str]:
     """Cores and memory of ranks with GPUs where the call gives none: the defaults, or less where nodes or quotas have less.
 
     Args:
-        cluster: Where.
-        request: The call's.
+        given: What the call gives.
+        ranks: How many there are, and in how many pods.
+        allocatable: What each node has.
         quotas: Those of the namespace.
 
     Returns:
         What ranks ask for, and a sentence about what was chosen; empty if nothing was.
     """
-    asked, ranks = request.resources.filled(cuda=request.cuda), request.topology
-    found = _lookup(lambda: cluster.core.list_node(limit=_MANY_NODES, _request_timeout=_TIMEOUT_S).items)
-    nodes = [] if found in (None, _MISSING) else [node.status.allocatable or {} for node in found]
-    return fitted(request.resources, asked, ranks, [node for node in nodes if asked.gpu_resource in node], quotas)
-
-
-def fitted(
-    given: Resources, asked: Resources, ranks: Topology, nodes: Sequence[Mapping[str, str]], quotas: Sequence[Any]
-) -> tuple[Resources, str]:
-    """Like `fit_gpus`, with what was looked up.
-
-    Args:
-        given: What the call gives.
-        asked: The same with defaults.
-        ranks: How many there are, and in how many pods.
-        nodes: What nodes with such GPUs have.
-        quotas: Those of the namespace.
-    """
+    asked = given.filled(cuda=True)
+    nodes = [node for node in allocatable if asked.gpu_resource in node]
     chosen: dict[str, Any] = {}
     for field, key, unit in (("cpu", "cpu", 1.0), ("memory_gib", "memory", float(1 << 30))):
         if getattr(given, field) is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from kale_dist.places.manifests import Kind
 
@@ -121,14 +121,13 @@ def rights(kind: Kind) -> tuple[Right, ...]:
     )
 
 
-def role_yaml(namespace: str, identity: str, rights: Iterable[Right], groups: Sequence[str] = ()) -> str:
+def role_yaml(namespace: str, identity: str, rights: Iterable[Right]) -> str:
     """A Role with these rights and its binding, for `kubectl apply -f -`.
 
     Args:
         namespace: Where; empty for a ClusterRole and its binding.
         identity: The user or service account as the API server names it; empty for a placeholder.
         rights: What it grants.
-        groups: Bound instead of `identity`, if there are any.
     """
     verbs: dict[tuple[str, str], list[str]] = {}
     for right in rights:
@@ -149,8 +148,7 @@ def role_yaml(namespace: str, identity: str, rights: Iterable[Right], groups: Se
     lines += ["---", "apiVersion: rbac.authorization.k8s.io/v1", f"kind: {kind}Binding", "metadata:"]
     lines += [f"  name: {NAME}", *namespace_line]
     lines.append(f"roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: {kind}, name: {NAME}}}")
-    lines.append("subjects:")
-    lines += [f"- {_subject('Group', group)}" for group in groups] or [f"- {_identity(identity, namespace)}"]
+    lines += ["subjects:", f"- {_identity(identity, namespace)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -160,9 +158,5 @@ def _identity(identity: str, namespace: str) -> str:
         return f'{{kind: ServiceAccount, name: "{name}", namespace: "{owner}"}}'
     if not identity:
         return f'{{kind: ServiceAccount, name: default, namespace: "{namespace or "default"}"}}'
-    return _subject("User", identity)
-
-
-def _subject(kind: str, name: str) -> str:
-    quoted = name.replace("\\", "\\\\").replace('"', '\\"')
-    return f'{{apiGroup: rbac.authorization.k8s.io, kind: {kind}, name: "{quoted}"}}'
+    quoted = identity.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{{apiGroup: rbac.authorization.k8s.io, kind: User, name: "{quoted}"}}'

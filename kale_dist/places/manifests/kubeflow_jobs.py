@@ -109,6 +109,25 @@ class KubeflowJob(Kind):
         policy = "ExitCode" if first_pod and self.replaces_pods(spec) else "Never"
         return {"replicas": pods, "restartPolicy": policy, "template": template}
 
+    def head_and_workers(
+        self, spec: Settled, settings: RunSettings, head: str, *, has_index: bool = True
+    ) -> dict[str, Any]:
+        """The first pod as a replica of its own, named by its type, and the others as workers; `has_index` is the first pod's."""
+        topology = spec.topology
+        world, per_pod, pods = topology.number_of_processes, topology.processes_per_pod, topology.number_of_pods
+        ranks = min(world, per_pod)
+        replicas = {
+            head: self.replica(spec, settings, head.lower(), first_pod=0, pods=1, ranks=ranks, has_index=has_index)
+        }
+        if pods > 1:
+            others = min(per_pod, world - ranks)
+            replicas["Worker"] = self.replica(spec, settings, "worker", first_pod=1, pods=pods - 1, ranks=others)
+        return replicas
+
+    def head_host(self, spec: Settled, run: int = 1) -> str:
+        """The host name of the first pod's Service; the operator makes one for each pod."""
+        return self.pod_names(spec, run)[0]
+
 
 class PyTorchJob(KubeflowJob):
     """Workers only (`worker-0` has rank 0) where Pod Security forbids what the operator puts before workers beside a master."""
@@ -132,7 +151,7 @@ class PyTorchJob(KubeflowJob):
         """Run policy and replicas."""
         per_pod = spec.topology.processes_per_pod
         return {
-            "runPolicy": _run_policy(spec, ends_late_pods=bool(spec.topology.sizes) and self.replaces_pods(spec)),
+            "runPolicy": _run_policy(spec),
             **({"nprocPerNode": str(per_pod)} if per_pod > 1 else {}),
             "pytorchReplicaSpecs": self._replicas(spec, settings),
         }
@@ -153,25 +172,17 @@ class PyTorchJob(KubeflowJob):
             return tuple(f"{name}-worker-{index}" for index in range(pods))
         return (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(pods - 1)))
 
-    def head_host(self, spec: Settled, run: int = 1) -> str:
-        """The host name of the head's Service; the operator makes one for each pod."""
-        return self.pod_names(spec, run)[0]
-
     def replaces_pods(self, spec: Settled) -> bool:
         """Beside a master. A head that was made again like its workers would not know of the attempts before it."""
         return _has_master(spec) and spec.policy.max_restarts > 0
 
     def _replicas(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+        if _has_master(spec):
+            return self.head_and_workers(spec, settings, "Master")
         topology = spec.topology
-        world, per_pod, pods = topology.number_of_processes, topology.processes_per_pod, topology.number_of_pods
-        head = min(world, per_pod)
-        if not _has_master(spec):
-            return {"Worker": self.replica(spec, settings, "worker", first_pod=0, pods=pods, ranks=head)}
-        replicas = {"Master": self.replica(spec, settings, "master", first_pod=0, pods=1, ranks=head)}
-        if pods > 1:
-            ranks = min(per_pod, world - head)
-            replicas["Worker"] = self.replica(spec, settings, "worker", first_pod=1, pods=pods - 1, ranks=ranks)
-        return replicas
+        ranks = min(topology.number_of_processes, topology.processes_per_pod)
+        pods = topology.number_of_pods
+        return {"Worker": self.replica(spec, settings, "worker", first_pod=0, pods=pods, ranks=ranks)}
 
 
 def _has_master(spec: Settled) -> bool:
@@ -229,10 +240,6 @@ class TFJob(KubeflowJob):
             *(f"{name}-ps-{index}" for index in range(servers)),
         )
 
-    def head_host(self, spec: Settled, run: int = 1) -> str:
-        """The host name of the chief's Service; the operator makes one for each pod."""
-        return self.pod_names(spec, run)[0]
-
     def order(self, spec: Settled) -> Mapping[str, Any]:
         """With parameter servers, which wait for requests until they are ended, the chief's end is that of the job."""
         servers = spec.cluster.servers
@@ -258,20 +265,12 @@ class MPIJob(KubeflowJob):
 
     def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
         """Run policy and replicas. A launcher that fails is not started again: the head decides what a failure means."""
-        topology = spec.topology
-        world, per_pod, pods = topology.number_of_processes, topology.processes_per_pod, topology.number_of_pods
-        head = min(world, per_pod)
-        launcher = self.replica(spec, settings, "launcher", first_pod=0, pods=1, ranks=head, has_index=False)
-        replicas = {"Launcher": launcher}
-        if pods > 1:
-            ranks = min(per_pod, world - head)
-            replicas["Worker"] = self.replica(spec, settings, "worker", first_pod=1, pods=pods - 1, ranks=ranks)
         return {
-            "slotsPerWorker": per_pod,
+            "slotsPerWorker": spec.topology.processes_per_pod,
             # Otherwise the operator hides the GPUs of the launcher.
             "runLauncherAsWorker": True,
             "runPolicy": {**_run_policy(spec), "backoffLimit": 0},
-            "mpiReplicaSpecs": replicas,
+            "mpiReplicaSpecs": self.head_and_workers(spec, settings, "Launcher", has_index=False),
         }
 
     def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
@@ -294,15 +293,11 @@ class MPIJob(KubeflowJob):
         return {"mpi": True}
 
 
-def _run_policy(spec: Settled, *, ends_late_pods: bool = False) -> dict[str, Any]:
-    """Neither a deadline nor retries of the operator's: both delete pods and their logs.
-
-    Args:
-        spec: The job.
-        ends_late_pods: Whether pods that still run or wait when the head has ended are deleted.
-    """
+def _run_policy(spec: Settled) -> dict[str, Any]:
+    """Neither a deadline nor retries of the operator's: both delete pods and their logs."""
     cluster, topology = spec.cluster, spec.topology
-    policy: dict[str, Any] = {"cleanPodPolicy": "Running" if ends_late_pods else "None"}
+    # Pods of a range that still run or wait when the head has ended are deleted.
+    policy: dict[str, Any] = {"cleanPodPolicy": "Running" if topology.sizes else "None"}
     if cluster.ttl_s is not None:
         policy["ttlSecondsAfterFinished"] = cluster.ttl_s
     if cluster.gang:

@@ -21,7 +21,6 @@ _STEP = "node"
 """Trainer's name for the replicated job whose pods train, and for the container in each."""
 
 DEFAULT_RUNTIME = "torch-distributed"
-_NAMESPACED = "TrainingRuntime"
 _MANAGER = "kale-dist.dev/manager"
 _PATCHED = (
     "serviceAccountName", "imagePullSecrets", "securityContext", "nodeSelector", "tolerations", "affinity", "volumes"

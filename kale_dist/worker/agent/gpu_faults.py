@@ -7,7 +7,6 @@ specific ones come first. Texts are those of CUDA 12 and 13, NCCL 2.2x and torch
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 
 
@@ -59,11 +58,6 @@ TABLE = (
 """All of them."""
 
 
-@functools.cache
-def _patterns() -> tuple[re.Pattern[str], ...]:
-    return tuple(re.compile(fault.pattern, re.IGNORECASE | re.DOTALL) for fault in TABLE)
-
-
 def find(text: str) -> Fault | None:
     """The fault that an error's text, or a dead rank's last lines, are about; None for any other."""
-    return next((fault for fault, pattern in zip(TABLE, _patterns(), strict=True) if pattern.search(text)), None)
+    return next((fault for fault in TABLE if re.search(fault.pattern, text, re.IGNORECASE | re.DOTALL)), None)

@@ -43,19 +43,15 @@ class Listener(Sink, Protocol):
 
     def forked(self, pid: int) -> None:
         """The rank has a process."""
-        ...
 
     def message(self, message: dict[str, Any]) -> None:
         """The rank has sent a message over its control socket; see `worker/rank/rank_main.py`."""
-        ...
 
     def stacks(self, dump: bytes, cpu_ticks: int) -> None:
         """The rank has answered `ask_stacks`; an empty answer if it did not answer in time."""
-        ...
 
     def ended(self, end: End) -> None:
         """The rank's process has ended, even if other processes still hold its pipes. No other call follows."""
-        ...
 
 
 class NearRank:

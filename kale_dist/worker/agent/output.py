@@ -54,15 +54,12 @@ class Sink(Protocol):
     @property
     def has_room(self) -> bool:
         """Whether more may come; else they stay in the rank's pipes, which it fills and then waits for."""
-        ...
 
     def output(self, body: bytes, count: int) -> None:
         """It has written lines; marked as a log has them."""
-        ...
 
     def events(self, data: bytes) -> None:
         """It has sent events: whole JSON lines."""
-        ...
 
 
 class RankOutput:

@@ -19,19 +19,15 @@ class Process(Protocol):
 
     def let_go(self) -> None:
         """Tell a rank that is done to end."""
-        ...
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send the rank a message."""
-        ...
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the rank."""
-        ...
 
     def ask_stacks(self) -> None:
         """Ask the rank for its stacks."""
-        ...
 
 
 class Rank:

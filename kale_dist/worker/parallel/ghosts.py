@@ -180,21 +180,6 @@ class Ghosts:
         Raises:
             KaleDistError: The forward cannot be cut so.
         """
-        outcome, made = self._run(args, kwargs, known, arrived, with_gradient=with_gradient, check=check)
-        if check and arrived is not None and _has_nan(outcome) and not _has_nan(arrived):
-            self._explain_nan(args, kwargs, known, arrived)
-        return outcome, made
-
-    def _run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        known: Calls,
-        arrived: Tensor | None,
-        *,
-        with_gradient: bool,
-        check: bool,
-    ) -> tuple[Any, Calls]:
         self._at, self._known, self._made, self._arrived = 0, known, [], arrived
         self._with_gradient, self._is_checked = with_gradient, check
         try:
@@ -212,7 +197,10 @@ class Ghosts:
         finally:
             self._at = None
             self._arrived = None
-        return result, self._made
+        made = self._made
+        if check and arrived is not None and _has_nan(result) and not _has_nan(arrived):
+            self._explain_nan(args, kwargs, known, arrived)
+        return result, made
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -312,7 +300,7 @@ class Ghosts:
                 one.data = ghost(
                     Shape(tuple(one.shape), one.dtype), float("nan") if name == parameter else 0.0, one.device
                 )
-            outcome, _ = self._run(args, kwargs, known, arrived.detach(), with_gradient=False, check=False)
+            outcome, _ = self.run(args, kwargs, known=known, arrived=arrived.detach(), with_gradient=False, check=False)
             return _has_nan(outcome)
 
         try:

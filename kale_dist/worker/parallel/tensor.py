@@ -42,16 +42,19 @@ class Peers:
         self.bytes_sent = 0.0
         self._group = group.world
 
-        def exchange(function: Any) -> Callable[[Tensor], Tensor]:
+        def exchange(do: Callable[[Tensor], Tensor], undo: str) -> Callable[[Tensor], Tensor]:
             def call(tensor: Tensor) -> Tensor:
-                found: Tensor = function.apply(tensor, self)
+                found: Tensor = _Exchange.apply(tensor, do, getattr(self, undo))  # type: ignore[no-untyped-call]
                 return found
 
             # The compiler fails on the count of bytes, and cannot look into a collective anyway.
             return torch.compiler.disable(call)  # type: ignore[no-untyped-call, no-any-return]
 
-        self.enter, self.whole_of_summands = exchange(_Enter), exchange(_Sum)
-        self.whole_of_parts, self.own_of_whole = exchange(_Join), exchange(_Own)
+        # A whole input of a divided weight: its gradient is the sum of the ranks' gradients.
+        self.enter = exchange(lambda tensor: tensor.view_as(tensor), "whole_of_summands")
+        self.whole_of_summands = exchange(self.sum, "enter")
+        self.whole_of_parts = exchange(self.join, "own_of_whole")
+        self.own_of_whole = exchange(self.own, "whole_of_parts")
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks, as a new tensor."""
@@ -77,59 +80,17 @@ class Peers:
         return tensor.chunk(self.size, dim=-1)[self.index].contiguous()
 
 
-class _Enter(torch.autograd.Function):
-    """A whole input of a divided weight: its gradient is the sum of the ranks' gradients.
-
-    The backward passes of these four functions consist of the four functions, so that a loss may contain a gradient.
-    """
+class _Exchange(torch.autograd.Function):
+    """An exchange whose backward pass is another exchange, so that a loss may contain a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Any:
-        ctx.peers = peers
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, tensor: Tensor, do: Callable[[Tensor], Tensor], undo: Callable[[Tensor], Tensor]) -> Any:
+        ctx.undo = undo
+        return do(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.peers.whole_of_summands(gradients[0]), None
-
-
-class _Sum(torch.autograd.Function):
-    """A whole output, of which each rank has a summand."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Any:
-        ctx.peers = peers
-        return peers.sum(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.peers.enter(gradients[0]), None
-
-
-class _Join(torch.autograd.Function):
-    """A whole output, of which each rank has a part of the last dimension."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Any:
-        ctx.peers = peers
-        return peers.join(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.peers.own_of_whole(gradients[0]), None
-
-
-class _Own(torch.autograd.Function):
-    """This rank's part, in the last dimension, of a tensor that every rank has whole."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Any:
-        ctx.peers = peers
-        return peers.own(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.peers.whole_of_parts(gradients[0]), None
+        return ctx.undo(gradients[0]), None, None
 
 
 class Division:

@@ -14,11 +14,14 @@ import secrets
 import sys
 import threading
 import types
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.snapshot import sources
 from kale_dist.wire import context
+
+if TYPE_CHECKING:
+    from kale_dist.worker.rank.rank_main import Control
 
 MAX_TEXT = 64 << 10
 """Characters that are shown of what one command has printed."""
@@ -31,19 +34,7 @@ _is_passing = False
 """Whether breakpoints are passed over from now on."""
 
 
-class Agent(Protocol):
-    """The rank's connection to its agent."""
-
-    def say(self, message: dict[str, Any]) -> None:
-        """Send a message."""
-        ...
-
-    def hear(self) -> dict[str, Any] | None:
-        """Wait for the next message; None if there is no agent."""
-        ...
-
-
-def stop(frame: types.FrameType, agent: Agent, wait_s: float, header: str | None) -> None:
+def stop(frame: types.FrameType, agent: Control, wait_s: float, header: str | None) -> None:
     """Stop at the next line of a frame.
 
     Args:
@@ -85,7 +76,7 @@ class Debugger(pdb.Pdb):
         agent: Passes on what is printed and typed.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Control) -> None:
         self._terminal = _Terminal(agent)
         super().__init__(stdin=self._terminal, stdout=self._terminal, nosigint=True, readrc=False)  # type: ignore[arg-type]
         self.use_rawinput = False
@@ -167,7 +158,7 @@ class _Terminal:
 
     encoding = "utf-8"
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Control) -> None:
         self.where = ""
         """Where the rank is, as the user knows the place."""
         self._agent = agent

@@ -43,25 +43,16 @@ _NO_CONNECTION = (
 )
 
 
-def _raise(error: BaseException) -> None:
-    raise error
-
-
-def small_shm(ranks: int, folder: str = _SHM) -> str:
-    """A sentence if shared memory is too small for the ranks of one machine; empty if it is not.
-
-    Args:
-        ranks: How many.
-        folder: Where it is mounted.
-    """
+def small_shm(ranks: int) -> str:
+    """A sentence if shared memory is too small for so many ranks of one machine; empty if it is not."""
     try:
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(_SHM).free
     except OSError:
         return ""
     if ranks == 1 or free >= ranks * _SHM_BYTES:
         return ""
     return (
-        f"{folder} has {free >> 20} MiB free for {ranks} ranks: NCCL and DataLoader's workers pass data through it, and fail when"
+        f"{_SHM} has {free >> 20} MiB free for {ranks} ranks: NCCL and DataLoader's workers pass data through it, and fail when"
         " it is full (Bus error, unhandled system error). Start the container with --shm-size=8g, or mount a larger one"
     )
 
@@ -87,7 +78,7 @@ class KeptGroup:
         self._has_other_store = False
         self._replace_functions()
 
-    def open(self, listener: int | None, give_up: Callable[[BaseException], None] = _raise) -> None:
+    def open(self, listener: int | None, give_up: Callable[[BaseException], None]) -> None:
         """Make the group, and with CUDA connect all ranks over NCCL.
 
         Args:
@@ -187,12 +178,11 @@ class KeptGroup:
         steps = self._steps or (self._passes if trained else 0)
         if self._rank or world == 1 or not steps or self._count_exchanges() != self._exchanges:
             return
-        text = (
-            f"The ranks made {steps:,} {'optimizer steps' if self._steps else 'backward passes'} and exchanged nothing: has each of the {world} processes"
-            " trained a copy of its own? Use distribute(), wrap the model in DistributedDataParallel, or give Lightning's"
+        made = f"{steps:,} {'optimizer steps' if self._steps else 'backward passes'}"
+        context.say(
+            f"The ranks made {made} and exchanged nothing: has each of the {world} processes trained a copy of its own? Use distribute(), wrap the model in DistributedDataParallel, or give Lightning's"
             f" Trainer devices={self._assignment.local_world_size} and num_nodes={len(self._attempt.members)}."
         )
-        context.say(text)
 
     def _replace_functions(self) -> None:
         import torch.distributed as dist

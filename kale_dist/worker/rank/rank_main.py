@@ -58,7 +58,7 @@ def run(descriptors: Descriptors) -> NoReturn:
     _take_output(descriptors)
     faulthandler.enable(file=2, all_threads=True)
     faulthandler.register(STACKS_SIGNAL, file=descriptors.stacks, all_threads=True, chain=False)
-    control = _Control(descriptors.control)
+    control = Control(descriptors.control)
     received = control.receive_assignment()
     if received is None:
         os._exit(0)
@@ -70,7 +70,7 @@ def run(descriptors: Descriptors) -> NoReturn:
     _end(code)
 
 
-def _carry_out(control: _Control, events: int, assignment: Assignment, listener: int | None) -> int:
+def _carry_out(control: Control, events: int, assignment: Assignment, listener: int | None) -> int:
     """Run the job's function and write the outcome; gives the exit code once the agent lets this rank go."""
     from kale_dist.snapshot import outcome
     from kale_dist.worker.rank import group
@@ -151,7 +151,7 @@ def _account(error: BaseException | None, *, is_started: bool) -> dict[str, Any]
     return {"done": True, "ok": False, **told, "not_started": isinstance(error, ContractError) and not is_started}
 
 
-def _settle(assignment: Assignment, events: int, files: JobFiles, control: _Control) -> None:
+def _settle(assignment: Assignment, events: int, files: JobFiles, control: Control) -> None:
     """All that has to be as it should before anything is unpickled."""
     order, rank, local_rank = assignment.order, assignment.rank, assignment.local_rank
     if order.version != wire.VERSION:
@@ -201,7 +201,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             debugger.leave()
 
 
-class _Control:
+class Control:
     """The rank's end of the socket to its agent."""
 
     def __init__(self, descriptor: int) -> None:

@@ -23,7 +23,7 @@ from kale_dist.wire import EventKind, PodVariable, context
 from kale_dist.worker.agent import gpu_faults
 
 if TYPE_CHECKING:
-    from kale_dist.worker.rank.debugger import Agent
+    from kale_dist.worker.rank.rank_main import Control
 
 MAX_PICTURE_BYTES = 512 << 10
 """An event with more does not leave the rank."""
@@ -41,7 +41,7 @@ _METHODS = {
 }
 
 
-def install(*, cuda: bool, agent: Agent, breakpoint_wait_s: float) -> None:
+def install(*, cuda: bool, agent: Control, breakpoint_wait_s: float) -> None:
     """Put the stand-ins in place, before anything of the user's is loaded.
 
     Args:

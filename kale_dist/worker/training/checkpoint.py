@@ -276,6 +276,11 @@ class Resumption:
         return self._resume is not None and self._resume["given"]["batch"] == self._given.batch
 
     @property
+    def has_same_ranks(self) -> bool:
+        """Whether there are as many ranks as before, with the same strategy."""
+        return self._differences is not None and self._differences.has_same_ranks
+
+    @property
     def random(self) -> dict[str, Any]:
         """This rank's generators at the checkpoint."""
         found: dict[str, Any] = (self._resume or {})["random"][self._group.rank]

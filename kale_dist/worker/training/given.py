@@ -118,11 +118,11 @@ class Differences:
         """Whether the states of these objects are restored."""
         self.has_frozen = before.frozen == now.frozen
         """Whether the checkpoint says which parameters are frozen, and not the call."""
-        has_same_ranks = (before.strategy, before.world_size) == (now.strategy, now.world_size)
-        self.has_ranks = has_same_ranks and self.has_optimizer
+        self.has_same_ranks = (before.strategy, before.world_size) == (now.strategy, now.world_size)
+        self.has_ranks = self.has_same_ranks and self.has_optimizer
         """Whether each rank gets back what it had of its own."""
         words = [json.loads(one.strategy)["strategy"] for one in (now, before)]
-        self.has_average = has_same_ranks or words == ["ddp", "ddp"]
+        self.has_average = self.has_same_ranks or words == ["ddp", "ddp"]
         """Whether the average of the weights is restored: one of all ranks, or the part of each rank."""
         if before.strategy != now.strategy:
             self._say(

@@ -20,6 +20,7 @@ import dis
 import functools
 import gc
 import hashlib
+import inspect
 import io
 import pickle
 import re
@@ -32,6 +33,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
+
+from kale_dist.snapshot.sources import is_users
 
 MOST_BYTES = 64 << 20
 """A step whose variables hold more tensors than that gets no checkpoint within an epoch: all ranks exchange them."""
@@ -47,8 +50,9 @@ _CONTAINERS: dict[str, Any] = {
 _WITH_STATE = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 _DISPLAYS = ("tqdm",)
 _HERE = __name__.rpartition(".")[0]
-_SUSPENDS = 0x20 | 0x80 | 0x200
-"""Flags of a generator's, a coroutine's and an asynchronous generator's code."""
+_READY_MADE = f"{_HERE}.supervised"
+"""The module of the steps that are used where a call gives none: they count as the user's."""
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _ENDS = frozenset(
     ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE",
@@ -82,16 +86,15 @@ class Variables:
         self._storages = {_address(tensor) for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)}
         self._passing = passing
         self._holders: list[Any] | None = None
-        self._made = _place(sys._getframe(1), root)  # noqa: SLF001 - there is no public name
+        self._made = _place(root)
         self._frames: list[tuple[types.FrameType, int]] = []
         self._first: dict[str, tuple[Any, Any]] = {}
 
     def begin(self) -> None:
         """The step requests the first batch of the pass."""
-        self._frames = _place(sys._getframe(1), self._root)  # noqa: SLF001
+        self._frames = _place(self._root)
         keeper = _Keeper(self._known, self._storages, None)
-        for number, (frame, lasti) in enumerate(self._frames):
-            _values(frame, lasti, number, keeper)
+        keeper.keep_all(self._frames)
         self._first = keeper.seen
 
     def state(self) -> dict[str, Any]:
@@ -100,7 +103,7 @@ class Variables:
         Raises:
             Unkept: They cannot be kept, or the step would not come here by itself.
         """
-        frames = _place(sys._getframe(1), self._root)  # noqa: SLF001
+        frames = _place(self._root)
         if not frames:
             raise Unkept("reads its loader in another thread")
         if len(frames) != len(self._frames) or any(
@@ -111,17 +114,16 @@ class Variables:
         if self._holders is None:
             self._holders = self._check(frames)
         keeper = _Keeper(self._known | {id(one) for one in self._holders}, self._storages, self._first)
-        values = [_values(frame, lasti, number, keeper) for number, (frame, lasti) in enumerate(frames)]
         return {
             "frames": _signature(frames),
             "counts": [one.__reduce__()[1][1] for one in self._holders],
-            "values": values,
+            "values": keeper.keep_all(frames),
             "made": sorted(keeper.made)[:5],
         }
 
     def load(self, state: dict[str, Any]) -> bool:
         """Set what `state` returned, where the step requests its first batch; returns False where it is at another place."""
-        frames = _place(sys._getframe(1), self._root)  # noqa: SLF001
+        frames = _place(self._root)
         if _signature(frames) != [tuple(one) for one in state["frames"]]:
             return False
         holders = self._check(frames)
@@ -157,23 +159,23 @@ class Variables:
             _check_place(frame.f_code, lasti, made)
             if not frame.f_code.co_flags & _SUSPENDS:
                 return held
-            if frame.f_code.co_flags & _SUSPENDS != 0x20:  # noqa: PLR2004 - a plain generator's flag
+            if not frame.f_code.co_flags & inspect.CO_GENERATOR:
                 raise Unkept("is asynchronous")
-            made_by = [one for one in gc.get_objects() if type(one) is types.GeneratorType and one.gi_frame is frame]
-            for one in made_by:
-                held += _holders(one)
+            for one in gc.get_objects():
+                if type(one) is types.GeneratorType and one.gi_frame is frame:
+                    held += _holders(one)
         raise Unkept("is a generator")
 
 
 # -- where the step is -------------------------------------------------------------------------------------------------
 
 
-def _place(frame: types.FrameType | None, root: types.CodeType) -> list[tuple[types.FrameType, int]]:
+def _place(root: types.CodeType) -> list[tuple[types.FrameType, int]]:
     """The frames under ours with their positions, innermost first; empty where they do not lead to the loop."""
-    found = []
+    frame, found = inspect.currentframe(), []
     while frame is not None and frame.f_code is not root:
         module = str(frame.f_globals.get("__name__", ""))
-        is_ours = module.startswith((_HERE, "torch.")) and not module.endswith(".supervised")
+        is_ours = module.startswith((_HERE, "torch.")) and module != _READY_MADE
         if not is_ours or frame.f_code.co_flags & _SUSPENDS:
             found.append((frame, _offset(frame.f_code, frame.f_lasti)))
         frame = frame.f_back
@@ -316,24 +318,6 @@ def _uses(one: dis.Instruction) -> list[tuple[str, str]]:
     return list(zip(what, one.argval if isinstance(one.argval, tuple) else (one.argval,), strict=False))
 
 
-def _values(frame: types.FrameType, lasti: int, number: int, keeper: _Keeper) -> list[tuple[str, Any]]:
-    """A frame's variables that may be read, by name."""
-    if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DISPLAYS:
-        return []
-    now = frame.f_locals
-    found = []
-    for name in sorted(_facts(frame.f_code)[1][lasti]):
-        path = f"{number}.{name}"
-        if name in now:
-            found.append((name, keeper.keep(now[name], path, 0)))
-        elif keeper.had(path):
-            raise Unkept(f"deletes {name}")
-    if sys.version_info < (3, 13):
-        # The copy would hold the tensors of this batch.
-        now.clear()
-    return [(name, node) for name, node in found if node != _KEPT_AS_IS]
-
-
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
@@ -359,9 +343,23 @@ class _Keeper:
         self._alive: list[Any] = []
         self._bytes = self._count = 0
 
-    def had(self, path: str) -> bool:
-        """Whether there was a value at a path at the first request."""
-        return self._first is not None and path in self._first
+    def keep_all(self, frames: Iterable[tuple[types.FrameType, int]]) -> list[list[tuple[str, Any]]]:
+        """Return the trees of each frame's variables that may be read, by name, but of those that come back anyway."""
+        kept = []
+        for number, (frame, lasti) in enumerate(frames):
+            now, found = frame.f_locals, []
+            is_display = str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DISPLAYS
+            for name in () if is_display else sorted(_facts(frame.f_code)[1][lasti]):
+                path = f"{number}.{name}"
+                if name in now:
+                    found.append((name, self.keep(now[name], path, 0)))
+                elif path in (self._first or ()):
+                    raise Unkept(f"deletes {name}")
+            if sys.version_info < (3, 13):
+                # The copy would hold the tensors of this batch.
+                now.clear()
+            kept.append([(name, node) for name, node in found if node != _KEPT_AS_IS])
+        return kept
 
     def keep(self, value: Any, path: str, depth: int) -> Any:
         """Return the tree of a value; at the first request only note what it is."""
@@ -397,11 +395,11 @@ class _Keeper:
 
     def _mutable(self, value: Any, path: str, token: int, depth: int) -> Any:
         kind = type(value)
+        self.seen[path] = value, None
         if isinstance(value, Tensor):
             return self._tensor(value, path, token)
         if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
             return self._array(value, path, token)
-        self.seen[path] = value, None
         if (name := kind.__name__) in _CONTAINERS and kind is _CONTAINERS[name]:
             return self._container(value, name, path, token, depth)
         if isinstance(value, tuple) and hasattr(kind, "_fields") and self._is_same_kind(value, path):
@@ -444,7 +442,6 @@ class _Keeper:
         return Unkept(f"{does} {path.partition('.')[2]} ({type(value).__name__}) from batch to batch")
 
     def _tensor(self, value: Tensor, path: str, token: int) -> Any:
-        self.seen[path] = value, None
         if self._first is None:
             return _KEPT_AS_IS
         is_parameter = isinstance(value, torch.nn.Parameter)
@@ -464,7 +461,6 @@ class _Keeper:
         return ("tensor", token, kept, bool(value.requires_grad), is_parameter, str(value.device))
 
     def _array(self, value: Any, path: str, token: int) -> Any:
-        self.seen[path] = value, None
         if self._first is None:
             return _KEPT_AS_IS
         owner = value
@@ -472,14 +468,12 @@ class _Keeper:
             owner = owner.base
         self._alive.append(owner)
         self._bytes += value.nbytes
-        if (
-            value.dtype.kind not in "biufc"
-            or self._memory.setdefault(id(owner), path) != path
-            or self._bytes > MOST_BYTES
-        ):
+        if self._memory.setdefault(id(owner), path) != path or self._bytes > MOST_BYTES:
             raise self._unkept("carries", value, path)
-        data = torch.frombuffer(bytearray(value.tobytes() or b"\0"), dtype=torch.uint8)
-        return ("array", token, data, value.dtype.str, list(value.shape))
+        try:
+            return ("array", token, torch.from_numpy(value.copy()))
+        except (TypeError, ValueError):  # of a kind that no tensor has
+            raise self._unkept("carries", value, path) from None
 
     def _container(self, value: Any, name: str, path: str, token: int, depth: int) -> Any:
         if isinstance(value, dict):
@@ -529,12 +523,10 @@ def _has_open_fields(value: Any) -> bool:
         return False
     if any("__slots__" in vars(one) and vars(one)["__slots__"] for one in kind.__mro__):
         return False
-    top = kind.__module__.partition(".")[0]
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    is_foreign = top in sys.stdlib_module_names or "-packages" in file or top in ("torch", "numpy")
-    return (
-        top == "__main__" or kind.__module__.endswith(".supervised") or kind is types.SimpleNamespace or not is_foreign
-    )
+    if kind.__module__ in ("__main__", _READY_MADE) or kind is types.SimpleNamespace:
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ not in sys.builtin_module_names and (file is None or is_users(file))
 
 
 def _pickled(value: Any) -> str | None:
@@ -625,11 +617,7 @@ class _Loader:
                     target = now.device if isinstance(now, Tensor) else torch.device(device)
                     self._loaded[token] = tensor.to(target).requires_grad_(requires_grad)
             case "array":
-                import numpy as np
-
-                data, dtype, shape = rest
-                size = np.dtype(dtype).itemsize * int(np.prod(shape))
-                self._loaded[token] = np.frombuffer(data.numpy().tobytes()[:size], dtype=dtype).reshape(shape).copy()
+                self._loaded[token] = rest[0].numpy().copy()
             case "list" | "deque":
                 items = [self.load(one, _item(now, i)) for i, one in enumerate(rest[0])]
                 self.acts.append(functools.partial(_refill, value, items))

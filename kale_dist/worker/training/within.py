@@ -7,6 +7,7 @@ costs one comparison. At a meeting rank 0 says whether a checkpoint is due: by t
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import types
@@ -48,19 +49,22 @@ class Schedule:
 
     Args:
         every: `checkpoint_every` of the call, but no number of epochs.
+        steps: Real steps so far.
     """
 
-    def __init__(self, every: str) -> None:
+    def __init__(self, every: str, steps: int) -> None:
         self._unit, self._amount = wording.interval(every)
-        self._at, self._steps = time.monotonic(), 0
+        self._at, self._steps = time.monotonic(), steps
+        self.has_written = False
+        self.cost_s = 0.0
+        """How long the training has last waited for a checkpoint within an epoch."""
 
-    def is_due(self, steps: int, writing: Writing, cost_s: float) -> bool:
+    def is_due(self, steps: int, writing: Writing) -> bool:
         """Whether a checkpoint is due now.
 
         Args:
             steps: Real steps so far.
             writing: Where the last one is being written.
-            cost_s: Seconds that the training has lost by the last one.
         """
         if self._unit == "steps":
             return steps - self._steps >= self._amount
@@ -68,7 +72,7 @@ class Schedule:
         if self._unit == "s":
             return since >= self._amount
         # A thread that writes takes time from the training where all cores are used.
-        cost_s += writing.seconds
+        cost_s = self.cost_s + writing.seconds
         return since >= max(SOONEST_S, min(LATEST_S, cost_s / SHARE)) and not writing.is_busy
 
     def batches_ahead(self, steps: int, done: int, since_s: float) -> int:
@@ -86,7 +90,7 @@ class Schedule:
 
     def written(self, steps: int) -> None:
         """A checkpoint was written after so many steps."""
-        self._at, self._steps = time.monotonic(), steps
+        self._at, self._steps, self.has_written = time.monotonic(), steps, True
 
 
 class Within:
@@ -119,16 +123,15 @@ class Within:
     ) -> None:
         self._trained, self._group, self._strategy, self._control, self._feed = trained, group, strategy, control, feed
         self._captured, self._write = captured, write
-        self._schedule = Schedule(every) if isinstance(every, str) and context.context().files is not None else None
+        self._steps = control.real_steps
+        has_schedule = isinstance(every, str) and context.context().files is not None
+        self._schedule = Schedule(every, self._steps) if has_schedule else None
         self.writing = Writing()
         self.is_asked = False
         """Whether the agent has asked for the checkpoint that is being written."""
-        self.cost_s = 0.0
-        self._has_written = False
         self._next = 1
         self._met = 0, time.monotonic()
         self._tries = 0
-        self._steps = control.real_steps
         self._thread = 0
         self._why = ""
         self._variables: Variables | None = None
@@ -151,24 +154,15 @@ class Within:
                 "samples": 0 if mine is None else mine["samples"],
                 "before": None if mine is None or mine["before"] is None else checkpoint.unpacked(mine["before"]),
             }  # fmt: skip
-        if self._schedule is not None:
-            self._schedule.written(self._steps)
-        feed.between, feed.begins, feed.makes = self._between, self._begins, self._makes
+        feed.within = self
         if self._schedule is not None and not group.rank and strategy.saves_within_epochs:
             context.can_save()
 
     @property
     def _mine(self) -> dict[str, Any] | None:
         """This rank's part of the position, where the training has resumed with as many ranks and the same strategy."""
-        position, rank = self._resumed, self._group.rank
-        if position is None or position["world"] != self._group.world_size or position["strategy"] != self._settings:
-            return None
-        mine: dict[str, Any] = position["ranks"][rank]
-        return mine
-
-    @property
-    def _settings(self) -> str:
-        return repr(self._strategy.settings)
+        ranks = [] if self._resumed is None or not self._resumption.has_same_ranks else self._resumed["ranks"]
+        return ranks[self._group.rank] if len(ranks) == self._group.world_size else None
 
     # -- an epoch ------------------------------------------------------------------------------------------------------
 
@@ -199,21 +193,20 @@ class Within:
         if self._schedule is None:
             return False
         # The first epoch's end is worth one, however soon it comes: what ends later by an error has something to show.
-        is_due = self._meet(is_busy=False) or is_last or not self._has_written
+        is_due = self._meet(is_busy=False) or is_last or not self._schedule.has_written
         if is_due:
-            self._has_written = True
             self._schedule.written(self._control.real_steps)
         return is_due
 
-    def _makes(self, batches: Batches) -> None:
-        """A pass is made: an epoch's first one is that in which checkpoints are written."""
+    def make(self, batches: Batches) -> None:
+        """Called when an epoch's first pass is made, in which checkpoints are written."""
         self._variables = None
         if self._root is not None and (self._schedule is not None or self._resumed is not None):
             known = (*self._trained.parts(), self._feed)
             self._variables = _guarded(lambda: Variables(self._root, known, batches))  # type: ignore[arg-type]
 
-    def _begins(self, batches: Batches) -> None:
-        """The step requests the first batch of an epoch's first pass, which is at its position."""
+    def begin(self, batches: Batches) -> None:
+        """Called when the step requests the first batch of that pass, whose data is at its position."""
         resumed, mine, self._resumed = self._resumed, self._mine, None
         if self._variables is not None:
             # Before they are set: what differs from this later has to be kept.
@@ -280,8 +273,14 @@ class Within:
 
     # -- between two batches -------------------------------------------------------------------------------------------
 
-    def _between(self, batches: Batches, *, is_last: bool, left: bool = False) -> None:
-        """The step requests another batch, or has left the loop; `is_last` if there is no other one."""
+    def meet_between(self, batches: Batches, *, is_last: bool, left: bool = False) -> None:
+        """Called when the step requests another batch, or has left the loop: the ranks may meet, and write a checkpoint.
+
+        Args:
+            batches: The pass.
+            is_last: Whether there is no other batch.
+            left: Whether the step has left the loop.
+        """
         if self._schedule is None or not self._strategy.saves_within_epochs:
             return
         if threading.get_ident() != self._thread:
@@ -323,7 +322,7 @@ class Within:
         wanted = asked = ahead = 0
         if not self._group.rank:
             self.is_asked = context.is_asked_to_save() or self.is_asked
-            wanted, asked = int(schedule.is_due(steps, self.writing, self.cost_s)), int(self.is_asked)
+            wanted, asked = int(schedule.is_due(steps, self.writing)), int(self.is_asked)
             ahead = schedule.batches_ahead(steps, max(1, count - self._met[0]), now - self._met[1])
         numbers = [wanted, asked, ahead, int(is_busy), bool(self._why), int(left)]
         wanted, asked, ahead, busy, stuck, leaving = self._group.sum_int64(numbers)
@@ -358,13 +357,12 @@ class Within:
             self._why = self._why or "cannot be resumed by another rank"
             return
         common = {
-            "batches": batches.index, "items": batches.items, "order": batches.order, "world": self._group.world_size,
-            "strategy": self._settings, "scheduler_stepped": id(self._trained.scheduler) in self._control.scheduler_calls,
+            "batches": batches.index, "items": batches.items, "order": batches.order,
+            "scheduler_stepped": id(self._trained.scheduler) in self._control.scheduler_calls,
         }  # fmt: skip
         self._write(common, mine)
-        self.cost_s = time.monotonic() - began
-        self._has_written = True
         if self._schedule is not None:
+            self._schedule.cost_s = time.monotonic() - began
             self._schedule.written(self._control.real_steps)
 
     def _position(self, batches: Batches) -> dict[str, Any]:
@@ -432,8 +430,7 @@ class _Gradients:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._handles: list[Any] = []
-        self._seen: set[int] = set()
-        self._are_added: list[torch.Tensor] = []
+        self._added: dict[int, torch.Tensor] = {}
         self.is_watching = False
 
     def watch(self) -> None:
@@ -441,23 +438,20 @@ class _Gradients:
         self.is_watching = True
         for parameter in self._model.parameters():
             if parameter.requires_grad and not torch.nn.parameter.is_lazy(parameter):
-                self._handles.append(parameter.register_hook(self._hook(parameter)))  # type: ignore[no-untyped-call]
+                hook = functools.partial(self._look, parameter)
+                self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _hook(self, parameter: torch.nn.Parameter) -> Callable[[Any], None]:
-        def look(_: Any) -> None:
-            # Of several backward passes in a batch only the first one counts.
-            if id(parameter) not in self._seen:
-                self._seen.add(id(parameter))
-                if parameter.grad is not None:
-                    self._are_added.append(parameter.grad.detach().any())
-
-        return look
+    def _look(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        # Of several backward passes in a batch only the first one counts.
+        if id(parameter) not in self._added:
+            before = gradient.new_zeros(()) if parameter.grad is None else parameter.grad.detach()
+            self._added[id(parameter)] = before.any()
 
     def end(self) -> bool:
         """End; returns whether gradients were added."""
         for handle in self._handles:
             handle.remove()
-        return any(bool(one) for one in self._are_added)
+        return any(map(bool, self._added.values()))
 
 
 def _guarded(call: Callable[[], Any]) -> Any:

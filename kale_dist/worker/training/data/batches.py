@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -18,6 +18,9 @@ from kale_dist.worker.training.data.sharding import Pace, Portion
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.profiling import CLOCK, Profiler
 from kale_dist.worker.training.strategy import Strategy
+
+if TYPE_CHECKING:
+    from kale_dist.worker.training.within import Within
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -50,12 +53,8 @@ class Feed:
     `samples`; the generators `before` a batch that was read ahead. None for its start."""
     was_read: bool = False
     """Whether passes were made before the training resumed."""
-    makes: Callable[[Batches], None] | None = None
-    """Called when an epoch's first pass is made."""
-    begins: Callable[[Batches], None] | None = None
-    """Called before that pass's first batch, when the data is at its position."""
-    between: Callable[..., None] | None = None
-    """Called between two batches, when the step has finished the first one: a checkpoint may be written here."""
+    within: Within | None = None
+    """The checkpoints within epochs of a loader that is trained on."""
     first: Batches | None = None
     """The first pass of the epoch."""
     is_stream: bool = False
@@ -151,8 +150,8 @@ class Batches:
         feed, self._start = self._feed, None
         if feed.first is None:
             feed.first, self._start, feed.start = self, feed.start, None
-            if feed.makes is not None:
-                feed.makes(self)
+            if feed.within is not None:
+                feed.within.make(self)
         if feed.queue_of is not None and feed.reads:
             feed.queue_of.start, feed.queue_of.expected = 0, ""
             if self._start is not None:
@@ -209,8 +208,8 @@ class Batches:
         feed = self._feed
         if feed.current is self:
             feed.end_batch()
-            if feed.between is not None and feed.pace is not None and feed.pace.portion is not None:
-                feed.between(self, is_last=feed.pace.portion.last)
+            if feed.within is not None and feed.pace is not None and feed.pace.portion is not None:
+                feed.within.meet_between(self, is_last=feed.pace.portion.last)
         else:
             feed.change_to(self)
         if not self._has_begun:
@@ -287,8 +286,8 @@ class Batches:
                 self._ahead = self._fetch()
                 self._counts = self._agree(self._ahead)
                 self._borrow()
-        if feed.begins is not None and feed.first is self:
-            feed.begins(self)
+        if feed.within is not None and feed.first is self:
+            feed.within.begin(self)
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
@@ -329,8 +328,8 @@ class Batches:
         portion = feed.pace.portion if feed.pace is not None else None
         if feed.strategy is not None and portion is not None:
             is_early = not portion.last
-            if is_early and feed.between is not None:
-                feed.between(self, is_last=False, left=True)
+            if is_early and feed.within is not None:
+                feed.within.meet_between(self, is_last=False, left=True)
             feed.end_batch(left=is_early and not feed.is_agreed)
             if is_early and feed.is_agreed and feed.reads:
                 self._agree(None, left=True)
