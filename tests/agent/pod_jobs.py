@@ -239,13 +239,13 @@ def making_pod_jobs(folder, python):
 class WarmJob:
     """A job in warm pods, as its notebook sees it by connections."""
 
-    def __init__(self, pods: PodJob, function: Callable[..., Any], *args: Any, id: str, **options: Any) -> None:
-        self.pods, self.id = pods, id
+    def __init__(self, pods: PodJob, function: Callable[..., Any], *args: Any, job_id: str, **options: Any) -> None:
+        self.pods, self.id = pods, job_id
         self.key = secrets.token_bytes(32)
         self.store = FolderStore(pods.root / "notebook")
         snapshot = capture(function, args, {}, store=self.store, label=function.__name__)
         self.order = dataclasses.replace(
-            pods.order, job=f"job-{id}", idle_s=0.0, snapshot=snapshot.digest, blobs=snapshot.blobs, source=Source.STREAM,
+            pods.order, job=f"job-{job_id}", idle_s=0.0, snapshot=snapshot.digest, blobs=snapshot.blobs, source=Source.STREAM,
             outcomes_on_stdout=False, **options,
         )  # fmt: skip
         self.client = self.client_of(self.key)

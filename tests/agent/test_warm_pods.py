@@ -66,12 +66,12 @@ def warm(make, ranks=2, **options):
 
 def test_nothing_of_a_job_is_seen_by_the_next_one_in_the_same_pods(make):
     pods, name = warm(make)
-    first = WarmJob(pods, leave_traces, id=name)
+    first = WarmJob(pods, leave_traces, job_id=name)
     assert first.offer()
     assert (first.follow()["state"], "first 1" in first.text()) == ("succeeded", True)
     left = [first.outcome(number).value for number in range(2)]
     first.client.ack()
-    second = WarmJob(pods, look_for_traces, id="second")
+    second = WarmJob(pods, look_for_traces, job_id="second")
     second.offer()
     assert (second.follow()["state"], "first" in second.text()) == ("succeeded", False)
     seen = [second.outcome(number).value for number in range(2)]
@@ -95,9 +95,9 @@ def test_nothing_of_a_job_is_seen_by_the_next_one_in_the_same_pods(make):
 
 def test_an_order_that_is_sent_again_does_nothing_and_strangers_are_refused(make_bare):
     pods, name = warm(make_bare, ranks=1)
-    stolen = WarmJob(pods, rank, id="stolen")
+    stolen = WarmJob(pods, rank, job_id="stolen")
     assert "another call" in stolen.offer()["busy"]
-    job = WarmJob(pods, rank, id=name)
+    job = WarmJob(pods, rank, job_id=name)
     job.offer()
     assert job.follow()["state"] == "succeeded"
     head = job.client_of(pods.key, "")
@@ -106,7 +106,7 @@ def test_an_order_that_is_sent_again_does_nothing_and_strangers_are_refused(make
     assert head.offer(job.described(), b"") == {"missing": []}
     pods.until(lambda: pods.events(EventKind.STATE)[-1].get("idle_s"))
     assert len([event for event in pods.events(EventKind.STATE) if event["reason"]]) == 1
-    again = WarmJob(pods, rank, id="again")
+    again = WarmJob(pods, rank, job_id="again")
     again.offer()
     assert again.follow()["state"] == "succeeded"
     for client in (job.client_of(os.urandom(32), ""), again.client_of(job.key), again.client_of(pods.key)):
@@ -116,12 +116,12 @@ def test_an_order_that_is_sent_again_does_nothing_and_strangers_are_refused(make
 
 def test_a_failed_job_leaves_the_pods_and_only_what_is_new_is_sent(make_bare):
     pods, name = warm(make_bare, ranks=2, processes_per_agent=1)
-    job = WarmJob(pods, fail_on_one, 1, id=name)
+    job = WarmJob(pods, fail_on_one, 1, job_id=name)
     job.offer()
     end = job.follow()
     assert (end["state"], end["failed_rank"]) == ("failed", 1)
     job.client.ack()
-    again = WarmJob(pods, fail_on_one, 1, id="again")
+    again = WarmJob(pods, fail_on_one, 1, job_id="again")
     assert again.offer() == {"missing": []}
     assert again.follow()["state"] == "failed"
     again.client.ack()
@@ -131,9 +131,9 @@ def test_a_second_job_finds_the_pods_busy_and_a_cancel_of_the_set_ends_both(make
     from plain_jobs import speak_and_sleep
 
     pods, name = warm(make_bare, ranks=2)
-    job = WarmJob(pods, speak_and_sleep, id=name)
+    job = WarmJob(pods, speak_and_sleep, job_id=name)
     job.offer()
-    assert f"they run {job.order.job}" in WarmJob(pods, rank, id="other").offer()["busy"]
+    assert f"they run {job.order.job}" in WarmJob(pods, rank, job_id="other").offer()["busy"]
     pods.until(lambda: job.client.missing() == [])
     job.client_of(pods.key, "").cancel(1.0)
     assert job.follow()["state"] == "cancelled"
@@ -145,7 +145,7 @@ def test_warm_pods_end_when_no_call_comes_or_the_kernels_are_gone(make_bare):
     assert idle.end() == [0, 0]
     assert (idle.state()["state"], idle.pods[0].last_words["state"]) == ("succeeded", "succeeded")
     released, name = warm(make_bare, ranks=2)
-    job = WarmJob(released, rank, id=name)
+    job = WarmJob(released, rank, job_id=name)
     job.offer()
     assert job.follow()["state"] == "succeeded"
     job.client_of(released.key, "").ack()
@@ -155,7 +155,7 @@ def test_warm_pods_end_when_no_call_comes_or_the_kernels_are_gone(make_bare):
 
 def test_warm_pods_end_with_a_pod_that_is_lost_while_they_are_idle(make_bare):
     pods, name = warm(make_bare, ranks=2)
-    job = WarmJob(pods, rank, id=name)
+    job = WarmJob(pods, rank, job_id=name)
     job.offer()
     assert job.follow()["state"] == "succeeded"
     job.client.ack()
@@ -171,11 +171,11 @@ def test_a_timeout_ends_only_its_job(make_bare):
     from kale_dist.wire import Policy
 
     pods, name = warm(make_bare, ranks=1)
-    job = WarmJob(pods, speak_and_sleep, id=name, policy=Policy(timeout_s=0.5, stall_warn_s=None))
+    job = WarmJob(pods, speak_and_sleep, job_id=name, policy=Policy(timeout_s=0.5, stall_warn_s=None))
     job.offer()
     end = job.follow()
     assert (end["state"], end["cause"]) == ("failed", "timeout")
     job.client.ack()
-    again = WarmJob(pods, rank, id="again")
+    again = WarmJob(pods, rank, job_id="again")
     again.offer()
     assert again.follow()["state"] == "succeeded"
