@@ -181,12 +181,14 @@ class WarmPlace:
                 head.cancel(0.0)
 
     def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
-        """The jobs of the place, among them the sets, and this user's jobs in sets."""
+        """The jobs of the place, and all sets of this user with their jobs."""
         found = list(self.inner.survey(namespace, labels))
-        mine = [
+        known = {status.ref for status in found}
+        mine = (
             record for record in self._records()
-            if dict(record.place).get("warm_id") and namespace in (None, "*", record.spec.cluster.namespace)
-        ]  # fmt: skip
+            if (record.spec.kind == WARM or dict(record.place).get("warm")) and record.ref not in known
+            and namespace in (None, "*", record.spec.cluster.namespace)
+        )  # fmt: skip
         found += [_seen(record) for record in mine if not labels]
         return sorted(found, key=lambda status: status.created or 0.0)
 
