@@ -98,18 +98,12 @@ def seconds(value: object) -> float | None:
     return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
 
 
-def interval(value: str) -> tuple[str, float]:
-    """Read how often something is done: `("auto", 0)`, `("steps", 500)` for `500 steps`, or `("s", 600)` for `10 min`.
-
-    Raises:
-        ValueError: It is none of these.
-    """
+def interval(value: str) -> tuple[str, float] | None:
+    """Read how often something is done: `("auto", 0)`, `("steps", 500)` for `500 steps`, `("s", 600)` for `10 min`; else None."""
     if value == "auto":
         return "auto", 0.0
     if found := re.fullmatch(r"\s*(\d+)\s*steps?\s*", value):
         unit, amount = "steps", float(found[1])
     else:
         unit, amount = "s", seconds(value) or 0.0
-    if amount <= 0:
-        raise ValueError(f"{value!r} is no interval")
-    return unit, amount
+    return (unit, amount) if amount > 0 else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -44,8 +43,8 @@ _MIB, _GIB = 1 << 20, 1 << 30
 _RANK_BYTES = 28 << 20
 """Memory that a rank shares with no other once it trains a small model on the CPU: measured with torch 2.13 on Linux."""
 
-_STALL_S = 1800.0
-"""Limit for a function on several GPUs that gives no sign of life."""
+STALL_S = 1800.0
+"""Limit for a training, or a function on several GPUs, that gives no sign of life."""
 
 _OTHER_BATCHES = (
     "number_of_processes: whenever it changes, a step takes another number of samples, and the learning rate stays. "
@@ -57,9 +56,6 @@ _NEVER_LARGER = (
 )
 _UNTRIED = ("pipeline", "tensor", "mesh")
 """Strategies whose messages differ on GPUs, and have not been tested there."""
-
-_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""One of these is there where torch could find a GPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,7 +260,7 @@ def _place_of(word: str, settings: Mapping[str, Any]) -> Place:
 def _policy(policy: Policy, ranks: _Ranks, *, is_training: bool) -> Policy:
     """The policy of a call, with a limit for functions on GPUs, where a rank that waits for a lost one looks busy."""
     if policy.stall_timeout_s is None and not is_training and ranks.cuda and ranks.topology.number_of_processes > 1:
-        return dataclasses.replace(policy, stall_timeout_s=_STALL_S)
+        return dataclasses.replace(policy, stall_timeout_s=STALL_S)
     return policy
 
 
@@ -407,10 +403,8 @@ def _check_variables(environment: tuple[tuple[str, str], ...], *, in_pods: bool)
 
 
 def _this_machine(cuda: bool | None) -> Machine:  # noqa: FBT001 - the call's own argument
-    count, problem = 0, ""
     # To ask takes seconds: without a device there is nothing to ask.
-    if cuda is not False and any(pathlib.Path(device).exists() for device in _DEVICES):
-        count, problem = gpus.usable()
+    count, problem = gpus.usable() if cuda is not False and gpus.are_there() else (0, "")
     return Machine(cores=usable_cores(), gpus=count, gpu_problem=problem, memory_bytes=free_memory())
 
 

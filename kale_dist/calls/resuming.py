@@ -87,7 +87,7 @@ class Earlier:
             ConfigError: It cannot.
         """
         from kale_dist.worker.training import checkpoint
-        from kale_dist.worker.training.given import Given
+        from kale_dist.worker.training.given import Differences, Given
         from kale_dist.worker.training.trained import Trained
 
         try:
@@ -110,7 +110,7 @@ class Earlier:
         batches = ((found.resume or {}).get("position") or {}).get("batches")
         where = f"in epoch {found.epoch + 1}, after {batches:,} batches" if batches else f"after epoch {found.epoch}"
         begun = f"The training of {self.origin} continues {where}, to epoch {training.epochs}."
-        differences = checkpoint.differences_of(found, given)
+        differences = Differences(found, given)
         groups = (found.optimizer or {}).get("param_groups", ()) if differences.has_optimizer else ()
         return Continued(
             origin=self.origin, path=self.path, sentences=(begun, *differences.sentences),

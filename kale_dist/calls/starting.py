@@ -66,10 +66,8 @@ def start(call: Call) -> Job[Any]:
     params: dict[str, Any] = {}
     if isinstance(what, Training):
         resumed = call.resume
-        params = arguments.of_training(
-            what, resume_from=resumed.origin if resumed else "", options=resumed.options if resumed else (),
-            schedule=resumed.schedule if resumed else None,
-        )  # fmt: skip
+        restored = (resumed.origin, resumed.options, resumed.schedule) if resumed else ()
+        params = arguments.of_training(what, *restored)
     key = secrets.token_bytes(32)
     with records.keeping_blobs():
         store = FolderStore(records.blobs_dir())

@@ -41,14 +41,6 @@ _UNPREPARED = (
 )
 
 
-def _is_interval(text: str) -> bool:
-    try:
-        wording.interval(text)
-    except ValueError:
-        return False
-    return True
-
-
 _AN_OPTIMIZER = "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
 _SEVERAL = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
 _A_LOADER = "Make one: DataLoader(dataset, batch_size=32)"
@@ -56,7 +48,7 @@ _PLAIN = {
     **dict.fromkeys(("epochs", "accumulate"), whole(1)),
     "profile": whole(1).or_(None),
     "checkpoint_every": Check(
-        lambda value: _is_interval(value) if isinstance(value, str) else whole(1).test(value),
+        lambda value: wording.interval(value) is not None if isinstance(value, str) else whole(1).test(value),
         "{} is neither a number of epochs of 1 or more nor how often to write one",
         "Use 'auto', a number of epochs such as 1, '500 steps', '10 min', or None for none",
     ).or_(None),

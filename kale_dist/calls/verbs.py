@@ -76,7 +76,7 @@ def distribute(
     threads: int | None = None,
     timeout_s: float | None = None,
     stall_warn_s: float | None = STALL_WARN_S,
-    stall_timeout_s: float | None = 1800.0,
+    stall_timeout_s: float | None = request.STALL_S,
     max_restarts: int | None = None,
     detach: bool = False,
     track: Any = None,

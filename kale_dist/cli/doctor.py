@@ -22,6 +22,7 @@ from kale_dist.cli.arguments import Commands, add_parser, add_place
 from kale_dist.errors import ConfigError, StoreError
 from kale_dist.job import records
 from kale_dist.job.view import facts
+from kale_dist.places import gpus
 from kale_dist.wording import install
 
 _GIB = 1 << 30
@@ -42,8 +43,8 @@ import torch.distributed
 found["gloo"] = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 try:
     found["gpus"] = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-except Exception as error:
-    found["gpus"], found["gpu_error"] = [], f"{type(error).__name__}: {error}"
+except Exception:
+    found["gpus"] = []
 print("\\n" + json.dumps(found))
 """
 
@@ -68,6 +69,9 @@ class Check:
     """What the check found."""
     remedy: str = ""
     """What to do; empty if all is well."""
+
+
+_NO_GPUS = Check(name="GPUs", verdict=Verdict.OK, sentence="None that torch can use; cuda=True will be refused")
 
 
 def add_command(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -152,12 +156,12 @@ def _torch() -> tuple[Check, Check]:
         found = json.loads(asked.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         remedy = "Is the disk overloaded or on a slow network?"
-        return _failed("torch", f"import torch takes more than {_TORCH_TIMEOUT_S:.0f} s", remedy), _no_gpus("")
+        return _failed("torch", f"import torch takes more than {_TORCH_TIMEOUT_S:.0f} s", remedy), _NO_GPUS
     except OSError as error:
-        return _failed("torch", f"{sys.executable} cannot be run: {error}", "Install Python again"), _no_gpus("")
+        return _failed("torch", f"{sys.executable} cannot be run: {error}", "Install Python again"), _NO_GPUS
     except (IndexError, ValueError):
         last = (asked.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        return _failed("torch", f"import torch fails: {last}", "pip install 'torch>=2.13'"), _no_gpus("")
+        return _failed("torch", f"import torch fails: {last}", "pip install 'torch>=2.13'"), _NO_GPUS
     version, seconds = found["version"], found["seconds"]
     sentence = f"torch {version}, imported in {seconds:.1f} s"
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
@@ -169,19 +173,15 @@ def _torch() -> tuple[Check, Check]:
         torch = _warning("torch", sentence, "The first job of a notebook waits that long; a local disk would be faster")
     else:
         torch = _ok("torch", sentence)
-    if found.get("gpu_error"):
-        return torch, _warning("GPUs", f"CUDA does not start: {found['gpu_error']}", "Check the driver: nvidia-smi")
+    # As a call asks, so that what it refuses to use is not in order here.
+    problem = gpus.usable()[1] if gpus.are_there() else ""
+    if problem:
+        return torch, _warning("GPUs", f"They do not work with this torch: {problem}", "Check the driver: nvidia-smi")
     if not found["gpus"]:
-        return torch, _no_gpus(found["cuda"] or "")
+        return torch, _NO_GPUS
     names = sorted(set(found["gpus"]))
     described = ", ".join(f"{found['gpus'].count(name)} x {name}" for name in names)
     return torch, _ok("GPUs", f"{described} (CUDA {found['cuda']})")
-
-
-def _no_gpus(cuda: str) -> Check:
-    if pathlib.Path("/dev/nvidia0").exists() and not cuda:
-        return _warning("GPUs", "There is an NVIDIA device, but this torch has no CUDA", "Install torch with CUDA")
-    return _ok("GPUs", "None that torch can use; cuda=True will be refused")
 
 
 def _cores() -> Check:

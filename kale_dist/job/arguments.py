@@ -26,7 +26,6 @@ _STATE = frozenset(("base_lrs", "last_epoch", "best", "num_bad_epochs", "cooldow
 
 def of_training(
     training: Training,
-    *,
     resume_from: str = "",
     options: Sequence[Mapping[str, Any]] = (),
     schedule: Mapping[str, Any] | None = None,

@@ -333,32 +333,24 @@ class FolderBackend(Backend):
         if not job.status().is_final:
             self._attend(ref)
         wanted = None if ranks is None else frozenset(ranks)
-        return self._lines(ref, job, wanted, tail, follow=follow, on_status=on_status)
 
-    def _lines(
-        self,
-        ref: JobRef,
-        job: JobReader,
-        ranks: frozenset[int] | None,
-        tail: int | None,
-        *,
-        follow: bool,
-        on_status: Callable[[JobStatus], None] | None,
-    ) -> Iterator[LogLine]:
-        log = job.open_log()
-        if tail is not None:
-            yield from log.tail(tail, ranks)
-        while follow or tail is None:
-            # Checked before reading, so that everything is read that the job wrote before its end.
-            seen, status = self._changes, job.status()
-            yield from log.read(ranks)
-            if not follow or status.is_final:
-                return
-            if on_status is not None:
-                on_status(status)
-            timeout_s = self._attend(ref)
-            with self._changed:
-                self._changed.wait_for(lambda seen=seen: self._changes != seen, timeout_s)  # type: ignore[misc]
+        def lines() -> Iterator[LogLine]:
+            log = job.open_log()
+            if tail is not None:
+                yield from log.tail(tail, wanted)
+            while follow or tail is None:
+                # Checked before reading, so that everything is read that the job wrote before its end.
+                seen, status = self._changes, job.status()
+                yield from log.read(wanted)
+                if not follow or status.is_final:
+                    return
+                if on_status is not None:
+                    on_status(status)
+                timeout_s = self._attend(ref)
+                with self._changed:
+                    self._changed.wait_for(lambda seen=seen: self._changes != seen, timeout_s)  # type: ignore[misc]
+
+        return lines()
 
     @abc.abstractmethod
     def _attend(self, ref: JobRef) -> float:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
 from kale_dist.places.agent_client import agent_environment
 from kale_dist.worker.agent.usage import Driver, assigned_gpu
 from kale_dist.worker.rank.gpus import HIDING
+
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""One of these is there where torch could find a GPU."""
 
 _PROBE_S = 60.0
 _GIB = 1 << 30
@@ -18,6 +22,11 @@ _TAKEN = 0.1
 
 _working: dict[tuple[str, str], int] = {}
 """How many GPUs work, by the interpreter and the value of CUDA_VISIBLE_DEVICES. Failures are not kept: drivers get repaired."""
+
+
+def are_there() -> bool:
+    """Whether this machine has a device that may be a GPU of torch's."""
+    return any(pathlib.Path(device).exists() for device in _DEVICES)
 
 
 def usable() -> tuple[int, str]:

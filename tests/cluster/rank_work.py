@@ -159,11 +159,3 @@ def waits_in_its_first_attempt():
     print("ready", flush=True)
     time.sleep(1 if attempt else 600)
     return attempt
-
-
-def stops_on_1(value):
-    here = kd.context()
-    if here.rank == 1:
-        breakpoint()
-        value += 1
-    return value

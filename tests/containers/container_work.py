@@ -128,11 +128,3 @@ def einops_version():
 def prints_fast(lines):
     for number in range(lines):
         print(f"{number:06} {'x' * 90}")
-
-
-def stops_on_1(value):
-    here = kd.context()
-    if here.rank == 1:
-        breakpoint()
-        value += 1
-    return value

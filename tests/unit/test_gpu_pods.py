@@ -9,7 +9,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.job.spec.job_spec import Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.resources import Resources
-from kale_dist.places.docker.engines import gpus_of
+from kale_dist.places.docker import engines
 from kale_dist.places.kubernetes import checks
 from kale_dist.places.manifests import KINDS
 from kale_dist.worker.agent.usage import Gpu
@@ -88,9 +88,10 @@ def test_nodes_with_several_gpus_are_named_to_processes_in_pods_of_their_own():
 
 def test_containers_get_the_emptiest_gpus_that_the_notebook_may_see(monkeypatch):
     used = [Gpu(percent=0, used_bytes=size, total_bytes=100) for size in (70, 0, 5)]
-    driver = types.SimpleNamespace(read=lambda: tuple(used))
+    monkeypatch.setattr(engines, "Driver", lambda: types.SimpleNamespace(read=lambda: tuple(used)))
+    here, elsewhere = types.SimpleNamespace(is_local=True), types.SimpleNamespace(is_local=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpus_of(is_local=True, driver=driver) == [1, 2, 0]
-    assert gpus_of(is_local=False, driver=driver) == []
+    assert engines.gpus_of(here) == [1, 2, 0]
+    assert engines.gpus_of(elsewhere) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    assert gpus_of(is_local=True, driver=driver) == [2, 0]
+    assert engines.gpus_of(here) == [2, 0]

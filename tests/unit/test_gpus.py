@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import kale_dist
 from kale_dist.calls import request, training_checks
 from kale_dist.calls.request import Function
+from kale_dist.cli import doctor
 from kale_dist.errors import ContractError, JobFailedError
 from kale_dist.places import gpus as gpus_here
 from kale_dist.places import local
@@ -218,7 +219,7 @@ def devices(monkeypatch, tmp_path):
     """A machine with a device file, whose GPUs answer the probe as they are told to."""
     file = tmp_path / "nvidiactl"
     file.touch()
-    monkeypatch.setattr(request, "_DEVICES", (str(file),))
+    monkeypatch.setattr(gpus_here, "_DEVICES", (str(file),))
     return lambda answer: monkeypatch.setattr(gpus_here, "usable", lambda: answer)
 
 
@@ -233,6 +234,13 @@ def test_gpus_that_do_not_work_are_not_chosen_and_the_reason_is_said(devices, re
     assert "no kernel image" in call.warnings[0]
     assert not checked(number_of_processes=1, cuda=False).warnings
     assert refusal(lambda: checked(number_of_processes=1, cuda=True)).argument == "cuda"
+
+
+def test_the_doctor_warns_of_gpus_that_a_call_does_not_use(devices):
+    devices((0, "GPU 0 (Tesla V100): no kernel image is available"))
+    warned = next(check for check in doctor.examine() if check.name == "GPUs")
+    assert warned.verdict is doctor.Verdict.WARNING
+    assert "no kernel image" in warned.sentence
 
 
 def test_gpus_that_work_are_chosen(devices):
@@ -312,6 +320,7 @@ def test_a_model_on_a_gpu_that_trains_on_the_cpu_is_mentioned(monkeypatch):
 
 def test_flags_without_torch_have_no_device():
     process_state.set_default_device([("logging_level", 10)], "cuda:0")
+    assert torch.get_default_device() == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def _on_engine(engine: Engine, request: Request) -> Topology:
     topology = request.topology
     if not topology.sizes:
         return topology
-    room = len(gpus_of(engine.is_local)) if request.cuda else int(engine.info.get("NCPU") or 0)
+    room = len(gpus_of(engine)) if request.cuda else int(engine.info.get("NCPU") or 0)
     world, sentence = size_on_machine(topology.sizes, room)
     say(sentence)
     return Topology(number_of_processes=world, processes_per_pod=min(topology.processes_per_pod, world))
@@ -212,7 +212,7 @@ def gpus_held(engine: Engine, spec: JobSpec, facts: Facts) -> Iterator[Facts]:
             found = engine.api.containers(all=True, filters={"label": containers.GPUS_LABEL, "status": list(_HOLDING)})
         numbers = ",".join(item["Labels"][containers.GPUS_LABEL] for item in found).split(",")
         taken = {int(number) for number in numbers if number.isdecimal()}
-        numbers_there = gpus_of(engine.is_local)
+        numbers_there = gpus_of(engine)
         free = (number for number in numbers_there or itertools.count() if number not in taken)
         chosen = tuple(itertools.islice(free, wanted))
         if len(chosen) < wanted:
@@ -223,14 +223,9 @@ def gpus_held(engine: Engine, spec: JobSpec, facts: Facts) -> Iterator[Facts]:
         yield dataclasses.replace(facts, gpus=chosen)
 
 
-def gpus_of(is_local: bool, driver: Driver | None = None) -> list[int]:  # noqa: FBT001 - the engine's own word
-    """Numbers of the GPUs that jobs may have, the emptiest first; empty where they are not known.
-
-    Args:
-        is_local: Whether the engine runs on this machine.
-        driver: In place of this machine's.
-    """
-    found = (driver or Driver()).read() if is_local else ()
+def gpus_of(engine: Engine) -> list[int]:
+    """Numbers of the GPUs that jobs may have, the emptiest first; empty where they are not known: on another machine."""
+    found = Driver().read() if engine.is_local else ()
     visible = (assigned_gpu(len(found), os.environ, place) for place in range(len(found)))
     return sorted(
         (number for number in visible if number is not None), key=lambda number: found[number].used_bytes or 0

@@ -173,7 +173,7 @@ class RunningAttempt:
             return
         self._after_save.append(then)
         if isinstance(first := self.ranks[0].process, NearRank):
-            first.ask_to_save()
+            first.tell({"save": True})
         self._site.loop.call_later(limit_s, self._give_up_saving, then)
 
     def _give_up_saving(self, then: Callable[[], None]) -> None:

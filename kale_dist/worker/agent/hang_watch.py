@@ -178,11 +178,8 @@ class HangWatch:
             await asyncio.sleep(min([STALL_CHECK_S, *limits]))
             self._writer.look_at_disk()
             is_debugged = self._watch_breakpoints()
-            if (
-                is_debugged
-                or not self._writer.has_room
-                or any(one.state is RankStateName.PENDING for one in self._ranks)
-            ):
+            is_starting = any(rank.state is RankStateName.PENDING for rank in self._ranks)
+            if is_debugged or is_starting or not self._writer.has_room:
                 # Ranks that wait for the disk or a person have not stalled, nor those for which torch is being imported.
                 self._moved_at = time.monotonic()
             if self._is_stalled and not self._in_first_step:

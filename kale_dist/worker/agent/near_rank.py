@@ -171,10 +171,6 @@ class NearRank:
             # Not at once: the caller is still starting others.
             self._loop.call_soon(self._begin)
 
-    def let_go(self) -> None:
-        """Tell a rank that is done to end."""
-        self.tell({"go": True})
-
     def tell(self, message: dict[str, Any]) -> None:
         """Send the rank a message; see `worker/rank/rank_main.py`."""
         self._send(wire.encode_json(message))
@@ -193,10 +189,6 @@ class NearRank:
         if number == signal.SIGTERM:
             # A stopped process gets no other signal before it continues.
             processes.signal_group(self.pid, signal.SIGCONT)
-
-    def ask_to_save(self) -> None:
-        """Ask for a checkpoint."""
-        self.tell({"save": True})
 
     def ask_stacks(self) -> None:
         """Ask for the stacks; the listener has the answer `ANSWER_S` later."""

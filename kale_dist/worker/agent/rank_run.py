@@ -17,11 +17,8 @@ from kale_dist.worker.agent.writer import JobWriter
 class Process(Protocol):
     """What can be done to a rank's process: a `NearRank`, or one that a relay looks after."""
 
-    def let_go(self) -> None:
-        """Tell a rank that is done to end."""
-
     def tell(self, message: dict[str, Any]) -> None:
-        """Send the rank a message."""
+        """Send the rank a message over its control socket: `go` (it is done, and may end), `save`, or one for its debugger."""
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the rank."""
@@ -88,7 +85,7 @@ class Rank:
     def let_go(self) -> None:
         """Tell a rank that is done to end."""
         if self.process is not None and self.end is None:
-            self.process.let_go()
+            self.process.tell({"go": True})
 
     def terminate(self) -> None:
         """Send SIGTERM to a rank that is at work: it may still clean up."""
@@ -165,11 +162,8 @@ class Rank:
         elif "done" in message and self.done is None:
             self.done = message
             self._count(message)
-            error = (
-                {}
-                if message["ok"]
-                else {name: message.get(name, "") for name in ("error_type", "error_text", "locals")}
-            )
+            names = () if message["ok"] else ("error_type", "error_text", "locals")
+            error = {name: message.get(name, "") for name in names}
             self._writer.event(EventKind.OUTCOME, self.rank, ok=message["ok"], **error)
             self._on_change(self)
 

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import DDP, Layout, Pipeline
+from kale_dist.wire import context
 from kale_dist.worker.parallel.blocks import alter_blocks
 from kale_dist.worker.parallel.ddp import DataParallel
 from kale_dist.worker.parallel.ghosts import Calls, Ghosts, Shape, ghost, owners_of, units_of
@@ -175,7 +176,7 @@ class PipelineParallel(DataParallel):
         count = sum(p.numel() for p in self.parameters.values())
         total = sum(p.numel() for p in named.values())
         if not self.layout.shard:
-            parts.group.tell(
+            context.say(
                 f"Stage {self.stage} of {self.stages}: {own_units[0].name} to {own_units[-1].name}, {count:,} of"
                 f" {total:,} parameters, {self._cutting.micro_batches} micro-batches"
             )

@@ -119,9 +119,7 @@ class Replica(Strategy):
             parameter.requires_grad_(True)  # noqa: FBT003 - torch's own signature
         self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
         if self._weight_handles or self._accumulates:
-            self._weight_handles[id(parameter)] = parameter.register_hook(
-                functools.partial(self._on_weighing, parameter)
-            )
+            self._add_weight_hook(parameter)
         if frozen:
             parameter.requires_grad_(False)  # noqa: FBT003
 
@@ -163,8 +161,10 @@ class Replica(Strategy):
             # Each time, because the step may have unfrozen parameters since.
             for key, parameter in self.parameters.items():
                 if parameter.requires_grad and key not in self._weight_handles:
-                    hook = functools.partial(self._on_weighing, parameter)
-                    self._weight_handles[key] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+                    self._add_weight_hook(parameter)
+
+    def _add_weight_hook(self, parameter: Any) -> None:
+        self._weight_handles[id(parameter)] = parameter.register_hook(functools.partial(self._on_weighing, parameter))
 
     def _on_weighing(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         if torch.is_grad_enabled() and _is_returned(parameter):

@@ -48,9 +48,6 @@ class _FarRank:
         """Where its outcome lies until it is whole."""
         return self.outcome.with_name(f".{self.outcome.name}.part")
 
-    def let_go(self) -> None:
-        self._channel.say(Op.LET_GO, self.rank.rank)
-
     def tell(self, message: dict[str, Any]) -> None:
         self._channel.say(Op.TELL, self.rank.rank, message=message)
 

@@ -165,8 +165,6 @@ class Relay:
             forwarder.process.ask_stacks()
         elif op == Op.TELL:
             forwarder.process.tell(message["message"])
-        elif op == Op.LET_GO:
-            forwarder.process.let_go()
 
     # -- what the head wants ----------------------------------------------------------------------------------------
 

@@ -69,8 +69,6 @@ class Op(enum.StrEnum):
     itself is always read: TCP would take one that is not for broken after `GONE_AFTER_S`."""
     TELL = "tell"
     """Head to relay: send a rank the `message` over its control socket."""
-    LET_GO = "let-go"
-    """Head to relay: a rank that is done may end."""
     RUN = "run"
     """Head to relay: run `command`, by which mpirun takes the pod in, for the `attempt`."""
     END = "end"

@@ -194,11 +194,8 @@ def clearer(error: BaseException) -> BaseException:
             f"The process is user {os.getuid()}, who may not do this here. On a cluster, give the user that the volume's "
             "folders belong to as kd.Kubernetes(run_as_user=...), or have their owner open them to this user"
         )
-    if (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, ConfigError)
-        and (fault := gpu_faults.find(str(error)))
-    ):
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, ConfigError)
+    if is_torchs and (fault := gpu_faults.find(str(error))):
         error.add_note(f"{fault.sentence}. {fault.remedy}.")
     return error
 

@@ -214,7 +214,6 @@ class Resumption:
         self._trained = trained
         self._given = given
         self._differences: Differences | None = None
-        self._notes: list[str] = []
         self._resume: dict[str, Any] | None = None
         self._found: Checkpoint | None = None
         place = context.context()
@@ -223,8 +222,7 @@ class Resumption:
         path = self._usable() if group.rank == 0 else None
         is_earlier = bool(group.send(path is not None and path == place.resume))
         found = _shared(group, path)
-        if found is not None:
-            self._take(found, is_earlier=is_earlier)
+        sentences = [] if found is None else self._take(found, is_earlier=is_earlier)
         epochs, position = self.progress.epochs, self.progress.position
         batches = 0 if position is None else position["batches"]
         if group.rank == 0:
@@ -237,7 +235,7 @@ class Resumption:
         if place.attempt or found is not None:
             who = f"Attempt {place.attempt + 1}" if place.attempt else "New job" if is_earlier else "New run"
             group.say(f"{who}: the training {what}.")
-        for sentence in self._notes:
+        for sentence in sentences:
             group.say(sentence)
 
     def restore_rest(self, scaler: Any, load_own_state: Callable[[dict[str, Any]], None]) -> None:
@@ -319,9 +317,10 @@ class Resumption:
             self._group.say(f"The last checkpoint does not fit the objects as they were at the call: {problem}.")
         return None
 
-    def _take(self, found: Checkpoint, *, is_earlier: bool) -> None:
+    def _take(self, found: Checkpoint, *, is_earlier: bool) -> list[str]:
+        """Restore what a checkpoint holds; returns what does not continue as before, as sentences."""
         trained, resume = self._trained, found.resume or {}
-        differences = differences_of(found, self._given)
+        differences = Differences(found, self._given)
         _load_module(trained.model, found.model)
         if isinstance(trained.criterion, torch.nn.Module):
             _load_module(trained.criterion, resume["criterion"] or {})
@@ -337,8 +336,8 @@ class Resumption:
         if not differences.has_average:
             self.callbacks.pop("average", None)
         self._resume, self._found, self._differences = resume, found, differences
-        self._notes = differences.sentences
         self._load_rest(differences)
+        return differences.sentences
 
     def _load_rest(self, differences: Differences) -> None:
         trained, resume = self._trained, self._resume or {}
@@ -354,16 +353,6 @@ class Resumption:
         for name, parameter in trained.model.named_parameters():
             if differences.has_frozen:
                 parameter.requires_grad_(name not in resume["frozen"])
-
-
-def differences_of(found: Checkpoint, given: Given) -> Differences:
-    """What a call sets otherwise than the one that has written the checkpoint."""
-    resume = found.resume or {}
-    average = found.callbacks.get("average") or {}
-    return Differences(
-        Given(**resume["given"]), given, found.optimizer or {}, found.scheduler or {}, has_own=any(resume["strategy"]),
-        averages=len(average.get("parts", ())),
-    )  # fmt: skip
 
 
 def misfit(found: Checkpoint, trained: Trained, given: Given) -> str:

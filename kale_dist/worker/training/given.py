@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from kale_dist import callbacks, strategies
 from kale_dist.worker.training.result import Optimizers, state_of
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.trained import Trained
+
+if TYPE_CHECKING:
+    from kale_dist.worker.training.checkpoint import Checkpoint
 
 _SCHEDULED = frozenset(("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"))
 """Options of an optimizer that schedulers set."""
@@ -90,24 +93,13 @@ class Differences:
     """What a call sets otherwise than the one that has written a checkpoint, and what of the checkpoint is restored.
 
     Args:
-        before: What the earlier call set.
+        found: The checkpoint.
         now: What this call sets.
-        optimizer: The optimizer's state in the checkpoint.
-        schedule: The scheduler's state in the checkpoint.
-        has_own: Whether ranks have something of their own in the checkpoint.
-        averages: Parts of an average of the weights in the checkpoint.
     """
 
-    def __init__(
-        self,
-        before: Given,
-        now: Given,
-        optimizer: Mapping[str, Any],
-        schedule: Mapping[str, Any],
-        *,
-        has_own: bool,
-        averages: int,
-    ) -> None:
+    def __init__(self, found: Checkpoint, now: Given) -> None:
+        resume = found.resume or {}
+        before = Given(**resume["given"])
         self._before, self._now = before, now
         self.sentences: list[str] = []
         """What does not continue as the earlier training left it, for the user."""
@@ -128,17 +120,17 @@ class Differences:
             self._say(
                 f"The strategy is {words[0]!r}{' with other settings' * (words[0] == words[1])}, and was {words[1]!r}"
             )
-        if has_own and not self.has_ranks:
+        if any(resume["strategy"]) and not self.has_ranks:
             self._say("What each rank had of its own (residuals, states of its own optimizer) is left out")
-        if averages and not self.has_average:
+        if (found.callbacks.get("average") or {}).get("parts") and not self.has_average:
             self._say("The average of the weights begins again: the ranks have other parts of it")
         if before.batch.rpartition("= ")[2] != now.batch.rpartition("= ")[2]:
             self._say(
                 f"A step takes {now.batch} instead of {before.batch.removesuffix(' samples')}. The learning rate stays"
             )
-        self.schedule = self._schedule(schedule) if self.has_scheduler else {}
+        self.schedule = self._schedule(found.scheduler or {}) if self.has_scheduler else {}
         """The scheduler's state to be restored."""
-        groups = optimizer.get("param_groups", ()) if self.has_optimizer else ()
+        groups = (found.optimizer or {}).get("param_groups", ()) if self.has_optimizer else ()
         self.options = [self._options(*each) for each in zip(groups, before.options, now.options, strict=False)]
         """Of each parameter group, the options that this call sets otherwise."""
 

@@ -101,11 +101,7 @@ class Group:
         """Print a sentence for the user once in the whole job, and send it as a note. Ranks from `ranks` on stay silent."""
         if self.rank < ranks and text not in self._said:
             self._said.add(text)
-            self.tell(text, warns=warns)
-
-    def tell(self, text: str, *, warns: bool = False) -> None:
-        """Print a sentence that holds for this rank alone, and send it as a note; a warning is repeated to who waits for the job."""
-        context.say(text, warns=warns)
+            context.say(text, warns=warns)
 
     def gather(self, value: object) -> list[Any]:
         """Return every rank's value, in the order of the ranks, without those of lost ranks.

@@ -255,26 +255,14 @@ class Session:
         seed = torch.initial_seed() if resumption.seed is None else resumption.seed
         for feed in (loaders.train, loaders.evaluation):
             feed.seed, feed.was_read = seed, resumption.progress.epochs > 0
-        session.within = Within(
-            training.checkpoint_every,
-            trained=trained,
-            group=group,
-            strategy=strategy,
-            control=control,
-            feed=loaders.train,
-            captured=_captured(training, trained, training.train_step),
-            resumption=resumption,
-            write=session.write_checkpoint,
-        )
+        captured = _captured(training, trained, training.train_step)
+        session.within = Within(setup, control, loaders.train, captured, session.write_checkpoint)
         return session
 
     def run(self) -> Progress:
         """Train the epochs that are left, and write the checkpoints that are due."""
-        self.progress, epochs, every = (
-            self.setup.resumption.progress,
-            self.training.epochs,
-            self.training.checkpoint_every,
-        )
+        self.progress = self.setup.resumption.progress
+        epochs, every = self.training.epochs, self.training.checkpoint_every
         try:
             for epoch in range(self.progress.epochs + 1, epochs + 1):
                 if self.progress.stopped:
@@ -624,19 +612,7 @@ def _control(setup: Setup, loaders: Loaders, callbacks: Callbacks) -> OptimizerC
 
 def _captured(training: Training, trained: Trained, *steps: Any) -> Captured:
     """Note the values of the names that the user's steps use, to find out later which of them changed."""
-    known = (
-        trained.model,
-        *trained.model.modules(),
-        *trained.model.parameters(),
-        *trained.model.buffers(),
-        trained.criterion,
-        *(trained.criterion.parameters() if isinstance(trained.criterion, torch.nn.Module) else ()),
-        trained.optimizer,
-        *trained.optimizers,
-        trained.scheduler,
-        *trained.loaders,
-        *trained.state,
-    )
+    known = (*trained.parts(), *trained.loaders, trained.criterion)
     given = {"train_args": training.train_args, "eval_args": training.eval_args}
     return Captured(steps, known, given)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kale_dist.wire import context
 from kale_dist.worker.training.group import Group, fingerprint
 
 _CALL = torch.nn.Module._call_impl.__code__  # noqa: SLF001 - the frame that has a layer and what it was given
@@ -232,9 +233,7 @@ class Losses:
             return
         epoch, step = self._place()
         cause = ", and the weights hold nan already" if is_spread else ""
-        self._group.tell(
-            f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.", warns=True
-        )
+        context.say(f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.", warns=True)
 
 
 @_harmless

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import numbers
@@ -76,11 +77,9 @@ def load_state(value: Any, state: Any) -> None:
     """Set an object's contents, in place, to what `state_of` returned."""
     if callable(getattr(value, "load_state_dict", None)):
         value.load_state_dict(state)
-    elif isinstance(value, list):
-        value[:] = state
     else:
         value.clear()
-        value.update(state)
+        (value.extend if isinstance(value, list | collections.deque) else value.update)(state)
 
 
 def on_cpu(value: Any) -> Any:

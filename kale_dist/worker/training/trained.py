@@ -55,14 +55,18 @@ class Trained:
         return optimizers_of(self.optimizer)
 
     def parts(self) -> list[Any]:
-        """All objects whose states a checkpoint holds, and the data, which the call gives again."""
+        """All objects whose states a checkpoint holds, with their modules and tensors."""
         modules = [one for one in (self.model, self.criterion) if isinstance(one, torch.nn.Module)]
         found = [part for module in modules for part in (*module.modules(), *module.parameters(), *module.buffers())]
-        found += [self.optimizer, *self.optimizers, self.scheduler, *self.state]
+        return [*found, self.optimizer, *self.optimizers, self.scheduler, *self.state]
+
+    def data(self) -> list[Any]:
+        """The loaders and what they read, which the call gives again."""
+        found: list[Any] = []
         for loader in self.loaders:
             batches = loader.batch_sampler
             found += [loader, loader.dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
-        return [one for one in found if one is not None]
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """All parameters that training may change, by name, each once: the model's, the criterion's, the optimizer's."""

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from kale_dist.snapshot.sources import is_users
+from kale_dist.worker.training.result import load_state
 
 MOST_BYTES = 64 << 20
 """A step whose variables hold more tensors than that gets no checkpoint within an epoch: all ranks exchange them."""
@@ -620,20 +621,20 @@ class _Loader:
                 self._loaded[token] = rest[0].numpy().copy()
             case "list" | "deque":
                 items = [self.load(one, _item(now, i)) for i, one in enumerate(rest[0])]
-                self.acts.append(functools.partial(_refill, value, items))
+                self.acts.append(functools.partial(load_state, value, items))
             case "tuple" | "fields":
                 items = [self.load(one, _item(now, i)) for i, one in enumerate(rest[0])]
                 self._loaded[token] = tuple(items) if kind == "tuple" else type(now)(*items)
             case "set":
-                self.acts.append(functools.partial(_refill, value, rest[0]))
+                self.acts.append(functools.partial(load_state, value, rest[0]))
             case "dict":
                 present = now if isinstance(now, dict) else {}
                 pairs = {key: self.load(one, present.get(key, _MISSING)) for key, one in rest[1]}
-                self.acts.append(functools.partial(_refill, value, pairs))
+                self.acts.append(functools.partial(load_state, value, pairs))
             case "object":
                 fields = vars(now)
                 pairs = {name: self.load(one, fields.get(name, _MISSING)) for name, one in rest[0]}
-                self.acts.append(functools.partial(_refill, fields, pairs))
+                self.acts.append(functools.partial(load_state, fields, pairs))
             case "cells":
                 cells = dict(zip(now.__code__.co_freevars, now.__closure__ or (), strict=True))
                 for name, one in rest[0]:
@@ -659,11 +660,6 @@ class _Loader:
 
 def _item(now: Any, index: int) -> Any:
     return now[index] if isinstance(now, list | tuple | collections.deque) and index < len(now) else _MISSING
-
-
-def _refill(container: Any, items: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, list | collections.deque) else container.update)(items)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

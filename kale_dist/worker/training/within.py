@@ -12,7 +12,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,15 +21,15 @@ from kale_dist import wording
 from kale_dist.errors import KaleDistError
 from kale_dist.wire import context
 from kale_dist.worker.training import checkpoint
-from kale_dist.worker.training.checkpoint import Resumption
 from kale_dist.worker.training.data.batches import Batches, Feed
-from kale_dist.worker.training.group import LARGE, Group
+from kale_dist.worker.training.group import LARGE
 from kale_dist.worker.training.notices import Captured
 from kale_dist.worker.training.optimizer import OptimizerControl
-from kale_dist.worker.training.strategy import Strategy
-from kale_dist.worker.training.trained import Trained
 from kale_dist.worker.training.variables import MOST_BYTES, Unkept, Variables
 from kale_dist.worker.training.writing import Writing
+
+if TYPE_CHECKING:
+    from kale_dist.worker.training.loop import Setup
 
 MEET_S = 2.0
 """About how often ranks meet."""
@@ -53,7 +53,7 @@ class Schedule:
     """
 
     def __init__(self, every: str, steps: int) -> None:
-        self._unit, self._amount = wording.interval(every)
+        self._unit, self._amount = wording.interval(every) or ("auto", 0.0)
         self._at, self._steps = time.monotonic(), steps
         self.has_written = False
         self.cost_s = 0.0
@@ -97,35 +97,27 @@ class Within:
     """The checkpoints within the epochs of one training, in a rank with data.
 
     Args:
-        every: `checkpoint_every` of the call; a number of epochs or None for none within epochs.
-        trained: What is trained.
-        group: The ranks with data.
-        strategy: Says when all ranks hold one state.
+        setup: The training. Without a text as its `checkpoint_every`, no checkpoint is written within epochs.
         control: Counts steps.
         feed: Of the training loader.
-        captured: Notes what the step changes outside of itself; None where nothing is written within epochs.
-        resumption: What the training resumes from.
+        captured: Notes what the step changes outside of itself.
         write: Writes a checkpoint in all ranks, of this rank's and all ranks' position.
     """
 
     def __init__(
         self,
-        every: Any,
-        *,
-        trained: Trained,
-        group: Group,
-        strategy: Strategy,
+        setup: Setup,
         control: OptimizerControl,
         feed: Feed,
-        captured: Captured | None,
-        resumption: Resumption,
+        captured: Captured,
         write: Callable[[dict[str, Any], dict[str, Any]], None],
     ) -> None:
-        self._trained, self._group, self._strategy, self._control, self._feed = trained, group, strategy, control, feed
-        self._captured, self._write = captured, write
+        self._trained, self._group, self._strategy = setup.trained, setup.group, setup.strategy
+        self._control, self._feed, self._captured, self._write = control, feed, captured, write
+        self._resumption, every = setup.resumption, setup.training.checkpoint_every
         self._steps = control.real_steps
-        has_schedule = isinstance(every, str) and context.context().files is not None
-        self._schedule = Schedule(every, self._steps) if has_schedule else None
+        has_files = context.context().files is not None
+        self._schedule = Schedule(every, self._steps) if isinstance(every, str) and has_files else None
         self.writing = Writing()
         self.is_asked = False
         """Whether the agent has asked for the checkpoint that is being written."""
@@ -135,7 +127,7 @@ class Within:
         self._thread = 0
         self._why = ""
         self._variables: Variables | None = None
-        self._gradients: _Gradients | None = _Gradients(trained.model)
+        self._gradients: _Gradients | None = _Gradients(setup.trained.model)
         self._began: dict[str, Any] = {}
         self._later: dict[str, Any] = {}
         """This rank's generators as restored, until the order of the epoch is drawn by those of its start."""
@@ -143,19 +135,19 @@ class Within:
         self._fields: Any = None
         self._buffers: dict[str, int] = {}
         self._root: types.CodeType | None = None
-        self._resumption = resumption
-        self._resumed = resumption.progress.position
+        self._resumed = self._resumption.progress.position
         mine = self._mine
         self._load_buffers(mine)
         # A known order has a place for ranks of any number and batches of any size; the batches of a stream are only counted.
-        if self._resumed is not None and (self._resumed["order"] or (mine is not None and resumption.has_same_batches)):
+        has_place = mine is not None and self._resumption.has_same_batches
+        if self._resumed is not None and (self._resumed["order"] or has_place):
             feed.start = {
                 "items": self._resumed["items"], "order": self._resumed["order"],
                 "samples": 0 if mine is None else mine["samples"],
                 "before": None if mine is None or mine["before"] is None else checkpoint.unpacked(mine["before"]),
             }  # fmt: skip
         feed.within = self
-        if self._schedule is not None and not group.rank and strategy.saves_within_epochs:
+        if self._schedule is not None and not self._group.rank and self._strategy.saves_within_epochs:
             context.can_save()
 
     @property
@@ -202,7 +194,7 @@ class Within:
         """Called when an epoch's first pass is made, in which checkpoints are written."""
         self._variables = None
         if self._root is not None and (self._schedule is not None or self._resumed is not None):
-            known = (*self._trained.parts(), self._feed)
+            known = (*self._trained.parts(), *self._trained.data(), self._feed)
             self._variables = _guarded(lambda: Variables(self._root, known, batches))  # type: ignore[arg-type]
 
     def begin(self, batches: Batches) -> None:
@@ -211,11 +203,8 @@ class Within:
         if self._variables is not None:
             # Before they are set: what differs from this later has to be kept.
             _guarded(self._variables.begin)
-        if (
-            self._schedule is not None
-            and resumed is None
-            and (self._marks is None or _guarded(self._mark) != self._marks)
-        ):
+        is_changed = self._marks is None or _guarded(self._mark) != self._marks
+        if self._schedule is not None and resumed is None and is_changed:
             self._why = "changes weights or the optimizer's state before its loop"
         self._fields = _guarded(self._attributes)
         if resumed is not None:
@@ -235,16 +224,9 @@ class Within:
 
     def _mark(self) -> Any:
         """A mark of the weights and the optimizer's state that changes when they do."""
-        tensors = list(self._trained.tensors().values())
-        state = self._trained.optimizer.state
-        return (
-            [(id(one), one._version) for one in tensors],  # noqa: SLF001 - no public name
-            [
-                (name, value._version if isinstance(value, torch.Tensor) else None)  # noqa: SLF001
-                for one in tensors
-                for name, value in state.get(one, {}).items()
-            ],
-        )
+        tensors, states = self._trained.tensors().values(), self._trained.optimizer.state
+        values = [value for one in tensors for value in states.get(one, {}).values()]
+        return [(id(one), getattr(one, "_version", None)) for one in (*tensors, *values)]
 
     def _go_on(self, position: dict[str, Any], mine: dict[str, Any] | None, batches: Batches) -> None:
         """Undo what the step has done again on its way, and give it its own variables."""
@@ -273,15 +255,10 @@ class Within:
 
     # -- between two batches -------------------------------------------------------------------------------------------
 
-    def meet_between(self, batches: Batches, *, is_last: bool, left: bool = False) -> None:
-        """Called when the step requests another batch, or has left the loop: the ranks may meet, and write a checkpoint.
-
-        Args:
-            batches: The pass.
-            is_last: Whether there is no other batch.
-            left: Whether the step has left the loop.
-        """
-        if self._schedule is None or not self._strategy.saves_within_epochs:
+    def meet_between(self, batches: Batches, *, left: bool = False) -> None:
+        """Called when the step requests another batch, or has left the loop: the ranks may meet, and write a checkpoint."""
+        portion = None if self._feed.pace is None else self._feed.pace.portion
+        if self._schedule is None or portion is None or not self._strategy.saves_within_epochs:
             return
         if threading.get_ident() != self._thread:
             # The other thread may exchange something at this moment: ranks meet only in this one.
@@ -297,7 +274,7 @@ class Within:
                 self._gradients = _Gradients(self._trained.model)
         elif gradients is not None and has_stepped:
             _guarded(gradients.watch)
-        if self._count < self._next or is_last:
+        if self._count < self._next or portion.last:
             return
         if self._feed.first is not batches:
             self._why = self._why or "makes another pass over its loader"
@@ -374,7 +351,7 @@ class Within:
         if batches.obstacle:
             raise Unkept(batches.obstacle)
         variables = self._variables
-        if variables is None or self._captured is None:
+        if variables is None:
             raise Unkept("has variables that cannot be looked at")
         fields = self._attributes()
         if self._fields is None or (others := [key for key, value in fields.items() if self._fields.get(key) != value]):

@@ -13,7 +13,12 @@ from torch.utils.data import DataLoader
 
 from kale_dist.errors import KaleDistError
 from kale_dist.wire import EventKind, context
-from kale_dist.worker.training.data.dealing import advance_generators, generator_states, set_generator_states
+from kale_dist.worker.training.data.dealing import (
+    OwnGenerators,
+    advance_generators,
+    generator_states,
+    set_generator_states,
+)
 from kale_dist.worker.training.data.sharding import Pace, Portion
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.profiling import CLOCK, Profiler
@@ -174,7 +179,7 @@ class Batches:
         self._has_begun = False
         self.before: Any = None
         """This rank's generators before it read the batch that is ahead; None where that does not matter."""
-        self._own: Any = None
+        self._own: OwnGenerators | None = None
         self._ahead: tuple[int, Any] | None = None
         self._counts: list[int] | None = None
         self._previous: Any = None
@@ -208,8 +213,8 @@ class Batches:
         feed = self._feed
         if feed.current is self:
             feed.end_batch()
-            if feed.within is not None and feed.pace is not None and feed.pace.portion is not None:
-                feed.within.meet_between(self, is_last=feed.pace.portion.last)
+            if feed.within is not None:
+                feed.within.meet_between(self)
         else:
             feed.change_to(self)
         if not self._has_begun:
@@ -289,21 +294,13 @@ class Batches:
         if feed.within is not None and feed.first is self:
             feed.within.begin(self)
 
-    @contextlib.contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _apart(self) -> contextlib.AbstractContextManager[None]:
         """Read a stream by random numbers of its own: it can be read again without those that the model has used meanwhile."""
-        others = generator_states()
         if self._own is None:
-            self._own = others
+            self._own = OwnGenerators(generator_states())
             # Or the model would use the same numbers.
             advance_generators()
-            others = generator_states()
-        set_generator_states(self._own)
-        try:
-            yield
-        finally:
-            self._own = generator_states()
-            set_generator_states(others)
+        return self._own.used()
 
     def _finish(self) -> None:
         self._is_over = True
@@ -329,7 +326,7 @@ class Batches:
         if feed.strategy is not None and portion is not None:
             is_early = not portion.last
             if is_early and feed.within is not None:
-                feed.within.meet_between(self, is_last=False, left=True)
+                feed.within.meet_between(self, left=True)
             feed.end_batch(left=is_early and not feed.is_agreed)
             if is_early and feed.is_agreed and feed.reads:
                 self._agree(None, left=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -216,26 +217,39 @@ class StreamShare(Shown):
 
 def _seeded(stream: Any, rank: int, world_size: int, states: Any) -> Iterator[Any]:
     """Iterate over every n-th item of a stream, which runs on generator states of its own."""
-    own = generator_states()
-    set_generator_states(states)
-    try:
+    own = OwnGenerators(states)
+    with own.used():
         items = iter(stream)
         for _ in itertools.islice(items, rank):
             pass
-    finally:
-        states = generator_states()
-        set_generator_states(own)
     while True:
-        own = generator_states()
-        set_generator_states(states)
-        try:
+        with own.used():
             pulled = list(itertools.islice(items, world_size))
-        finally:
-            states = generator_states()
-            set_generator_states(own)
         if not pulled:
             return
         yield pulled[0]
+
+
+class OwnGenerators:
+    """Generator states of its own for code that draws from the global generators.
+
+    Args:
+        states: The first ones, as `generator_states` returns them.
+    """
+
+    def __init__(self, states: Any) -> None:
+        self._states = states
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Within the block the global generators continue from these states."""
+        others = generator_states()
+        set_generator_states(self._states)
+        try:
+            yield
+        finally:
+            self._states = generator_states()
+            set_generator_states(others)
 
 
 def generator_states() -> tuple[Any, Any, Any]:
@@ -337,13 +351,9 @@ class Deal(Passes):
 
     def _chunks(self, begin: int) -> Iterator[tuple[list[Any], bool, int | None]]:
         """The chunks of a pass from an item on, whether each is the last, and the samples of its accumulation window."""
-        size, source = self.per_chunk, self.source
-        count = length(source)
-        samples = None if count is None else count // self.drop_unit * self.drop_unit
-        if samples is None or (samples > _DRAWN_WHOLE and type(source) is not SequentialSampler):
-            items, self._drawn = self._drawn, None
-            if items is None:
-                items = itertools.islice(self.watched(iter(source)), begin, samples)
+        size = self.per_chunk
+        if not self._draws_whole:
+            items, self._drawn = self._items(begin) if self._drawn is None else self._drawn, None
             yield from ((chunk, last, None) for chunk, last in _drawn_ahead(items, size, self.group))
             return
         order, self._drawn = self._draw() if self._drawn is None else self._drawn, None
@@ -359,12 +369,21 @@ class Deal(Passes):
 
     def draw(self) -> None:
         """Draw the order of the next pass now, or as much of it as a sampler draws that is not drawn as a whole."""
-        count = length(self.source)
-        if count is not None and (count <= _DRAWN_WHOLE or type(self.source) is SequentialSampler):
+        if self._draws_whole:
             self._drawn = self._draw()
         elif not self.group.rank:
-            samples = None if count is None else count // self.drop_unit * self.drop_unit
-            self._drawn = _primed(itertools.islice(self.watched(iter(self.source)), self.start, samples))
+            self._drawn = _primed(self._items(self.start))
+
+    @property
+    def _draws_whole(self) -> bool:
+        count = length(self.source)
+        return count is not None and (count <= _DRAWN_WHOLE or type(self.source) is SequentialSampler)
+
+    def _items(self, begin: int) -> Iterator[Any]:
+        """The items of a pass that is not drawn as a whole, from one of them on."""
+        count = length(self.source)
+        end = None if count is None else count // self.drop_unit * self.drop_unit
+        return itertools.islice(self.watched(iter(self.source)), begin, end)
 
     def _draw(self) -> Any:
         order: Any = range(len(self.source))
