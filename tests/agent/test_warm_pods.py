@@ -9,11 +9,11 @@ import sys
 
 import pytest
 from agent_jobs import gone_within
-from plain_jobs import rank
+from plain_jobs import fail_on_last, rank, speak_and_sleep
 from pod_jobs import WarmJob
 
 from kale_dist.errors import BackendError, SnapshotDamagedError
-from kale_dist.wire import EventKind
+from kale_dist.wire import EventKind, Policy
 
 
 def leave_traces():
@@ -47,11 +47,6 @@ def look_for_traces():
     print("second", dist.get_rank())
     found = os.environ.get("LEFT_BEHIND"), "left_behind" in sys.modules, str(torch.get_default_dtype())
     return *found, pathlib.Path("left-behind.txt").exists(), total.item(), random.random(), torch.rand(1).item()
-
-
-def fail_on_one(rank_that_fails):
-    if int(os.environ["RANK"]) == rank_that_fails:
-        raise ValueError("on purpose")
 
 
 def warm(make, ranks=2, **options):
@@ -116,20 +111,18 @@ def test_an_order_that_is_sent_again_does_nothing_and_strangers_are_refused(make
 
 def test_a_failed_job_leaves_the_pods_and_only_what_is_new_is_sent(make_bare):
     pods, name = warm(make_bare, ranks=2, processes_per_agent=1)
-    job = WarmJob(pods, fail_on_one, 1, job_id=name)
+    job = WarmJob(pods, fail_on_last, job_id=name)
     job.offer()
     end = job.follow()
     assert (end["state"], end["failed_rank"]) == ("failed", 1)
     job.client.ack()
-    again = WarmJob(pods, fail_on_one, 1, job_id="again")
+    again = WarmJob(pods, fail_on_last, job_id="again")
     assert again.offer() == {"missing": []}
     assert again.follow()["state"] == "failed"
     again.client.ack()
 
 
 def test_a_second_job_finds_the_pods_busy_and_a_cancel_of_the_set_ends_both(make_bare):
-    from plain_jobs import speak_and_sleep
-
     pods, name = warm(make_bare, ranks=2)
     job = WarmJob(pods, speak_and_sleep, job_id=name)
     job.offer()
@@ -166,10 +159,6 @@ def test_warm_pods_end_with_a_pod_that_is_lost_while_they_are_idle(make_bare):
 
 
 def test_a_timeout_ends_only_its_job(make_bare):
-    from plain_jobs import speak_and_sleep
-
-    from kale_dist.wire import Policy
-
     pods, name = warm(make_bare, ranks=1)
     job = WarmJob(pods, speak_and_sleep, job_id=name, policy=Policy(timeout_s=0.5, stall_warn_s=None))
     job.offer()

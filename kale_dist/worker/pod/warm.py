@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -92,9 +93,9 @@ class WarmPods(JobRun):
     async def _run_attempts(self) -> Verdict:
         """Run one job after the other; returns why there is no further one."""
         writer, relays, idle_s = self._site.writer, self._site.relays, self.order.idle_s
-        running = {"state": str(StateName.RUNNING), "cause": ""}
+        running = functools.partial(writer.event, EventKind.STATE, state=str(StateName.RUNNING), cause="")
         while True:
-            writer.event(EventKind.STATE, reason="", idle_s=idle_s, **running)
+            running(reason="", idle_s=idle_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(idle_s):
                     while not (self._next or self._stop or self._is_released):
@@ -108,7 +109,7 @@ class WarmPods(JobRun):
                     StateName.SUCCEEDED, None, ended if self._is_released else f"No call came for {idle_s:g} s"
                 )
             pod, head = self._next
-            writer.event(EventKind.STATE, reason=f"Runs {pod.order.job}", **running)
+            running(reason=f"Runs {pod.order.job}")
             await head.run()
             await asyncio.to_thread(pod.end_job, pod.order.blobs)
             if relays is not None:
