@@ -249,6 +249,7 @@ class WarmJob:
             outcomes_on_stdout=False, **options,
         )  # fmt: skip
         self.client = self.client_of(self.key)
+        self.items: list[Any] = []
 
     def client_of(self, key: bytes, prefix: str | None = None) -> HeadClient:
         def connect() -> socket.socket:
@@ -272,7 +273,7 @@ class WarmJob:
 
     def follow(self) -> dict[str, Any]:
         """Read its stream to the end; gives its last event."""
-        reader, self.items = BlockReader(), []
+        reader = BlockReader()
         with self.client.stream(0, 0, 60.0) as (pieces, _):
             for piece in pieces:
                 self.items.extend(reader.feed(piece))

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from agent_jobs import gone_within
@@ -114,7 +115,7 @@ def test_a_failed_job_leaves_the_pods_and_only_what_is_new_is_sent(make_bare):
     job = WarmJob(pods, fail_on_last, job_id=name)
     job.offer()
     end = job.follow()
-    assert (end["state"], end["failed_rank"]) == ("failed", 1)
+    assert (end["state"], end["failed_rank"]) == ("failed", 1), (end, job.text())
     job.client.ack()
     again = WarmJob(pods, fail_on_last, job_id="again")
     assert again.offer() == {"missing": []}
@@ -127,9 +128,11 @@ def test_a_second_job_finds_the_pods_busy_and_a_cancel_of_the_set_ends_both(make
     job = WarmJob(pods, speak_and_sleep, job_id=name)
     job.offer()
     assert f"they run {job.order.job}" in WarmJob(pods, rank, job_id="other").offer()["busy"]
-    pods.until(lambda: job.client.missing() == [])
-    job.client_of(pods.key, "").cancel(1.0)
-    assert job.follow()["state"] == "cancelled"
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(job.follow)
+        pods.until(lambda: "last words" in job.text())
+        job.client_of(pods.key, "").cancel(1.0)
+        assert following.result()["state"] == "cancelled"
     assert pods.end() == [143, 143] or pods.state()["state"] == "cancelled"
 
 

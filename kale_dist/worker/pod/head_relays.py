@@ -346,7 +346,8 @@ class HeadsRelays:
     async def _take_message(self, relay: _Relay, far: _FarRank | None, message: dict[str, Any]) -> None:
         op = message["op"]
         if op == Op.READY:
-            relay.is_ready = not relay.is_leaving
+            # What it had ready for the job before may have crossed the order of this one.
+            relay.is_ready = not relay.is_leaving and message.get("job") == self._job.get("id")
             self._judge.pod_is_ready()
         elif op == Op.REFUSED:
             told = f"{relay.describe()} cannot run its part: {message['reason']}"

@@ -195,7 +195,7 @@ class Relay:
         if not is_warm and self._pod.within is None:
             # From here no rank is forked that the job does not need.
             self._pod.pool.wanted_spares = 0
-        head.say(Op.READY)
+        head.say(Op.READY, job=self._pod.job.get("id"))
 
     def _spawn(self, head: Channel, attempt: Attempt) -> None:
         order = self._pod.own_order

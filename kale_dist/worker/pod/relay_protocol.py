@@ -51,7 +51,7 @@ class Op(enum.StrEnum):
     FETCH = "fetch"
     """Head to relay: it has the blobs, which may be fetched there."""
     READY = "ready"
-    """Relay to head: it has the blobs, and its fork server has imported torch."""
+    """Relay to head: it has the blobs (in warm pods those of `job`), and its fork server has imported torch."""
     REFUSED = "refused"
     """Relay to head: it cannot run its ranks; `reason`."""
     LEAVING = "leaving"
