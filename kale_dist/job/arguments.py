@@ -100,9 +100,9 @@ def _plain(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
         value = list(value.elements())
     if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace | argparse.Namespace):
         value = {key: one for key, one in _attributes(value) if not isinstance(value, type)}
-    if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
-        # A tensor may have no value, as on `meta`.
-        with contextlib.suppress(RuntimeError):
+    # A tensor may have no value, as on `meta`; an object of the user's may raise anything that it likes.
+    with contextlib.suppress(Exception):
+        if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
             value = value.item()
     if isinstance(value, str):
         yield name, value[:_MAX_TEXT]

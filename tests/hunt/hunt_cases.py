@@ -290,8 +290,17 @@ class _Alone:
 
         self.stepping.register_step_post_hook(stepped)
 
-    def _clip(self, *_):
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), tables.OPTIONS[self.case.option]["clip_norm"])
+    def _clip(self, _, args, kwargs):
+        """Clip before a step; in a step that evaluates a closure, after the closure has made the gradients."""
+
+        def clip(result=None):
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), tables.OPTIONS[self.case.option]["clip_norm"])
+            return result
+
+        optimizer, *closures = args
+        if not closures:
+            return clip()
+        return (optimizer, lambda: clip(closures[0]())), kwargs
 
     def _mix(self, whose):
         """Take the mean of the weights of these ranks. All ranks call this together."""

@@ -58,6 +58,12 @@ MENDED = (
     Found("model=tied-head-first strategy=tensor ranks=4", "the same, with the Linear before its Embedding"),
     Found("thing=coo", "a notice asked a sparse tensor for its address"),
     Found("thing=csr place=train_args", "the same, in the step's arguments"),
+    Found("thing=hostile place=train_args", "what is noted of train_args asked it for `item`"),
+    Found(
+        "loader=stream ranks=3 option=split samples=16",
+        "unequal parts of a stream were of other batches; it is refused",
+    ),
+    Found("step=closure ranks=2 option=clip", "here the hunt itself was wrong: it clipped before the closure"),
     Found("thing=second-optimizer place=dict", "no notice named an optimizer whose state stays in the ranks"),
     Found("step=adds-to-data strategy=local-sgd-2", "weights that no optimizer changed were not averaged"),
     Found("step=sam-by-two-steps optimizer=sam strategy=local-sgd-2", "steps of an optimizer within did not count"),

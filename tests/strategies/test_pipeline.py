@@ -187,7 +187,7 @@ def test_a_training_that_loses_a_rank_resumes_and_ends_as_one_process():
     job = kd.distribute(
         model, loader, None, optimizer, train_step, eval_data_loader=DataLoader(case.data(1), 4), eval_step=eval_step,
         epochs=3, scheduler=scheduler, strategy=Pipeline(cut=["blocks.2"]), number_of_processes=2, max_restarts=1,
-        threads=1, on="local",
+        threads=1, checkpoint_every=1, on="local",
     )  # fmt: skip
     try:
         result = job.result()

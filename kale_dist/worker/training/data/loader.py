@@ -270,13 +270,14 @@ def _prepare_stream(loader: DataLoader[Any], feed: Feed, *, shard: bool, split: 
     """Alter a loader of an iterable dataset so that this rank gets its share of the stream."""
     group, state = feed.group, loader.__dict__
     if split and loader.batch_size:
-        if loader.batch_size < group.world_size:
+        if loader.batch_size % group.world_size:
+            # Ranks take the items of a stream in turn, so that unequal parts would be of other batches and end apart.
             raise ConfigError(
                 feed.argument,
-                f"batch size {loader.batch_size} cannot be split over {group.world_size} ranks",
-                "Use a larger batch size, or leave split_batches out",
+                f"a stream's batches of {loader.batch_size} cannot be split equally over {group.world_size} ranks",
+                f"Use a batch size that is a multiple of {group.world_size}, or leave split_batches out",
             )
-        size = sharding.portion(loader.batch_size, group.rank, group.world_size)
+        size = loader.batch_size // group.world_size
         state["batch_size"] = size
         state["batch_sampler"] = type(loader.batch_sampler)(loader.sampler, size, loader.drop_last)  # type: ignore[call-arg, misc]
     feed.is_stream = True
