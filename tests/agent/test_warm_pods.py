@@ -104,7 +104,8 @@ def test_an_order_that_is_sent_again_does_nothing_and_strangers_are_refused(make
     assert len([event for event in pods.events(EventKind.STATE) if event["reason"]]) == 1
     again = WarmJob(pods, rank, job_id="again")
     again.offer()
-    assert again.follow()["state"] == "succeeded"
+    end = again.follow()
+    assert end["state"] == "succeeded", (end, again.text())
     for client in (job.client_of(os.urandom(32), ""), again.client_of(job.key), again.client_of(pods.key)):
         with pytest.raises(BackendError, match="refused"):
             client.cancel(0.0)

@@ -109,8 +109,9 @@ class WarmPlace:
         there, spec, name, checkpoint = _set_of(handle), handle.spec, handle.get("warm_id"), handle.get("checkpoint")
         store, sets_key = FolderStore(records.blobs_dir()), records.read_key(there.ref.record_name) or b""
         order = self.inner.order(spec, run=handle.run, used_restarts=int(handle.get("used_restarts")))
+        sets_order = self.inner.order(there.spec, run=1, used_restarts=0)
         order = dataclasses.replace(
-            order, head=self.inner.order(there.spec, run=1, used_restarts=0).head, source=Source.STREAM,
+            order, head=sets_order.head, port=sets_order.port, source=Source.STREAM,
             blobs=(*order.blobs, *([checkpoint] if checkpoint else ())), outcomes_on_stdout=False,
             note=f"Runs in the warm {self.inner.noun}s {there.object}",
         )  # fmt: skip
