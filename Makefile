@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: dist help demo test coverage gpu nightly stress lint format docs bench clean
+.PHONY: dist release help demo test coverage gpu nightly stress lint format docs bench clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ dist: $(VENV)/lint.stamp ## The wheel and the source archive, into dist, as they
 	@rm -rf dist
 	@$(BIN)/python -m build --outdir dist >/dev/null
 	@$(BIN)/twine check --strict dist/*
+
+release: dist docs ## Build and check what a release has, and write its notes; a person uploads it
+	@.ci/release $(VENV)
 
 bench: $(VENV)/test.stamp ## Time to the first training step, against torchrun
 	@$(BIN)/python benchmarks/launch.py

@@ -7,6 +7,7 @@ storage, so that a sweep of the same name continues where the one before was int
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import math
 import pathlib
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kale_dist import katib
-from kale_dist.calls import verbs
+from kale_dist.calls import request, verbs
 from kale_dist.errors import ConfigError, KaleDistError, WaitTimeoutError, short_refusals, warn
 from kale_dist.job import interrupts, records, watch
 from kale_dist.job.handle import Job
@@ -391,8 +392,10 @@ class Sweep:
         """Ask the study for a trial, and submit its job."""
         optuna = _optuna()
         trial = self.study.ask()
+        context = contextvars.copy_context()
+        context.run(request.refuses_ranges.set, "each trial of a sweep needs one number")
         try:
-            job: Any = self._call(trial)
+            job: Any = context.run(self._call, trial)
         except optuna.TrialPruned:
             self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             return
@@ -410,10 +413,6 @@ class Sweep:
         if not isinstance(job, Job):
             self._fail(trial.number, "the call returned no job")
             raise SweepError(f"{self.name}: the call returned {job!r}. Return the job of distribute() or launch()")
-        if job.spec.topology.sizes:
-            job.cancel()
-            self._fail(trial.number, "the call asks for a range of processes")
-            raise SweepError(f"{self.name}: number_of_processes is a range, and trials need one number. Give one")
         trial.set_user_attr(_JOB, job.ref)
         self._subscribe(trial, job)
 

@@ -16,12 +16,13 @@ from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import ImageFile
 from kale_dist.job.spec.volumes import VolumeKind
 from kale_dist.job.status import Breakpoint, JobStatus, RankProgress, ReplicaStatus, Usage
-from kale_dist.wire import FailureCause, LogLine, MetricRow, RankStateName, StateName
+from kale_dist.wire import BatchLoss, FailureCause, LogLine, MetricRow, RankStateName, StateName
 from kale_dist.wire.context import Context
 from kale_dist.worker.training.result import TrainingResult
 
 __all__ = [
     "Backend",
+    "BatchLoss",
     "Breakpoint",
     "ClusterOptions",
     "Context",

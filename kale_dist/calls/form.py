@@ -246,9 +246,7 @@ def _numbers(choice: Mapping[str, str]) -> dict[str, Any]:
         found["cuda"] = choice["cuda"] == "yes"
     if choice.get("strategy"):
         found["strategy"] = choice["strategy"]
-    if choice.get("name", "").strip():
-        found["name"] = choice["name"].strip()
-    return found
+    return found | {field: choice[field].strip() for field in ("name", "resume_from") if choice.get(field, "").strip()}
 
 
 def advice(choice: Mapping[str, str], namespace: Mapping[str, Any]) -> str:
@@ -434,6 +432,12 @@ def _fields(found: Mapping[str, Sequence[str]], namespace: Mapping[str, Any]) ->
         },
         {"name": "strategy", "label": "Strategy", "options": [["", "ddp"], *_strategies()]},
         {"name": "name", "label": "Name", "hint": "from the model's class"},
+        {
+            "name": "resume_from",
+            "label": "Resume from",
+            "hint": "a job's name, or a checkpoint's path",
+            "is_wide": True,
+        },
         {"name": "image", "label": "Image", "hint": "registry/name:tag", "only": elsewhere, "is_wide": True},
         {"name": "packages", "label": "Packages", "hint": "einops, timm==1.0", "only": elsewhere, "is_wide": True},
         {"name": "cpu", "label": "Cores each", "hint": f"{DEFAULT_CPU:g}", "only": elsewhere},

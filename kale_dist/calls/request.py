@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import os
 import sys
@@ -54,6 +55,9 @@ _NEVER_LARGER = (
     "number_of_processes: the job does not start again when more pods come, because that takes a checkpoint within an epoch, "
     "and checkpoint_every={} writes none. 'auto' writes them"
 )
+refuses_ranges: contextvars.ContextVar[str] = contextvars.ContextVar("refuses_ranges", default="")
+"""Why calls that are made now may not ask for a range of processes; empty where they may."""
+
 _UNTRIED = ("pipeline", "tensor", "mesh")
 """Strategies whose messages differ on GPUs, and have not been tested there."""
 
@@ -276,9 +280,10 @@ def _sizes(options: Options, place: Place, training: Training | None) -> tuple[i
     asked = options.number_of_processes
     if not isinstance(asked, tuple):
         return () if asked is None else (asked,)
-    if training is None:
-        problem = f"{asked} is a range, and a function cannot be asked for a checkpoint when pods come and go"
-        raise ConfigError("number_of_processes", problem, "Give one number")
+    why = refuses_ranges.get()
+    if training is None or why:
+        why = why or "a function cannot be asked for a checkpoint when pods come and go"
+        raise ConfigError("number_of_processes", f"{asked} is a range, and {why}", "Give one number")
     if isinstance(place, Kubernetes) and training.checkpoint_every is None:
         problem = f"None, and with a range of processes {asked} the job resumes whenever pods come or go"
         raise ConfigError("checkpoint_every", problem, "Leave it out, or give one number of processes")

@@ -130,7 +130,7 @@ def short_refusals(verb: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return verb(*args, **kwargs)
-        except (ConfigError, KeyboardInterrupt) as error:
+        except (ConfigError, BackendError, KeyboardInterrupt) as error:
             error.__traceback__ = None
             raise
 

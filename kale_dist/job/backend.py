@@ -357,6 +357,8 @@ class Look:
     """The parts that exist, by their numbers."""
     replaces: bool = False
     """Whether parts that are lost are made again in this run, so that its head waits for them."""
+    returns_head: bool = False
+    """Whether the head is made again, too, and resumes from the store."""
     replaced: tuple[Part, ...] = ()
     """Lost parts in whose places new ones were made, the last one of each number."""
     trouble: Trouble | None = None

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from kale_dist.wire import EventKind, FailureCause, Member, MetricRow, RankStateName, StateName
+from kale_dist.wire import BatchLoss, EventKind, FailureCause, Member, MetricRow, RankStateName, StateName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +78,8 @@ class ReplicaStatus:
     """Name of the signal that ended it, such as `SIGKILL`."""
     error: str | None = None
     """`Type: text` of its exception."""
+    where: str = ""
+    """Where in your code it was raised, and that line: `Cell In[3]:5 in step` and below it `return x @ w`."""
     locals: str = ""
     """The local variables of that exception's last frames, as text."""
     in_collective: bool | None = None
@@ -111,6 +113,8 @@ class JobStatus:
     ended: float | None = None
     replicas: tuple[ReplicaStatus, ...] = ()
     metrics: tuple[MetricRow, ...] = ()
+    losses: tuple[BatchLoss, ...] = ()
+    """The training loss within the epochs so far, for a curve. `metrics` has what the steps returned."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """Those of the notes that say that something is probably wrong, such as a loss that is nan."""
@@ -170,6 +174,7 @@ def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobSta
     was damaged) changes nothing either.
     """
     rows: list[MetricRow] = []
+    losses: list[BatchLoss] = []
     for event in events:
         with contextlib.suppress(AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
             attempt = event.get("attempt") or 0
@@ -180,12 +185,21 @@ def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobSta
             # Rows are collected, for a tuple that grows by one at each of 100,000 reports would take minutes.
             if event.get("event") == EventKind.METRICS:
                 rows.append(_metric_row(event))
+            elif event.get("event") == EventKind.LOSS:
+                losses.append(_batch_loss(event))
             elif event.get("event") == EventKind.RESUMED:
-                status = _resumed(dataclasses.replace(status, metrics=(*status.metrics, *rows)), event)
-                rows = []
+                status = _resumed(_with_rows(status, rows, losses), event)
+                rows, losses = [], []
             else:
                 status = _reduce_one(status, event)
-    return dataclasses.replace(status, metrics=(*status.metrics, *rows)) if rows else status
+    return _with_rows(status, rows, losses)
+
+
+def _with_rows(status: JobStatus, rows: list[MetricRow], losses: list[BatchLoss]) -> JobStatus:
+    """Add rows; a status without new ones keeps its tuples, by which readers see that nothing has changed."""
+    if rows:
+        status = dataclasses.replace(status, metrics=(*status.metrics, *rows))
+    return dataclasses.replace(status, losses=(*status.losses, *losses)) if losses else status
 
 
 def _next_attempt(status: JobStatus, attempt: int) -> JobStatus:
@@ -198,9 +212,10 @@ def _next_attempt(status: JobStatus, attempt: int) -> JobStatus:
 
 def _resumed(status: JobStatus, event: dict[str, Any]) -> JobStatus:
     """Forget the rows of epochs that are trained once more; what users have reported themselves stays."""
-    epoch = int(event["epoch"])
+    epoch, batches = int(event["epoch"]), int(event.get("batches") or 0)
     kept = tuple(row for row in status.metrics if row.source == "report" or (row.epoch or 0) <= epoch)
-    return dataclasses.replace(status, metrics=kept, checkpoint_epoch=epoch or None)
+    losses = tuple(one for one in status.losses if (one.epoch, one.step) <= (epoch + 1, batches))
+    return dataclasses.replace(status, metrics=kept, losses=losses, checkpoint_epoch=epoch or None)
 
 
 def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
@@ -217,8 +232,8 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
         case EventKind.OUTCOME if rank is not None and not event.get("ok"):
             error = ": ".join(part for part in (event.get("error_type"), event.get("error_text")) if part)
             first = rank if status.failed_rank is None else status.failed_rank
-            shown = str(event.get("locals") or "")
-            return _with_replica(dataclasses.replace(status, failed_rank=first), rank, error=error, locals=shown)
+            shown = {name: str(event.get(name) or "") for name in ("where", "locals")}
+            return _with_replica(dataclasses.replace(status, failed_rank=first), rank, error=error, **shown)
         case EventKind.DEBUG if rank is not None:
             values = {field.name: str(event[field.name]) for field in dataclasses.fields(Breakpoint)}
             return _with_replica(status, rank, breakpoint=Breakpoint(**values) if values["prompt"] else None)
@@ -296,6 +311,16 @@ def _usage(event: dict[str, Any]) -> Usage:
 
 def _float_or_none(value: Any) -> float | None:
     return None if value is None else float(value)
+
+
+def _batch_loss(event: dict[str, Any]) -> BatchLoss:
+    steps = event.get("steps")
+    return BatchLoss(
+        epoch=int(event["epoch"]),
+        step=int(event["step"]),
+        steps=None if steps is None else int(steps),
+        loss=float(event["loss"]),
+    )
 
 
 def _metric_row(event: dict[str, Any]) -> MetricRow:

@@ -39,6 +39,8 @@ MAX_DOWNLOAD_BYTES = 64 << 20
 
 _LINES_EACH_S = 0.03
 _PARTS_EACH_S = 0.25
+_MOST_OF_A_CORE = 0.05
+"""Pictures of very many metrics, each of which takes long to draw, are drawn less often."""
 _PICTURE_EACH_S = 2.0
 _UNSEEN_EACH_S = 1.0
 _ANSWER_S = 8.0
@@ -94,7 +96,7 @@ class JobWidget(anywidget.AnyWidget):
         job: The job.
     """
 
-    _esm = "".join((STATIC / f"{name}.js").read_text() for name in ("page", "job"))
+    _esm = "".join((STATIC / f"{name}.js").read_text() for name in ("page", "charts", "job"))
     _css = STATIC / "widget.css"
 
     identity = traitlets.Unicode().tag(sync=True)
@@ -274,16 +276,19 @@ class JobWidget(anywidget.AnyWidget):
 
     @_of_no_cell
     def _follow(self) -> None:
-        drawn = 0.0
+        drawn = took_s = 0.0
         job = self._job
         while self._job is job and not (self._is_over and (self._has_answered or self._is_picture)):
             # The front end may be gone, or the kernel about to end.
             with contextlib.suppress(Exception):
                 if self._seen_by:
                     self._read_log()
-                if time.monotonic() - drawn >= _PARTS_EACH_S and (self._seen_by or self._has_new_state()):
+                since_s = time.monotonic() - drawn
+                is_due = bool(self._seen_by) and since_s >= took_s / _MOST_OF_A_CORE
+                if since_s >= _PARTS_EACH_S and (is_due or self._has_new_state()):
+                    took_s = time.thread_time()
                     self._draw()
-                    drawn = time.monotonic()
+                    drawn, took_s = time.monotonic(), time.thread_time() - took_s
                 self._replace_if_unanswered()
             self._woken.wait(_LINES_EACH_S if self._seen_by else _UNSEEN_EACH_S)
             self._woken.clear()

@@ -47,6 +47,15 @@ def place_of(frame: types.FrameType, line: int) -> str:
     return f"{pathlib.PurePath(label_of(frame.f_code.co_filename)).name}:{line} in {frame.f_code.co_name}"
 
 
+def last_line(error: BaseException) -> str:
+    """Where in the user's code an exception was raised, as `place_of` names it, and that line below it; empty without one."""
+    frames = [one for one in traceback.walk_tb(error.__traceback__) if is_users(one[0].f_code.co_filename)]
+    if not frames:
+        return ""
+    frame, line = frames[-1]
+    return f"{place_of(frame, line)}\n{linecache.getline(frame.f_code.co_filename, line).strip()}".strip()
+
+
 def install(sources: Mapping[str, tuple[str, str]]) -> None:
     """Make the sources known to this process.
 

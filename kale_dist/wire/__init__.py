@@ -10,6 +10,7 @@ from kale_dist.wire.decoding import decode, learn
 from kale_dist.wire.events import (
     MEASURED_SOURCES,
     PHASES,
+    BatchLoss,
     EventKind,
     FailureCause,
     MetricRow,

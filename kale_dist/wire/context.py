@@ -24,6 +24,9 @@ from kale_dist.wire import EventKind, JobFiles
 MIN_INTERVAL_S = 0.1
 """Progress and signs of life are sent at most this often."""
 
+ALL_RANKS_PER_S = 1000
+"""All ranks of a job together send them at most this often: their head reads each of them."""
+
 ALIVE = "alive"
 """Kind of the record by which a rank tells its agent that something moved. It goes no further."""
 
@@ -59,6 +62,11 @@ class Context:
     """The checkpoint of an earlier job from which the training resumes, in rank 0; None for none."""
 
     @property
+    def interval_s(self) -> float:
+        """Seconds from one progress or sign of life of this rank to its next one."""
+        return max(MIN_INTERVAL_S, self.world_size / ALL_RANKS_PER_S)
+
+    @property
     def files(self) -> JobFiles | None:
         """The files of the job's folder; None outside a job."""
         return None if self.folder is None else JobFiles(self.folder)
@@ -67,10 +75,11 @@ class Context:
 class _Channel:
     """The write end of a rank's event pipe."""
 
-    def __init__(self, descriptor: int, rank: int, attempt: int) -> None:
+    def __init__(self, descriptor: int, place: Context) -> None:
         self._descriptor = descriptor
-        self._rank = rank
-        self._attempt = attempt
+        self._rank = place.rank
+        self._attempt = place.attempt
+        self._interval_s = place.interval_s
         self._pid = os.getpid()
         # Reentrant: a signal handler of the user's may report while the main thread is in here.
         self._lock = threading.RLock()
@@ -92,7 +101,7 @@ class _Channel:
 
     def moved(self) -> None:
         now = time.monotonic()
-        if now - self._last_moved >= MIN_INTERVAL_S and os.getpid() == self._pid:
+        if now - self._last_moved >= self._interval_s and os.getpid() == self._pid:
             self._last_moved = now
             with self._lock:
                 self._write({"event": ALIVE})
@@ -110,7 +119,7 @@ class _Channel:
     def _is_due(self, record: dict[str, Any]) -> bool:
         now = time.monotonic()
         last_of_phase = record.get("step") is not None and record.get("step") == record.get("steps")
-        if now - self._last_sent >= MIN_INTERVAL_S or last_of_phase or record.get("step") in (0, 1):
+        if now - self._last_sent >= self._interval_s or last_of_phase or record.get("step") in (0, 1):
             self._last_sent = now
             self._last_moved = now
             return True
@@ -177,7 +186,7 @@ def _number(name: str, value: Any) -> float | int:
 def emit(kind: EventKind, **fields: Any) -> None:
     """Send one event as `wire.events` lists them. Outside a job, and in forked children of a rank, nothing happens.
 
-    Progress is thinned to ten a second; the last one of each phase always goes out.
+    Progress is thinned to one in `Context.interval_s`; the last one of each phase always goes out.
 
     Args:
         kind: The kind of event.
@@ -238,7 +247,7 @@ def activate(place: Context, descriptor: int, asked: Callable[[], bool] = _asked
     """
     global _current, _channel, _asked  # noqa: PLW0603 - one process is one rank, for good
     _current, _asked = place, asked
-    _channel = _Channel(descriptor, place.rank, place.attempt)
+    _channel = _Channel(descriptor, place)
 
 
 def _same_phase(one: dict[str, Any] | None, other: dict[str, Any]) -> bool:

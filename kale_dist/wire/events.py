@@ -13,6 +13,8 @@ agent speaks of the whole job) and `attempt`; beyond these:
     progress    phase ("train", "eval", ...), epoch (from 1), epochs, step (from 1), steps (or None),
                 samples and samples_per_s (None in a rank whose batches another one reads and counts), loss (or None).
                 Kept in `progress.json` alone, the last one of each rank.
+    loss        epoch (from 1), step (from 1), steps (or None), loss: the mean over the ranks' latest batches, now and then while an
+                epoch is trained: for the eye, with ever longer distances, so that a job of weeks has some thousand
     usage       memory_bytes, memory_limit_bytes, gpu_percent, gpu_memory_bytes, gpu_memory_limit_bytes (each an int
                 or None) and node (or None): what the rank uses, as its agent sees it. Kept like progress.
     checkpoint  epoch (finished ones), step, batches (of the epoch that has begun; 0 between epochs), asked (whether the agent
@@ -25,7 +27,8 @@ agent speaks of the whole job) and `attempt`; beyond these:
     waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress
     debug       prompt (what an answer has to name; "" where the rank has left its breakpoint), where (file, line and
                 function), text (what the debugger has printed since the last answer, with the prompt), typed (that answer)
-    outcome     ok; on failure error_type, error_text, locals (the local variables of the last frames, as text)
+    outcome     ok; on failure error_type, error_text, where (the place in the user's code and its line), locals (the local
+                variables of the last frames, as text)
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class EventKind(enum.StrEnum):
     RANK = "rank"
     METRICS = "metrics"
     PROGRESS = "progress"
+    LOSS = "loss"
     USAGE = "usage"
     CHECKPOINT = "checkpoint"
     RESUMED = "resumed"
@@ -130,6 +134,19 @@ class MetricRow:
     source: str
     """`train`, `eval`, `averaged` (the evaluation of averaged weights), `strategy`, `pace`, `profile` or `report`."""
     values: tuple[tuple[str, float], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLoss:
+    """The training loss while an epoch runs: the mean over the ranks' latest batches."""
+
+    epoch: int
+    """From 1."""
+    step: int
+    """Of the epoch, from 1."""
+    steps: int | None
+    """How many steps the epoch has; None where the loader's length is not known."""
+    loss: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -203,6 +203,8 @@ class Order:
     debugging: Debugging = dataclasses.field(default_factory=Debugging)
     replaces_pods: bool = False
     """Whether a pod that is lost is made again, by its controller, so that an attempt may wait for it."""
+    returns_head: bool = False
+    """Whether the head's pod is made again, too: it resumes from `store`, where it counts the restarts."""
     ends_with: EndsWith = EndsWith.ANY_FAILURE
     servers: int = 0
     """How many of the last agents are parameter servers of TensorFlow."""

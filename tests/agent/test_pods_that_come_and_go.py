@@ -1,7 +1,10 @@
 """Trainings whose pods are lost, made again, told to end, or come late: plain processes here, and no notebook anywhere."""
 
 import collections
+import os
+import pathlib
 import re
+import signal
 import sys
 import time
 
@@ -12,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import kale_dist as kd
-from kale_dist.wire import EventKind
+from kale_dist import wire
+from kale_dist.wire import EventKind, FailureCause
 from kale_dist.worker.training import loop
 from kale_dist.worker.training.settings import Training
 
@@ -217,3 +221,89 @@ def test_a_training_without_checkpoints_within_epochs_says_that_it_stays_as_smal
     pause.write_text("0")
     assert job.end() == [0, 0], job.text()
     assert sizes(job) == [1]
+
+
+def stored(job):
+    """The job's files in its store."""
+    return pathlib.Path(job.order.store, "jobs", job.order.job)
+
+
+def train_with_store(make, folder, **options):
+    """A training of two pods whose head is made again, too."""
+    store = folder / "store"
+    store.mkdir()
+    return train_in(make, folder, ranks=2, pause_s=0.05, store=str(store), returns_head=True, **options)
+
+
+def restart(job):
+    """Make the pods again, the head first, as controllers do it; gives the head."""
+    head = job.start(0)
+    job.start(1)
+    return head
+
+
+def test_a_head_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, undisturbed):
+    job, _ = train_with_store(make, tmp_path, max_restarts=1)
+    head, relay = job.start_all().pods
+    job.until((stored(job) / "checkpoint").exists)
+    head.process.kill()
+    assert relay.end() == wire.EXIT_LOST_HEAD
+    assert [restart(job).end(), job.pods[-1].end()] == [0, 0], job.text()
+    assert any(event["epoch"] or event.get("batches") for event in job.events(EventKind.RESUMED))
+    assert torch.equal(weights_of(job), undisturbed)
+
+
+def test_a_head_that_was_lost_more_often_than_restarts_are_left_ends_its_pods_for_good(make, tmp_path):
+    job, _ = train_with_store(make, tmp_path, max_restarts=1)
+    head = job.start_all().pods[0]
+    for lives in (1, 2):
+        job.until(lambda lives=lives: len(job.events(EventKind.ATTEMPT)) == lives)
+        head.process.kill()
+        assert job.pods[-1].end() == wire.EXIT_LOST_HEAD
+        head = restart(job)
+    assert [head.end(), job.pods[-1].end()] == [1, 0], job.text()
+    assert head.last_words["cause"] == FailureCause.AGENT_DIED
+    assert "max_restarts" in head.last_words["reason"]
+
+
+def test_restarts_for_lost_ranks_count_for_the_next_head(make, tmp_path):
+    job, _ = train_with_store(make, tmp_path, max_restarts=1)
+    head = job.start_all().pods[0]
+    until_seen(job, 0)
+    before = (stored(job) / "restarts").read_bytes()
+    os.kill(head.pids()[1], signal.SIGKILL)
+    until_seen(job, 1)
+    job.until(lambda: (stored(job) / "restarts").read_bytes() != before)
+    head.process.kill()
+    assert [job.pods[1].end(), restart(job).end()] == [wire.EXIT_LOST_HEAD, 1], job.text()
+
+
+def test_sigterm_to_a_head_loses_no_step_and_does_not_count_where_the_training_gets_on(make, tmp_path, undisturbed):
+    job, _ = train_with_store(make, tmp_path, max_restarts=1)
+    head = job.start_all().pods[0]
+    for number in range(3):
+        job.until(lambda enough=30 * (number + 1): len(seen(job)) > enough)
+        head.process.terminate()
+        assert [head.end(), job.pods[-1].end()] == [wire.EXIT_TOLD_TO_END, wire.EXIT_LOST_HEAD], job.text()
+        head = restart(job)
+    assert [head.end(), job.pods[-1].end()] == [0, 0], job.text()
+    assert torch.equal(weights_of(job), undisturbed)
+
+
+def test_sigterm_to_a_head_counts_where_nothing_is_kept(make, tmp_path):
+    job, _ = train_with_store(make, tmp_path, max_restarts=1, every=1000)
+    head, codes = job.start_all().pods[0], []
+    while head.process.poll() is None and len(codes) < 2:
+        batches = len(seen(job))
+        job.until(lambda before=batches: len(seen(job)) > before)
+        head.process.terminate()
+        codes.append(head.end())
+        head = restart(job)
+    assert [*codes, head.end()] == [wire.EXIT_TOLD_TO_END, wire.EXIT_TOLD_TO_END, 1], job.text()
+
+
+def test_a_head_whose_store_does_not_work_says_so_and_never_comes_back(make, tmp_path):
+    (tmp_path / "file").touch()
+    job, _ = train_in(make, tmp_path, ranks=2, store=str(tmp_path / "file"), returns_head=True, max_restarts=1)
+    assert job.start_all().end() == [1, 0], job.text()
+    assert str(tmp_path / "file") in job.pods[0].last_words["reason"]

@@ -25,10 +25,10 @@ def test_the_curve_moves_while_digits_are_trained(open_notebook):
     view = notebook.page.locator(".kd-job")
     view.wait_for(timeout=60_000)
     view.scroll_into_view_if_needed()
-    curve = ".kd-job svg[aria-label^='loss'] polyline"
-    first = notebook.page.locator(curve).first.get_attribute("points", timeout=60_000)
+    curve = ".kd-job svg[aria-label^='loss'] path[stroke^='#']"
+    first = notebook.page.locator(curve).first.get_attribute("d", timeout=60_000)
     notebook.page.wait_for_function(
-        "([curve, before]) => document.querySelector(curve).getAttribute('points') !== before", arg=[curve, first]
+        "([curve, before]) => document.querySelector(curve).getAttribute('d') !== before", arg=[curve, first]
     )
     view.evaluate("view => view.scrollIntoView()")
     notebook.photograph("digits-running")

@@ -11,7 +11,7 @@ import kale_dist as kd, time
 def work(lines, fail=False):
     rank = kd.context().rank
     for number in range(lines):
-        kd.report(loss=1 / (number + 1) + rank / 10)
+        kd.report(loss=1 / (number + 1) + rank / 10, steps_left=lines - number)
         print("step", number, "of rank", rank, flush=True)
         time.sleep(0.05)
     if fail and rank == 1:
@@ -48,14 +48,25 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     # The first job of a machine that is busy waits for torch to be imported.
     expect(view.get_by_text("[1] step 12 of rank 1")).to_be_attached(timeout=90_000)
 
-    # The curve has numbers at its axes, and tells the values under the pointer.
-    curve = view.get_by_role("img", name=re.compile("^loss: "))
-    expect(curve.locator("text").first).to_have_text(re.compile(r"^\d\.\d$"))
-    curve.hover()
-    expect(view.locator(".kd-tip")).to_have_text(re.compile(r"^report \d+: [\d.]+ rank 0, [\d.]+ rank 1$"))
+    # The curves have numbers at their axes, one legend, and one pointer, at which they show their values.
+    charts = view.locator(".kd-chart")
+    expect(charts).to_have_count(2)
+    expect(charts.first.locator(".kd-y").first).to_have_text(re.compile(r"^\d\.\d$"))
+    expect(view.locator(".kd-legend")).to_have_text("rank 0rank 1")
+    charts.first.locator(".kd-frame").hover(position={"x": 60, "y": 40})
+    for chart in charts.all():
+        expect(chart.locator(".kd-here")).to_have_text(re.compile(r"^report \d+$"))
+        expect(chart.locator(".kd-values")).to_have_text(re.compile(r"^[\d.,]+$"))
     notebook.photograph("widget-running")
     view.get_by_label("Search the log").hover()
-    expect(view.locator(".kd-tip")).to_be_hidden()
+    expect(view.locator(".kd-here")).to_have_count(0)
+    # A logarithmic axis has 1, 2, 5 and so on; a smooth line has its own behind it.
+    view.get_by_role("button", name="Log scale").click()
+    expect(charts.first.locator(".kd-y").last).to_have_text(re.compile(r"^(0\.0*)?[125]0*$"))
+    view.get_by_label("Smoothing").fill("0.8")
+    expect(charts.first.locator('path[stroke-opacity="0.25"]')).to_have_count(2)
+    view.get_by_label("Smoothing").fill("0")
+    view.get_by_role("button", name="Log scale").click()
 
     # What is searched for is marked.
     view.get_by_label("Lines of").select_option("Rank 1")
@@ -86,7 +97,9 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
 
     # What a job says never becomes markup; the error is that of its own rank; every theme and width is readable.
     bad = notebook.show("bad = kd.launch(work, 12, True, number_of_processes=2, name='bad')\nbad.wait()\nbad")
-    expect(bad.locator(".kd-error")).to_have_text(re.compile(r"^Rank 1ValueError: <img src=x"))
+    expect(bad.locator(".kd-error")).to_have_text(
+        re.compile(r"^Rank 1 in Cell In\[\d+\]:10 in work\s+raise ValueError.*ValueError: <img src=x", re.DOTALL)
+    )
     assert page.evaluate("window.taken ?? null") is None
     for theme, width in (("JupyterLab Light", 1000), ("JupyterLab Dark", 480)):
         notebook.dress(theme, width)

@@ -15,6 +15,7 @@ from rank_work import batches_of, number_steps
 import kale_dist as kd
 from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
+from kale_dist.places.kubernetes.views import pod_view
 from kale_dist.places.manifests import KINDS
 from kale_dist.wire import StateName
 
@@ -25,10 +26,17 @@ NOTEBOOK = """
     sys.path[:0] = {paths!r}
     import kale_dist as kd
     from on_cluster import pods_in, wait_for
-    from rank_work import {function}
+    from rank_work import batches_of, number_steps, waits_in_its_first_attempt
+    from trainings import summing
     if __name__ == "__main__":
-        job = kd.launch({function}, number_of_processes=2, max_restarts=1, on=pods_in({namespace!r}, **{settings!r}))
-        wait_for(job, lambda status: any("ready" in line.text for line in job.logs()))
+        options = dict(number_of_processes={ranks}, max_restarts=1, on=pods_in({namespace!r}, **{settings!r}))
+        if {trains}:
+            args = (*summing(800 * {ranks}, lr=0.01), number_steps)
+            job = kd.distribute(*args, epochs=1, train_args=(0.2, {{0}}), seed=1, threads=1, **options)
+            wait_for(job, lambda status: len(batches_of(job)) > 30)
+        else:
+            job = kd.launch(waits_in_its_first_attempt, **options)
+            wait_for(job, lambda status: any("ready" in line.text for line in job.logs()))
         print(job.name, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -46,9 +54,11 @@ def pods_of(namespace, name):
 
 
 def is_worker(pod):
-    labels = pod["metadata"]["labels"]
-    index = labels.get("training.kubeflow.org/replica-type") or labels.get("batch.kubernetes.io/job-completion-index")
-    return index in ("worker", "1")
+    return pod_view(pod).number > 0
+
+
+def is_active(pod):
+    return pod["status"]["phase"] in ("Pending", "Running")
 
 
 def until(condition, timeout_s=120):
@@ -59,11 +69,11 @@ def until(condition, timeout_s=120):
     return found
 
 
-def submit_and_die(namespace, function, **settings):
+def submit_and_die(namespace, *, trains=False, ranks=2, **settings):
     """Submit a job from a notebook that is killed as soon as its ranks run; gives the job's name."""
     folder = pathlib.Path(__file__).parent
     paths = [str(folder), str(folder.parent)]
-    code = NOTEBOOK.format(paths=paths, function=function, namespace=namespace, settings=settings)
+    code = NOTEBOOK.format(paths=paths, trains=trains, ranks=ranks, namespace=namespace, settings=settings)
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=150, check=False
     )
@@ -71,9 +81,22 @@ def submit_and_die(namespace, function, **settings):
     return ended.stdout.split()[-1]
 
 
+SHARED = {"shareProcessNamespace": True}
+"""In a pod's specification: its agent is not process 1, which nothing in the pod can kill."""
+
+KILL_AGENT = """
+import os, pathlib
+found = [int(one.parent.name) for one in pathlib.Path("/proc").glob("[0-9]*/cmdline") if b"['pod']" in one.read_bytes()]
+os.kill(min(found, key=lambda pid: pid if pid != os.getpid() else 1 << 30), 9)
+"""
+
+
 def lose(namespace, pod, how):
     if how == "delete":
         run_kubectl("-n", namespace, "delete", "pod", pod, "--wait=false")
+        return
+    if how == "kill":
+        run_kubectl("-n", namespace, "exec", pod, "--", "python3", "-c", KILL_AGENT)
         return
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
     path = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
@@ -81,14 +104,15 @@ def lose(namespace, pod, how):
 
 
 def head_has_ended(namespace, name):
-    phases = [pod["status"]["phase"] for pod in pods_of(namespace, name) if not is_worker(pod)]
-    return phases in (["Succeeded"], ["Failed"])
+    """Whether it has, and no other is there. A Job keeps those that have failed before."""
+    heads = [pod for pod in pods_of(namespace, name) if not is_worker(pod)]
+    return any(pod["status"]["phase"] == "Succeeded" for pod in heads)
 
 
 @pytest.mark.parametrize("how", ["evict", pytest.param("delete", marks=pytest.mark.nightly)])
 def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(namespace, word, how):
     make_claim(namespace, "kept")
-    name = submit_and_die(namespace, "waits_in_its_first_attempt", kind=word, store="pvc://kept/runs")
+    name = submit_and_die(namespace, kind=word, store="pvc://kept/runs")
     [lost] = [pod["metadata"] for pod in pods_of(namespace, name) if is_worker(pod)]
     lose(namespace, lost["name"], how)
     until(lambda: head_has_ended(namespace, name))
@@ -103,11 +127,44 @@ def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(na
     job.delete()
 
 
-def object_with(namespace, word, code):
-    """The object of a job whose worker ends with an exit code, and whose head waits."""
+@pytest.mark.parametrize(
+    ("how", "ranks", "master"),
+    [
+        ("delete", 2, None),
+        pytest.param("delete", 1, None, marks=pytest.mark.nightly),
+        pytest.param("delete", 2, False, marks=pytest.mark.nightly),
+        pytest.param("kill", 2, None, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_head_that_is_lost_comes_back_and_resumes_without_a_notebook(namespace, word, how, ranks, master):
+    make_claim(namespace, "kept")
+    pods, role = {"template": {"spec": SHARED}}, "Master" if master is None else "Worker"
+    given = {"patch": {"spec": {"pytorchReplicaSpecs": {role: pods}} if word == "pytorch" else pods}, "master": master}
+    name = submit_and_die(namespace, trains=True, ranks=ranks, kind=word, store="pvc://kept/runs", **given)
+    [lost] = [pod["metadata"] for pod in pods_of(namespace, name) if not is_worker(pod)]
+    lose(namespace, lost["name"], how)
+    until(lambda: lost["uid"] not in {pod["metadata"]["uid"] for pod in pods_of(namespace, name) if is_active(pod)})
+    until(lambda: head_has_ended(namespace, name))
+    job = kd.attach(f"kubernetes://{namespace}/{name}")
+    assert job.wait(120).state is StateName.SUCCEEDED, list(job.logs())
+    lines = [line.text for line in job.logs() if line.rank in (0, None)]
+    again = lines[next(index for index, text in enumerate(lines) if "Run 2 starts" in text) :]
+    numbers = [int(text.rpartition(" ")[2]) for text in again if "ranks: batch " in text]
+    # After SIGTERM no step is lost; otherwise those since the store got a checkpoint.
+    assert numbers == list(range(numbers[0], 100))
+    assert numbers[0] > (30 if how == "delete" else 0)
+    assert [row["epoch"] for row in job.metrics if row["source"] == "train"] == [1]
+    listed = run_kubectl("-n", namespace, "get", f"{KINDS[word].plural}.{KINDS[word].group}", "-o", "name")
+    assert f"{name}-2" not in listed
+    job.delete()
+
+
+def object_with(namespace, word, whose, code):
+    """The object of a job whose head or worker ends with an exit code, while the other waits."""
     spec = JobSpec(
-        name=f"ends-{word}-{code}", label="x", kind="call", snapshot="none", image="", policy=Policy(max_restarts=5),
+        name=f"ends-{word}-{whose}-{code}", label="x", kind="training", snapshot="none", image="", policy=Policy(max_restarts=5),
         topology=Topology(number_of_processes=2), cluster=ClusterOptions(namespace=namespace, kind=word),
+        store="pvc://kept",
     )  # fmt: skip
     made = KINDS[word].make(spec)
     groups = KINDS[word].pod_groups(made)
@@ -118,24 +175,23 @@ def object_with(namespace, word, code):
         container.update(
             image="localhost:5000/kale-dist-tests/python:3.11-slim", env=[], volumeMounts=[], ports=[], resources={}
         )
-        ends = f"sleep 1; exit {code}"
-        index = (
-            "$(hostname | grep -q -- -1 && echo worker)" if word == "job" else ("" if group is groups[0] else "worker")
-        )
-        container["command"] = ["sh", "-c", f'if [ "{index}" = worker ]; then {ends}; else sleep 600; fi']
+        who = "worker" if word == "pytorch" and group is not groups[0] else "head"
+        who = "$(hostname | grep -q -- '-1$' && echo worker || echo head)" if word == "job" else who
+        container["command"] = ["sh", "-c", f'if [ "{who}" = {whose} ]; then sleep 1; exit {code}; else sleep 600; fi']
     return made
 
 
-def test_what_a_pods_exit_code_says_its_controller_does(namespace, word, plain_image):
+@pytest.mark.parametrize("whose", ["worker", "head"])
+def test_what_a_pods_exit_code_says_its_controller_does(namespace, word, whose, plain_image):
     codes = {0: False, 1: False, 70: False, 78: False, 137: True, 143: True, 144: True}
     for code in codes:
-        run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(object_with(namespace, word, code)))
+        run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(object_with(namespace, word, whose, code)))
     seen = {code: set() for code in codes}
 
     def are_as_expected():
         for code, uids in seen.items():
-            found = pods_of(namespace, f"ends-{word}-{code}")
-            uids.update(pod["metadata"]["uid"] for pod in found if is_worker(pod))
+            found = pods_of(namespace, f"ends-{word}-{whose}-{code}")
+            uids.update(pod["metadata"]["uid"] for pod in found if is_worker(pod) == (whose == "worker"))
         return all(len(seen[code]) > 1 for code, is_again in codes.items() if is_again)
 
     until(are_as_expected)
@@ -144,7 +200,9 @@ def test_what_a_pods_exit_code_says_its_controller_does(namespace, word, plain_i
     assert {code: len(uids) > 1 for code, uids in seen.items()} == codes
     for code in codes:
         kind = KINDS[word]
-        run_kubectl("-n", namespace, "delete", f"{kind.plural}.{kind.group}", f"ends-{word}-{code}", "--wait=false")
+        run_kubectl(
+            "-n", namespace, "delete", f"{kind.plural}.{kind.group}", f"ends-{word}-{whose}-{code}", "--wait=false"
+        )
 
 
 GATED = {"schedulingGates": [{"name": "kale-dist.dev/late"}]}

@@ -1,6 +1,7 @@
 """A disk that gets full while a checkpoint is written beside the training."""
 
 import resource
+import threading
 import time
 
 import torch
@@ -46,5 +47,37 @@ def test_the_error_names_the_file_and_the_checkpoint_before_is_whole():
         assert [one.name for one in files.folder.iterdir() if "checkpoint" in one.name] == ["checkpoint"]
         # The disk would be as full for the next attempt.
         assert job.status.attempt == 0
+    finally:
+        job.delete()
+
+
+def raising_on_all(model, loader, criterion, optimizer, device, args):
+    save = torch.save
+
+    def slow(*given, **options):
+        if threading.current_thread().name == "checkpoint":
+            time.sleep(4)
+        save(*given, **options)
+
+    torch.save = slow
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        if number == 5:
+            raise ValueError("bad sample")
+    return {"loss": 0.0}
+
+
+def test_a_checkpoint_that_is_being_written_when_all_ranks_raise_is_finished():
+    model = nn.Linear(4, 2)
+    loader = DataLoader(TensorDataset(torch.randn(96, 4), torch.randint(2, (96,))), 4)
+    job = kd.distribute(
+        model, loader, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), raising_on_all,
+        number_of_processes=2, threads=1, checkpoint_every="4 steps",
+    )  # fmt: skip
+    try:
+        assert "bad sample" in str(job.exception(120))
+        assert checkpoint.read(records.files(job.name).checkpoint).resume["steps"] == 4
     finally:
         job.delete()

@@ -105,6 +105,16 @@ JOBS = {
     ),
     "restarts": (a_spec(policy=Policy(max_restarts=2)), SETTINGS),
     "restarts_job": (a_spec(policy=Policy(max_restarts=2), cluster=ClusterOptions(kind="job")), SETTINGS),
+    "restarts_store": (a_spec(policy=Policy(max_restarts=2), store="pvc://results"), SETTINGS),
+    "restarts_store_job_one_pod": (
+        a_spec(
+            topology=Topology(number_of_processes=1),
+            policy=Policy(max_restarts=2),
+            store="s3://bucket/runs",
+            cluster=ClusterOptions(kind="job"),
+        ),
+        SETTINGS,
+    ),
     "job": (a_spec(cluster=ClusterOptions(kind="job", ttl_s=3600)), SETTINGS),
     "job_one_pod": (
         a_spec(topology=Topology(number_of_processes=2, processes_per_pod=2), cluster=ClusterOptions(kind="job")),

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import types
 
 import pytest
 
@@ -11,7 +12,7 @@ kubernetes = pytest.importorskip("kubernetes")
 
 from kale_dist.job.spec.job_spec import JobSpec, Topology  # noqa: E402
 from kale_dist.job.spec.place_settings import ClusterOptions  # noqa: E402
-from kale_dist.places.kubernetes import look  # noqa: E402
+from kale_dist.places.kubernetes import checks, look  # noqa: E402
 from kale_dist.places.kubernetes.explain import pods as explain  # noqa: E402
 from kale_dist.places.kubernetes.explain import sentences, table  # noqa: E402
 from kale_dist.places.kubernetes.explain.table import Seen  # noqa: E402
@@ -24,6 +25,7 @@ from kale_dist.places.kubernetes.views import (  # noqa: E402
     pod_view,
     seconds,
 )
+from kale_dist.places.manifests import KINDS  # noqa: E402
 from kale_dist.wire import FailureCause  # noqa: E402
 
 RECORDED = pathlib.Path(__file__).parent / "recorded"
@@ -215,6 +217,41 @@ def test_a_volume_in_use_on_another_node():
     )
     finding = explain.hindrance(_pod(claims=("data",)), _view(events=(event,)))
     assert "its claim data is ReadWriteOnce, and another node than n1 uses the volume" in str(finding.trouble)
+
+
+def test_rights_that_are_missing_are_granted_by_one_role_that_is_printed_once():
+    cluster = types.SimpleNamespace(namespace="team", identity="ann")
+    found = list(checks.missing_rights(cluster, KINDS["pytorch"], frozenset()))
+    assert sum(finding.is_fatal for finding in found) > 1
+    assert sum("kind: Role\n" in str(finding.trouble) for finding in found) == 1
+    assert "kind: Role\n" in str(next(finding.trouble for finding in found if finding.is_fatal))
+
+
+def test_a_scheduler_that_does_not_come_is_named():
+    assert "volcano" in explain.progress(_pod(node="", scheduler="volcano"), _view())
+    assert pod_view({"metadata": {"name": "x"}, "spec": {"schedulerName": "default-scheduler"}}).scheduler == ""
+    assert pod_view({"metadata": {"name": "x"}, "spec": {"schedulerName": "volcano"}}).scheduler == "volcano"
+
+
+@pytest.mark.parametrize(
+    ("said", "is_told"),
+    [
+        ('MountVolume.SetUp failed for volume "input" : failed to sync secret cache: timed out waiting', False),
+        ('MountVolume.SetUp failed for volume "data" : mount failed: exit status 32', True),
+    ],
+)
+def test_a_kubelet_that_learns_of_a_secret_a_moment_later_is_no_trouble(said, is_told):
+    event = EventView(
+        uid="e",
+        kind="Pod",
+        name="x-worker-1",
+        object_uid="u",
+        is_warning=True,
+        reason="FailedMount",
+        message=said,
+        time=1,
+    )
+    assert (explain.hindrance(_pod(), _view(events=(event,))) is not None) is is_told
 
 
 def test_a_warning_that_has_healed_is_not_told():

@@ -8,7 +8,7 @@ from golden_jobs import SETTINGS, a_spec
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec import place_settings
-from kale_dist.job.spec.job_spec import JobSpec, Topology
+from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.manifests import KINDS, kind_of
 
@@ -53,6 +53,31 @@ def test_states(word, status, finished, is_running, is_known):
     assert (state.finished, state.is_running, state.is_known) == (finished, is_running, is_known)
     assert state.ended == ("2026-01-31T08:00:09Z" if finished else None)
     assert state.message == ("of Failed" if finished == "failed" else "")
+
+
+@pytest.mark.parametrize(
+    ("word", "changes", "returns"),
+    [
+        ("pytorch", {}, True),
+        ("job", {}, True),
+        ("pytorch", {"store": ""}, False),
+        ("job", {"store": ""}, False),
+        ("pytorch", {"saves": False}, False),
+        ("pytorch", {"policy": Policy()}, False),
+        ("train", {}, False),
+        ("mpi", {}, False),
+        ("tf", {}, False),
+    ],
+)
+@pytest.mark.parametrize("master", [None, False])
+@pytest.mark.parametrize("pods", [1, 3])
+def test_a_head_comes_back_where_a_store_has_what_it_resumes_from(word, changes, returns, master, pods):
+    given = {"policy": Policy(max_restarts=1), "store": "pvc://kept", "topology": Topology(number_of_processes=pods)}
+    spec = a_spec(cluster=ClusterOptions(kind=word, master=master), **{**given, **changes})
+    assert KINDS[word].returns_head(spec) == returns
+    if word == "pytorch":
+        head = KINDS[word].pod_groups(KINDS[word].make(spec, SETTINGS))[0]
+        assert head.restart_policy == ("ExitCode" if returns else "Never")
 
 
 @pytest.mark.parametrize("word", KINDS)

@@ -99,6 +99,7 @@ def test_the_guessed_call_is_one_that_would_run(namespace):
         ),
         ({"criterion": "torch.nn.MSELoss()"}, "None, None, torch.nn.MSELoss(), None,"),
         ({"name": "it's"}, 'name="it\'s"'),
+        ({"resume_from": "train-net-1"}, "resume_from='train-net-1'"),
         ({"epochs": "many"}, "epochs='many'"),
         ({"cuda": "yes"}, "cuda=True"),
         ({"cuda": "no"}, "cuda=False"),

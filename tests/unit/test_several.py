@@ -102,7 +102,7 @@ def test_jobs_are_compared_by_what_differs_and_by_their_metrics():
     # One picture for each metric, with a line for each job, whose colour its row has, too.
     pictures = drawn.split("<svg")[1:]
     assert len(pictures) == 2
-    lines = re.findall(r'<polyline [^>]*stroke="(#\w+)"', pictures[0])
+    lines = re.findall(r'<path d="M[^"]*L[^"]*" fill="none" stroke="(#\w+)"', pictures[0])
     assert len(set(lines)) == 3
     table = drawn[drawn.index("<tbody>") :]
     assert all(colour in table for colour in lines)

@@ -111,6 +111,16 @@ def test_a_call_without_a_job_is_told_what_to_return():
         sweep(lambda trial: trial.suggest_float("x", 0, 1)).wait(120)
 
 
+def test_a_range_of_processes_is_refused_before_a_job_is_submitted():
+    from trainings import summing
+
+    found = sweep(lambda _: kd.distribute(*summing(), number_of_processes=(1, 2), epochs=1), metric="train/loss")
+    with pytest.raises(ConfigError) as caught:
+        found.wait(60)
+    assert caught.value.argument == "number_of_processes"
+    assert not kd.jobs()
+
+
 def test_three_failures_in_a_row_end_the_sweep_and_one_does_not():
     def fail(x):
         if x > 0:
@@ -322,13 +332,12 @@ def test_the_picture_has_the_metric_over_each_parameter_and_leads_to_the_jobs():
     )  # fmt: skip
     picture = SweepPicture(name="s", metric="eval/loss", wanted=4, is_maximised=False, is_over=True, rows=rows)
     drawn = html(picture)
-    assert [len(re.findall(rf"<text [^>]*>{axis} ", drawn)) for axis in ("trial", "lr", "width", "act")] == [1, 1, 1, 0]
-    assert drawn.count("rotate(-90)") == 3
+    assert [len(re.findall(rf"<span [^>]*>{axis} ", drawn)) for axis in ("trial", "lr", "width", "act")] == [1, 1, 1, 0]
+    assert drawn.count("writing-mode:vertical-rl") == 3
     assert drawn.count("(log)") == 1
     # Four trials, whose learning rates are equally far apart on a logarithmic axis.
-    places = [
-        float(x) for x in re.findall(r'<circle cx="([\d.]+)"', drawn.split(">eval/loss by lr<")[1].split("</svg>")[0])
-    ]
+    drawing = drawn.split(">eval/loss by lr<")[1].split("</svg>")[0]
+    places = [float(x) for x in re.findall(r"M([\d.]+) [\d.]+h0", drawing)]
     assert [round(b - a) for a, b in itertools.pairwise(places)] == [round((places[-1] - places[0]) / 3)] * 3
     assert "train-net-3" in drawn
     assert "sweep.trials[0].job" in drawn

@@ -1,16 +1,22 @@
-"""Draws metrics as curves: each metric's series in a small SVG picture."""
+"""Metrics as curves: drawn without a script, for pictures that stay as they are, or as data that the page draws.
+
+Numbers stand beside the SVG as HTML, so that they keep their size however wide it is.
+"""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
 import itertools
+import json
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from kale_dist.job.view import facts
-from kale_dist.wire import MEASURED_SOURCES, MetricRow
+from kale_dist.wire import MEASURED_SOURCES, BatchLoss, MetricRow
 
 MAX_CURVES = 6
 """Curves in a job's picture; `job.metrics` has all metrics."""
@@ -27,17 +33,25 @@ MAX_STRIPS = 32
 COLOURS = ("#3b82f6", "#f08c00", "#12a594", "#c05bd6", "#e5484d", "#8a8f98")
 """Mid tones that can be told apart, also by those who see fewer colours, on white and on black."""
 
+_EACH_BATCH = "train, single batches"
 _COLOUR_OF = {"train": COLOURS[0], "eval": COLOURS[1]}
 """Colours by source, the same in every picture. Ranks have the same colours as in the log."""
 
-_WIDTH, _HEIGHT = 290, 118
-_RIGHT, _TOP, _BOTTOM = 6, 8, 20
+_HEIGHT = 132
+"""Pixels of a picture with its numbers."""
+
+_TOP, _BOTTOM, _RIGHT = 6, 22, 4
+"""Pixels around the lines."""
+
 _CHARACTER = 5.9
 """Approximate width of a digit at an axis."""
 
 _MARGIN = 6.0
-_LABEL = 12.0
+_LABEL = 14.0
 """Width of what stands beside the vertical axis."""
+
+_SIDE = 1000
+"""Units of the drawing from side to side: it is stretched to its place, lines and dots are not."""
 
 _PLAIN_STEPS = (1e-5, 1e7)
 """Smallest and largest step between numbers at an axis that are written without an exponent."""
@@ -58,6 +72,10 @@ class Series:
     """What the horizontal axis counts: `epoch`, `step`, `report` or `trial`."""
     is_joined: bool = True
     """Whether a line joins the points."""
+    is_faint: bool = False
+    """Whether it is behind the others: single batches, which jump about."""
+    band: tuple[tuple[float, float], ...] = ()
+    """The lowest and the highest value at each point, where the line is the mean over ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +92,8 @@ class Curve:
     @property
     def summary(self) -> str:
         """The last values in words: `0.12 train, 0.15 eval`."""
-        return ", ".join(f"{facts.number(one.last)} {one.label}" for one in self.series)
+        shown = [one for one in self.series if not one.is_faint] or self.series
+        return ", ".join(f"{facts.number(one.last)} {one.label}" for one in shown)
 
     @property
     def drawn(self) -> tuple[Series, ...]:
@@ -84,145 +103,241 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Box:
-    """The range of values that a picture shows, and how values map to its pixels."""
+    """The range of values that a picture shows, and how values map to the drawing's units."""
 
     left: float
     right: float
     low: float
     high: float
-    margin: float
-    """Width of the numbers at the vertical axis."""
     is_log: bool = False
 
     def across(self, x: float) -> float:
         share = (x - self.left) / (self.right - self.left) if self.right > self.left else 0.5
         if self.is_log:
             share = math.log(x / self.left) / math.log(self.right / self.left)
-        return self.margin + share * (_WIDTH - self.margin - _RIGHT)
+        return share * _SIDE
 
     def down(self, y: float) -> float:
         # Halves, because the difference of two floats may overflow.
-        share = (y / 2 - self.low / 2) / (self.high / 2 - self.low / 2)
-        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+        return _SIDE * (1 - (y / 2 - self.low / 2) / (self.high / 2 - self.low / 2))
 
 
-def collect(rows: Iterable[MetricRow]) -> tuple[Curve, ...]:
+def collect(rows: Iterable[MetricRow], losses: Sequence[BatchLoss] = ()) -> tuple[Curve, ...]:
     """The curves of a job's metrics: loss and accuracy first, the others in the order of their first report.
 
     Counters of strategies (bytes, staleness), profiles, learning rates and paces are left out, because they would outnumber
     the training's own metrics.
+
+    Args:
+        rows: What was reported.
+        losses: The training loss within epochs, which stands behind the curve of the epochs' losses.
     """
-    found: dict[str, dict[tuple[str, int | None], list[tuple[MetricRow, float]]]] = {}
+    found: dict[str, dict[tuple[str, int | None], list[tuple[MetricRow, float]]]] = {"loss": {}} if losses else {}
     for row in rows:
         for name, value in row.values if row.source not in MEASURED_SOURCES else ():
             # What a step returned is an average over ranks, no matter which rank sent it.
             rank = row.rank if row.source == "report" else None
             found.setdefault(name, {}).setdefault((row.source, rank), []).append((row, value))
     order = sorted(found, key=lambda name: {"loss": 0, "accuracy": 1}.get(name, 2))
-    return tuple(_curve(name, found[name]) for name in order)
+    curves = (_curve(name, found[name], losses if name == "loss" else ()) for name in order)
+    return tuple(curve for curve in curves if curve.series)
 
 
-def svg(curve: Curve, *, has_titles: bool = True) -> str:
-    """Draw a curve as inline SVG in the text colour of the page; empty if no series has two points.
+def data(found: Sequence[Curve]) -> str:
+    """The first curves as JSON, for a page that draws them; empty without any."""
+    if not found:
+        return ""
+    charts = [{"name": curve.name, "series": [_data(one) for one in curve.series]} for curve in found[:MAX_CURVES]]
+    return json.dumps({"charts": charts, "more": max(0, len(found) - MAX_CURVES)}, separators=(",", ":"))
 
-    Args:
-        curve: The curve.
-        has_titles: Whether the browser shows the values under the pointer itself (`title` elements). Otherwise they are
-            in `data-kd-at`, for a page that shows them without the browser's delay.
+
+def _data(one: Series) -> dict[str, Any]:
+    described = {
+        "label": one.label, "colour": one.colour, "axis": one.axis, "last": facts.number(one.last),
+        "dashed": one.label == "eval", "faint": one.is_faint, "points": _rounded(one.points),
+    }  # fmt: skip
+    return {**described, "band": _rounded(one.band)} if one.band else described
+
+
+def _rounded(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(float(f"{x:.6g}"), float(f"{y:.6g}")) for x, y in pairs]
+
+
+def svg(curve: Curve) -> str:
+    """Draw a curve in the text colour of the page, without a script; empty if no series has two points.
+
+    The browser itself shows the values under the pointer (`title` elements).
     """
     series = curve.drawn
     if not series:
         return ""
     xs = [x for one in series for x, _ in one.points]
-    ys = [y for one in series for _, y in one.points]
+    ys = [y for one in series for _, y in (*one.points, *one.band, *((0.0, low) for low, _ in one.band))]
     low, high = _span(min(ys), max(ys))
     ticks = _ticks(low, high)
-    margin = _MARGIN + _CHARACTER * max(len(text) for _, text in ticks)
-    margin += _LABEL if curve.vertical else 0.0
-    box = _Box(min(xs), max(xs), low, high, margin, curve.is_log)
+    margin = _MARGIN + _CHARACTER * max(len(text) for _, text in ticks) + (_LABEL if curve.vertical else 0.0)
+    left = math.floor(min(xs)) if any(one.label == _EACH_BATCH for one in series) else min(xs)
+    box = _Box(left, max(xs), low, high, curve.is_log)
+    drawn = [
+        _stroke(f"M0 {box.down(value):.1f}H{_SIDE}", "currentColor", 1, 'stroke-opacity="0.16"') for value, _ in ticks
+    ]
+    drawn += [part for one in series for part in _line(one, box)]
+    drawn += _strips(series, box)
     axes = {one.axis for one in series}
-    parts = [_grid(box, ticks, axes.pop() if len(axes) == 1 else "")]
-    if curve.vertical:
-        parts.append(
-            f'<text transform="translate(9,{_TOP}) rotate(-90)" text-anchor="end" fill="currentColor" '
-            f'fill-opacity="0.78">{escape(facts.clean(curve.vertical))}</text>'
-        )
-    for one in series:
-        dashes = ' stroke-dasharray="5 3"' if one.label == "eval" else ""
-        corners = [(box.across(x), box.down(y)) for x, y in one.points]
-        if not one.is_joined:
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{one.colour}"/>' for x, y in corners]
-            continue
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
-        parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{one.colour}" stroke-width="1.75"{dashes} '
-            'stroke-linejoin="round" stroke-linecap="round"/>'
-            f'<circle cx="{corners[-1][0]:.1f}" cy="{corners[-1][1]:.1f}" r="2.5" fill="{one.colour}"/>'
-        )
-    parts += _strips(series, box, has_titles=has_titles)
     label = escape(f"{curve.name}: {curve.summary}", quote=True)
     return (
-        f'<svg role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-size="10" '
-        f'style="display:block;width:100%;height:auto;overflow:visible">{"".join(parts)}</svg>'
+        f'<div style="position:relative;height:{_HEIGHT}px;font-size:10px;line-height:1;overflow:hidden">'
+        f'<div style="position:absolute;left:{margin:.0f}px;right:{_RIGHT}px;top:{_TOP}px;bottom:{_BOTTOM}px">'
+        f'<svg role="img" aria-label="{label}" viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" '
+        f'style="display:block;width:100%;height:100%;overflow:visible">{"".join(drawn)}</svg>'
+        f"{_numbers(curve, box, ticks, margin, axes.pop() if len(axes) == 1 else '')}</div></div>"
     )
 
 
-def _grid(box: _Box, ticks: Sequence[tuple[float, str]], axis: str) -> str:
-    """Draw the lines and numbers of both axes."""
-    parts = []
-    for value, text in ticks:
-        y = box.down(value)
+def _stroke(path: str, colour: str, width: float, more: str = "") -> str:
+    """Draw a path whose width is in pixels."""
+    return (
+        f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width}" vector-effect="non-scaling-stroke" '
+        f'stroke-linejoin="round" stroke-linecap="round" {more}/>'
+    )
+
+
+def _line(one: Series, box: _Box) -> Iterator[str]:
+    """Draw a series: its band, its line and its last point, or all its points."""
+    corners = [f"{box.across(x):.1f} {box.down(y):.1f}" for x, y in one.points]
+    if one.band:
+        places = list(zip(one.points, one.band, strict=True))
+        edge = [(x, low) for (x, _), (low, _) in places] + [(x, high) for (x, _), (_, high) in reversed(places)]
+        path = "L".join(f"{box.across(x):.1f} {box.down(y):.1f}" for x, y in edge)
+        yield f'<path d="M{path}Z" fill="{one.colour}" fill-opacity="0.2"/>'
+    if one.is_joined:
+        dashes = 'stroke-dasharray="5 3"' if one.label == "eval" else 'stroke-opacity="0.5"' if one.is_faint else ""
+        yield _stroke(f"M{'L'.join(corners)}", one.colour, 1.25 if one.is_faint else 1.75, dashes)
+    # A line of no length with round ends is a dot that stays round.
+    dots = [] if one.is_faint else corners[-1:] if one.is_joined else corners
+    if dots:
+        yield _stroke("".join(f"M{corner}h0" for corner in dots), one.colour, 5.5)
+
+
+def _numbers(curve: Curve, box: _Box, ticks: Sequence[tuple[float, str]], margin: float, axis: str) -> str:
+    """Write the numbers of both axes and the label of the vertical one, beside the drawing."""
+    style = 'style="position:absolute;white-space:nowrap;opacity:.78;'
+    parts = [
+        f'<span {style}right:100%;margin-right:5px;top:{box.down(value) / _SIDE:.2%};transform:translateY(-50%)">{text}</span>'
+        for value, text in ticks
+    ]
+    if curve.vertical:
+        vertical = escape(facts.clean(curve.vertical))
         parts.append(
-            f'<line x1="{box.margin:.1f}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" '
-            f'stroke-opacity="0.16"/><text x="{box.margin - 4:.1f}" y="{y + 3.5:.1f}" text-anchor="end" '
-            f'fill="currentColor" fill-opacity="0.78">{text}</text>'
+            f'<span {style}left:{2 - margin:.0f}px;top:0;writing-mode:vertical-rl;transform:rotate(180deg)">{vertical}</span>'
         )
     if axis:
-        first, last = facts.number(box.left), facts.number(box.right)
-        for x, anchor, text in (
-            (box.margin, "start", f"{axis} {first}"), (_WIDTH - _RIGHT, "end", f"{last}{' (log)' if box.is_log else ''}")
-        ):  # fmt: skip
-            parts.append(
-                f'<text x="{x:.1f}" y="{_HEIGHT - 5}" text-anchor="{anchor}" fill="currentColor" '
-                f'fill-opacity="0.78">{escape(text)}</text>'
-            )
+        ends = f"{axis} {facts.number(box.left)}", f"{facts.number(box.right)}{' (log)' if box.is_log else ''}"
+        parts += [
+            f'<span {style}{side}:0;top:100%;margin-top:6px">{escape(text)}</span>'
+            for side, text in zip(("left", "right"), ends, strict=True)
+        ]
     return "".join(parts)
 
 
-def _strips(series: Sequence[Series], box: _Box, *, has_titles: bool) -> list[str]:
+def _strips(series: Sequence[Series], box: _Box) -> list[str]:
     """Draw transparent strips that hold the values at their place, for the pointer."""
     places = sorted({x for one in series for x, _ in one.points})
     if len(places) > MAX_STRIPS:
         places = [places[index * (len(places) - 1) // (MAX_STRIPS - 1)] for index in range(MAX_STRIPS)]
     middles = [box.across(x) for x in places]
-    edges = [box.margin, *((a + b) / 2 for a, b in itertools.pairwise(middles)), float(_WIDTH)]
+    edges = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(middles)), float(_SIDE)]
     strips = []
     for x, (start, end) in zip(places, itertools.pairwise(edges), strict=True):
         values = []
         for one in series:
-            index = bisect.bisect_right(one.points, x, key=lambda point: point[0])
+            index = bisect.bisect_right(one.points, x, key=operator.itemgetter(0))
             if index:
                 values.append(f"{facts.number(one.points[index - 1][1])} {one.label}")
         text = escape(f"{series[0].axis} {facts.number(x)}: {', '.join(values)}", quote=True)
-        place = f'x="{start:.1f}" y="0" width="{max(0.0, end - start):.1f}" height="{_HEIGHT}" fill="transparent"'
-        strips.append(
-            f"<rect {place}><title>{text}</title></rect>" if has_titles else f'<rect {place} data-kd-at="{text}"/>'
-        )
+        place = f'x="{start:.1f}" y="0" width="{max(0.0, end - start):.1f}" height="{_SIDE}" fill="transparent"'
+        strips.append(f"<rect {place}><title>{text}</title></rect>")
     return strips
 
 
-def _curve(name: str, groups: dict[tuple[str, int | None], list[tuple[MetricRow, float]]]) -> Curve:
+def _curve(
+    name: str, groups: dict[tuple[str, int | None], list[tuple[MetricRow, float]]], losses: Sequence[BatchLoss]
+) -> Curve:
     several = len({source for source, _ in groups}) > 1
-    series = []
-    for (source, rank), rows in sorted(groups.items(), key=lambda group: group[0][1] or 0)[:MAX_SERIES]:
-        word = facts.clean(source)
-        label = word if rank is None else (f"{word} rank {rank}" if several else f"rank {rank}")
-        # Beside lines of training and evaluation, those of ranks begin with the third colour.
-        colour = _COLOUR_OF.get(source) or COLOURS[((rank or 0) + (2 if several else 0)) % len(COLOURS)]
-        xs, axis = _positions([row for row, _ in rows])
-        points = [(x, value) for x, (_, value) in zip(xs, rows, strict=True) if math.isfinite(value)]
-        series.append(Series(label=label, colour=colour, points=_thin(points), last=rows[-1][1], axis=axis))
+    xs_of_losses, ends = _within_epochs(losses)
+    series = _each_batch(losses, xs_of_losses, "step" if ends else "epoch")
+    for source in dict.fromkeys(source for source, _ in groups):
+        ranks = {rank: rows for (one, rank), rows in groups.items() if one == source}
+        order = sorted(ranks, key=lambda rank: rank or 0)
+        made = [_of_rank(source, rank, ranks[rank], ends, several=several) for rank in order]
+        if len(made) > MAX_SERIES:
+            made = [_mean(made, several=several)]
+        series += [dataclasses.replace(one, points=_thin(one.points)) for one in made]
+    if not any(len(one.points) > 1 for one in series if not one.is_faint):
+        series = [dataclasses.replace(one, is_faint=False) for one in series]
     return Curve(name=facts.clean(name), series=tuple(series))
+
+
+def _of_rank(
+    source: str, rank: int | None, rows: Sequence[tuple[MetricRow, float]], ends: Mapping[int, float], *, several: bool
+) -> Series:
+    word = facts.clean(source)
+    label = word if rank is None else (f"{word} rank {rank}" if several else f"rank {rank}")
+    # Beside lines of training and evaluation, those of ranks begin with the third colour.
+    colour = _COLOUR_OF.get(source) or COLOURS[((rank or 0) + (2 if several else 0)) % len(COLOURS)]
+    xs, axis = _positions([row for row, _ in rows])
+    if axis == "epoch" and ends:
+        xs, axis = [ends.get(int(x), x) for x in xs], "step"
+    points = [(x, value) for x, (_, value) in zip(xs, rows, strict=True) if math.isfinite(value)]
+    return Series(label=label, colour=colour, points=tuple(points), last=rows[-1][1], axis=axis)
+
+
+def _mean(made: Sequence[Series], *, several: bool) -> Series:
+    """The mean of many ranks, between the lowest and the highest: 256 lines would tell nothing."""
+    values: dict[float, list[float]] = {}
+    for one in made:
+        for x, value in one.points:
+            values.setdefault(x, []).append(value)
+    points = [(x, math.fsum(value / len(values[x]) for value in values[x])) for x in sorted(values)]
+    kept = _kept(points)
+    return Series(
+        label=f"mean of {len(made)} ranks (area: lowest to highest)",
+        colour=COLOURS[2 if several else 0],
+        points=tuple(points[index] for index in kept),
+        last=sum(one.last / len(made) for one in made),
+        axis=made[0].axis,
+        band=tuple((min(values[points[index][0]]), max(values[points[index][0]])) for index in kept),
+    )
+
+
+def _within_epochs(losses: Sequence[BatchLoss]) -> tuple[list[float], dict[int, float]]:
+    """The positions of losses in epochs; where the length of an epoch is not known in steps, with each epoch's last step."""
+    if all(one.steps for one in losses):
+        return [one.epoch - 1 + one.step / (one.steps or 1) for one in losses], {}
+    xs, before, ends = list[float](), 0.0, dict[int, float]()
+    for earlier, one in itertools.pairwise((None, *losses)):
+        if earlier is not None and one is not None and one.epoch != earlier.epoch:
+            before = ends[earlier.epoch]
+        if one is not None:
+            xs.append(before + one.step)
+            ends[one.epoch] = xs[-1]
+    return xs, ends
+
+
+def _each_batch(losses: Sequence[BatchLoss], xs: Sequence[float], axis: str) -> list[Series]:
+    points: list[tuple[float, float]] = []
+    for x, one in zip(xs, losses, strict=True):
+        # Another attempt may have fewer ranks, and so longer epochs.
+        if math.isfinite(one.loss) and (not points or x > points[-1][0]):
+            points.append((x, one.loss))
+    if len(points) <= 1:
+        return []
+    return [
+        Series(
+            label=_EACH_BATCH, colour=_COLOUR_OF["train"], points=_thin(points), last=losses[-1].loss,
+            axis=axis, is_faint=True,
+        )
+    ]  # fmt: skip
 
 
 def _positions(rows: Sequence[MetricRow]) -> tuple[list[float], str]:
@@ -235,17 +350,21 @@ def _positions(rows: Sequence[MetricRow]) -> tuple[list[float], str]:
     return [float(index) for index in range(1, len(rows) + 1)], "report"
 
 
-def _thin(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Reduce to at most `MAX_POINTS` points: the lowest and the highest of each stretch, so that no spike is lost."""
+def _kept(points: Sequence[tuple[float, float]]) -> Sequence[int]:
+    """Which points are drawn, at most `MAX_POINTS`: the lowest and the highest of each stretch, so that no spike is lost."""
     if len(points) <= MAX_POINTS:
-        return tuple(points)
+        return range(len(points))
     kept = {0, len(points) - 1}
     stretches = MAX_POINTS // 2 - 1
     for stretch in range(stretches):
         indices = range(stretch * len(points) // stretches, (stretch + 1) * len(points) // stretches)
         kept.add(min(indices, key=lambda index: points[index][1]))
         kept.add(max(indices, key=lambda index: points[index][1]))
-    return tuple(points[index] for index in sorted(kept))
+    return sorted(kept)
+
+
+def _thin(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    return tuple(points[index] for index in _kept(points))
 
 
 def _span(low: float, high: float) -> tuple[float, float]:

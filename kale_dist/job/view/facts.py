@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Container, Sequence
 
-from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus, Usage
+from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus
 from kale_dist.wire import PHASES, LogLine, RankStateName, StateName
 
 _CLEARLY = 1.1
@@ -145,13 +145,19 @@ def elapsed_s(status: JobStatus, now: float | None) -> float | None:
     return None if start is None or end is None else max(0.0, end - start)
 
 
-def sentence(status: JobStatus, now: float | None) -> str:
-    """The job's state in one sentence, with the ranks' present activity."""
+def sentence(status: JobStatus, now: float | None, *, error: str = "") -> str:
+    """The job's state in one sentence, with the ranks' present activity.
+
+    Args:
+        status: The job's status.
+        now: The present time, in seconds since 1970, or None.
+        error: The error that stands below the sentence, which does not repeat it.
+    """
     elapsed = elapsed_s(status, now)
     after = f" after {duration(elapsed)}" if elapsed is not None else ""
     ranks = len(status.replicas)
     on = f" on {ranks} rank{'' if ranks == 1 else 's'}" if ranks else ""
-    reason = clean(status.reason)
+    reason = "" if error and clean_lines(status.reason).endswith(error) else clean(status.reason)
     match status.state:
         case StateName.PENDING:
             return reason or "Waiting for its ranks to be started"
@@ -198,13 +204,15 @@ def percent(status: JobStatus) -> int | None:
 
 
 def rate(status: JobStatus) -> str:
-    """Samples a second of all running ranks together. Each rank measures its own, in `worker/training/data/batches.py`."""
-    measured = [
+    """Samples a second of all running ranks together, or at the end those that they had last.
+
+    Each rank measures its own, in `worker/training/data/batches.py`.
+    """
+    total = sum(
         replica.progress.samples_per_s or 0.0
         for replica in status.replicas
-        if replica.progress is not None and replica.state is RankStateName.RUNNING
-    ]
-    total = sum(measured) if status.state is StateName.RUNNING else 0.0
+        if replica.progress is not None and (status.is_final or replica.state is RankStateName.RUNNING)
+    )
     return f"{number(total)} samples/s" if total > 0 else ""
 
 
@@ -243,11 +251,7 @@ def table(status: JobStatus, limit: int) -> Table:
         replicas = sorted(replicas, key=lambda replica: (_WORST_FIRST[replica.state], replica.rank))[:limit]
         replicas.sort(key=lambda replica: replica.rank)
     above = first_error(status)
-    with_error_above = None if above is None else above[0]
-    rows = [
-        [*(cell(replica) for _, _, cell in _COLUMNS), _remark(replica, with_error=replica.rank != with_error_above)]
-        for replica in replicas
-    ]
+    rows = [[*(cell(replica) for _, _, cell in _COLUMNS), _remark(replica, above)] for replica in replicas]
     numeric = {index for index, (_, is_numeric, _) in enumerate(_COLUMNS) if is_numeric}
     titles = [*(title for title, _, _ in _COLUMNS), "remark"]
     return Table.of(titles, rows, numeric, left_out=len(status.replicas) - len(replicas))
@@ -280,14 +284,16 @@ def clean_lines(text: str) -> str:
     return "\n".join(clean(line) for line in text.split("\n"))
 
 
-def _remark(replica: ReplicaStatus, *, with_error: bool) -> str:
-    """The remark on a rank: its error, the signal that ended it, or that it waits for the others."""
+def _remark(replica: ReplicaStatus, above: tuple[int, str] | None) -> str:
+    """The remark on a rank: its error unless it stands `above`, the signal that ended it, or that it waits for the others."""
     remarks = []
-    if replica.error and with_error:
+    if replica.error and above is not None and above[1] == clean_lines(replica.error):
+        remarks += [] if replica.rank == above[0] else ["the same error"]
+    elif replica.error:
         remarks.append(clean(replica.error.split("\n", 1)[0])[:200])
     if replica.signal:
         remarks.append(f"ended by {clean(replica.signal)}")
-    elif replica.exit_code:
+    elif replica.exit_code and not replica.error:
         remarks.append(f"exit code {replica.exit_code}")
     if replica.breakpoint is not None:
         remarks.append(f"in breakpoint() at {clean(replica.breakpoint.where)}")
@@ -302,25 +308,18 @@ def _epoch(replica: ReplicaStatus) -> str:
 
 
 def _rate(replica: ReplicaStatus) -> str:
-    running = replica.state is RankStateName.RUNNING
-    return number(replica.progress.samples_per_s) if replica.progress and running else ""
-
-
-def _seen_last(replica: ReplicaStatus) -> Usage | None:
-    """What a running rank uses, or a failed one used last, which may be the cause; None for other states."""
-    shown = replica.state in (RankStateName.STARTING, RankStateName.RUNNING, RankStateName.FAILED, RankStateName.LOST)
-    return replica.usage if shown else None
+    return number(replica.progress.samples_per_s) if replica.progress else ""
 
 
 def _memory(replica: ReplicaStatus) -> str:
-    usage = _seen_last(replica)
+    usage = replica.usage
     if usage is None or usage.memory_bytes is None:
         return ""
     return size(usage.memory_bytes, usage.memory_limit_bytes)
 
 
 def _gpu(replica: ReplicaStatus) -> str:
-    usage = _seen_last(replica)
+    usage = replica.usage
     if usage is None:
         return ""
     parts = [] if usage.gpu_percent is None else [f"{usage.gpu_percent} %"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -47,6 +48,11 @@ _MUTED = "opacity:.72"
 # What scrolls does so by keyboard too; JupyterLab would take the arrows for its own.
 _KEYS = 'tabindex="0" data-lm-suppress-shortcuts="true"'
 _FIGURES = "font-variant-numeric:tabular-nums"
+_LEGEND = "display:flex;flex-wrap:wrap;gap:2px 14px;font-size:12px"
+_PRE = (
+    f"{_MONO};font-size:12px;margin:2px 0 0;padding:0;background:none;color:inherit;white-space:pre-wrap;"
+    "overflow-wrap:anywhere"
+)
 
 
 def html(
@@ -71,7 +77,8 @@ def html(
         A `div`; all text of the job is escaped.
     """
     is_frozen = is_frozen and not status.is_final
-    head, *others = _parts(status, now, is_frozen=is_frozen, has_titles=True).values()
+    drawn = charts(curves.collect(status.metrics, status.losses))
+    head, *others = _parts(status, now, drawn, is_frozen=is_frozen).values()
     note = f'<div style="margin-top:6px;{_MUTED}">{_text(remark)}</div>' if remark else ""
     return frame(f"Job {facts.name(status)}", f"{head}{note}{''.join(others)}{_log(tail)}")
 
@@ -85,7 +92,7 @@ def frame(label: str, body: str) -> str:
     """
     return (
         f'<div role="group" aria-label="{_text(label)}" style="{_SANS};font-size:13px;'
-        f"line-height:1.45;box-sizing:border-box;max-width:880px;margin:4px 2px;padding:14px 16px;border:{_LINE};"
+        f"line-height:1.45;box-sizing:border-box;max-width:1100px;margin:4px 2px;padding:14px 16px;border:{_LINE};"
         f'border-radius:10px;overflow:hidden;text-align:left">{body}</div>'
     )
 
@@ -99,17 +106,17 @@ def parts(status: JobStatus, now: float | None = None) -> dict[str, str]:
 
     Returns:
         `head`, `progress`, `error`, `curves`, `profile`, `ranks` and `notes`, in the order in which they are shown; empty
-        texts for absent parts. The page shows the values of curves under the pointer, from `data-kd-at`.
+        texts for absent parts. The curves are data, which the page draws.
     """
-    return _parts(status, now, is_frozen=False, has_titles=False)
+    return _parts(status, now, curves.data(curves.collect(status.metrics, status.losses)), is_frozen=False)
 
 
-def _parts(status: JobStatus, now: float | None, *, is_frozen: bool, has_titles: bool) -> dict[str, str]:
+def _parts(status: JobStatus, now: float | None, drawn: str, *, is_frozen: bool) -> dict[str, str]:
     return {
         "head": _head(status, now, is_frozen=is_frozen),
         "progress": _progress(status, None if is_frozen else now, is_frozen=is_frozen),
         "error": _error(status),
-        "curves": charts(curves.collect(status.metrics), has_titles=has_titles),
+        "curves": drawn,
         "profile": profile(status),
         "ranks": _ranks(status, is_frozen=is_frozen),
         "notes": _notes(status),
@@ -127,6 +134,8 @@ def _text(value: object) -> str:
 
 def _head(status: JobStatus, now: float | None, *, is_frozen: bool) -> str:
     drawn = _GREY if is_frozen else colour(status)
+    error = facts.first_error(status)
+    sentence = facts.sentence(status, now, error="" if error is None else error[1])
     elapsed = facts.elapsed_s(status, now)
     time = f'<span style="{_MUTED};{_FIGURES}">{facts.duration(elapsed)}</span>' if elapsed is not None else ""
     word = f"was {facts.state(status)}" if is_frozen else facts.state(status)
@@ -142,11 +151,16 @@ def _head(status: JobStatus, now: float | None, *, is_frozen: bool) -> str:
     )
     return (
         '<div style="display:flex;flex-wrap:wrap;align-items:center;gap:4px 10px">'
-        f'<strong style="font-size:14px;font-weight:600;overflow-wrap:anywhere">{_text(facts.name(status))}</strong> '
-        f"{pill} "
+        f"{heading(facts.name(status))} {pill} "
         f'<span style="flex:1 1 0"></span>{time}</div>'
-        f'<div style="margin-top:6px;overflow-wrap:anywhere">{_text(facts.sentence(status, now))}</div>{again}'
+        f'<div style="margin-top:6px;overflow-wrap:anywhere">{_text(sentence)}</div>{again}'
     )
+
+
+def heading(name: str) -> str:
+    """Draw the name of a job or a sweep, which breaks after its words; escaped here."""
+    broken = re.sub(r"([-/_.])(?=\w)", r"\1<wbr>", _text(name))
+    return f'<strong style="font-size:14px;font-weight:600;overflow-wrap:break-word;min-width:0">{broken}</strong>'
 
 
 def _dot(colour: str) -> str:
@@ -176,54 +190,72 @@ def _error(status: JobStatus) -> str:
     if error is None:
         return ""
     rank, message = error
-    shown = facts.clean_lines(next(replica.locals for replica in status.replicas if replica.rank == rank))
+    replica = next(replica for replica in status.replicas if replica.rank == rank)
+    shown = facts.clean_lines(replica.locals)
+    where, _, line = facts.clean_lines(replica.where).partition("\n")
+    place = f' <span style="font-weight:400;{_MUTED}">in {_text(where)}</span>' if where else ""
+    source = f'<pre style="{_PRE};{_MUTED}">    {_text(line)}</pre>' if line else ""
     variables = (
         f'<details style="margin-top:6px"><summary style="cursor:pointer">Local variables</summary>'
-        f'<pre style="{_MONO};font-size:12px;margin:2px 0 0;padding:0;background:none;color:inherit;white-space:pre-wrap;'
-        f'overflow-wrap:anywhere">{_text(shown)}</pre></details>'
+        f'<pre style="{_PRE}">{_text(shown)}</pre></details>'
         if shown
         else ""
     )
     return (
         f'<div style="margin-top:10px;padding:8px 12px;border-left:3px solid {_RED};border-radius:4px;background:{_RED}1c">'
-        f'<div style="font-weight:600">Rank {rank}</div>'
-        f'<pre style="{_MONO};font-size:12px;margin:2px 0 0;padding:0;background:none;color:inherit;white-space:pre-wrap;'
-        f'overflow-wrap:anywhere">{_text(message)}</pre>{variables}</div>'
+        f'<div style="font-weight:600">Rank {rank}{place}</div>{source}'
+        f'<pre style="{_PRE}">{_text(message)}</pre>{variables}</div>'
     )
 
 
-def charts(found: Sequence[curves.Curve], *, has_titles: bool = True) -> str:
-    """Draw the first curves beside each other, and say how many are left out; empty without any."""
-    figures = [figure(curve, has_titles=has_titles) for curve in found[: curves.MAX_CURVES]]
-    if not figures:
+def charts(found: Sequence[curves.Curve]) -> str:
+    """Draw the first curves beside each other, and say how many are left out; empty without any.
+
+    Above several of them stands one legend; each picture has its own last values.
+    """
+    shown = found[: curves.MAX_CURVES]
+    if not shown:
         return ""
-    others = len(found) - len(figures)
+    labels = {one.label: one for curve in shown for one in curve.drawn if one.label}
+    entries = "".join(_entry(one, one.label) for one in labels.values()) if len(shown) > 1 else ""
+    legend = f'<div style="{_LEGEND};margin-bottom:6px">{entries}</div>' if entries else ""
+    others = len(found) - len(shown)
     more = small([f"and {others:,} more in job.metrics"] if others else [])
-    return f'<div style="display:flex;flex-wrap:wrap;gap:12px 20px;margin-top:14px">{"".join(figures)}</div>{more}'
+    # Two and four fill two columns, others three where there is room: rows are as wide as the card.
+    least = "max(220px,34%)" if len(shown) in (2, 4) else "220px"
+    return (
+        f'<div style="margin-top:14px">{legend}<div style="display:grid;gap:12px 20px;'
+        f'grid-template-columns:repeat(auto-fit,minmax(min(100%,{least}),1fr))">'
+        f"{''.join(_figure(curve, is_alone=not entries) for curve in shown)}</div>{more}</div>"
+    )
+
+
+def _entry(one: curves.Series, label: str, value: str = "") -> str:
+    """Draw what a legend says of a line."""
+    dot = _dot(f"{one.colour}80" if one.is_faint else one.colour) if len(one.points) > 1 else ""
+    words = f'<span style="{_MUTED}">{_text(label)}</span>' if label else ""
+    figure = f'<span style="{_FIGURES};font-weight:600">{value}</span>' if value else ""
+    return f'<span style="display:inline-flex;align-items:center;gap:5px">{dot}{words} {figure}</span> '
+
+
+def _figure(curve: curves.Curve, *, is_alone: bool) -> str:
+    """Draw a curve with its name and last values, and with the labels of its lines where no legend has them."""
+    values = "".join(
+        _entry(one, one.label if is_alone or not curve.drawn else "", facts.number(one.last))
+        for one in curve.series
+        if one.label and (is_alone or len(curve.series) == 1 or not one.is_faint)
+    )
+    return (
+        '<div style="min-width:0"><div style="display:flex;flex-wrap:wrap;justify-content:space-between;gap:0 12px;'
+        f'margin-bottom:3px"><span style="font-weight:600;overflow-wrap:break-word;min-width:0">{_text(curve.name)}</span>'
+        f'<span style="{_LEGEND}">{values}</span></div>{curves.svg(curve)}</div>'
+    )
 
 
 def small(lines: Sequence[str]) -> str:
     """Draw remarks; escaped here."""
     style = f"{_MUTED};margin-top:6px;overflow-wrap:anywhere"
     return "".join(f'<div style="{style}">{_text(line)}</div>' for line in lines if line)
-
-
-def figure(curve: curves.Curve, *, has_titles: bool = True) -> str:
-    """Draw a curve with its name and legend; `has_titles` is as for `curves.svg`."""
-    picture = curves.svg(curve, has_titles=has_titles)
-    legend = "".join(
-        f'<span style="display:inline-flex;align-items:center;gap:5px;white-space:nowrap">'
-        f"{_dot(one.colour) if picture else ''}"
-        f'<span style="{_MUTED}">{_text(one.label)}</span> '
-        f'<span style="{_FIGURES};font-weight:600">{facts.number(one.last)}</span></span> '
-        for one in curve.series
-        if one.label
-    )
-    return (
-        '<div style="flex:1 1 240px;min-width:0;max-width:330px">'
-        f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:0 12px;margin-bottom:3px">'
-        f'<span style="font-weight:600;overflow-wrap:anywhere">{_text(curve.name)}</span> {legend}</div>{picture}</div>'
-    )
 
 
 def _ranks(status: JobStatus, *, is_frozen: bool) -> str:
@@ -262,6 +294,7 @@ def table(
     cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;vertical-align:top;text-align:"
     # The number of a rank or a trial names its row: it is the row's header.
     sides = ["left", *("right" if numeric else "left" for numeric in found.numeric[1:])]
+    sides[-1] += ";padding-right:2px"
     head = "".join(
         f'<th scope="col" style="{cell}{side};font-weight:600;{_MUTED}">{_text(title)}</th>'
         for title, side in zip(found.titles, sides, strict=True)
@@ -282,7 +315,7 @@ def table(
         ]
     return (
         f'<div {_KEYS} role="group" aria-label="{label}" style="overflow:auto;max-height:{height}px">'
-        f'<table style="width:auto;margin:0;border-collapse:collapse;min-width:min(100%,460px);table-layout:auto;font-size:12px;{_FIGURES};color:inherit;background:none">'
+        f'<table style="width:100%;margin:0;border-collapse:collapse;table-layout:auto;font-size:12px;{_FIGURES};color:inherit;background:none">'
         f'<thead style="border:0"><tr style="background:none">{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
     )
 

@@ -106,9 +106,9 @@ def _last(status: JobStatus) -> dict[str, str]:
 
 def _curves(rows: Sequence[Row]) -> list[curves.Curve]:
     found: dict[str, list[curves.Series]] = {}
-    for number, (row, colour) in enumerate(zip(rows, curves.COLOURS, strict=False)):
+    for row, colour in zip(rows, curves.COLOURS, strict=False):
         for name, one in _series(row.status):
-            found.setdefault(name, []).append(dataclasses.replace(one, label=str(number), colour=colour))
+            found.setdefault(name, []).append(dataclasses.replace(one, label=row.name, colour=colour))
     return [curves.Curve(name=name, series=tuple(series)) for name, series in found.items()]
 
 

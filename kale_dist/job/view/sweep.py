@@ -104,7 +104,7 @@ def html(picture: SweepPicture) -> str:
     plot = markup.charts([curve for curve in (_curve(picture), *_by_parameter(picture)) if curve.drawn])
     return markup.frame(
         f"Sweep {facts.clean(picture.name)}",
-        f'<strong style="font-size:14px;font-weight:600">{escape(facts.clean(picture.name))}</strong> '
+        f"{markup.heading(facts.clean(picture.name))} "
         f"{'ended' if picture.is_over else 'is running'}"
         f'<div style="margin-top:6px;overflow-wrap:anywhere">{escape(sentence(picture))}</div>{plot}'
         f'<div style="margin-top:10px">{table}</div>{markup.small(_notes(picture))}',

@@ -1,6 +1,6 @@
 // The live view of one job. Python sends the parts of the picture as HTML, and log lines as they arrive;
 // this file puts them into the page, and sends clicks back. All text of a job is escaped: the parts
-// by Python, log lines by textContent here. page.js precedes it in the same module.
+// by Python, log lines by textContent here. page.js and charts.js precede it in the same module.
 
 // -- the log: kept, filtered, searched, followed ---------------------------------------------------------------------
 
@@ -197,8 +197,8 @@ class JobView {
     this.focused = null;
     this.said = element("div", { class: "kd-said", role: "status" });
     this.log = new LogView((what) => this.ask(what), (text) => this.announce(text));
-    this.tip = element("div", { class: "kd-tip", hidden: true });
-    this.places = Object.fromEntries(PARTS.map((part) => [part, element("div", { class: `kd-${part}` })]));
+    this.charts = new ChartsView();
+    this.places = Object.fromEntries(PARTS.map((part) => [part, part === "curves" ? this.charts.node : element("div", { class: `kd-${part}` })]));
     // The button stays in place during the question, so that the second click of a double click does nothing.
     this.cancel = this.button("Cancel", () => this.confirm(true), "kd-danger");
     this.no = this.button("No", () => this.confirm(false));
@@ -209,8 +209,7 @@ class JobView {
     this.plan = this.button("", () => this.ask("plan"));
     const actions = element("div", { class: "kd-actions" }, this.cancel, this.sure, this.retry, this.plan, this.said);
     const { head, ...others } = this.places;
-    this.root = element("div", { class: "kd-job", role: "group" }, head, actions, ...Object.values(others), this.log.node, this.tip);
-    for (const event of ["pointermove", "pointerleave"]) others.curves.addEventListener(event, (moved) => this.tellValues(moved));
+    this.root = element("div", { class: "kd-job", role: "group" }, head, actions, ...Object.values(others), this.log.node);
     this.root.addEventListener("focusin", (event) => (this.focused = event.target));
     this.root.addEventListener("focusout", () => setTimeout(() => this.root.isConnected && !this.root.contains(document.activeElement) && (this.focused = null)));
     this.observer = new IntersectionObserver((entries) => {
@@ -337,19 +336,11 @@ class JobView {
     (open ? this.no : this.cancel).focus();
   }
 
-  // Show the values of a curve under the pointer.
-  tellValues(event) {
-    const text = event.type === "pointermove" && event.target.getAttribute?.("data-kd-at");
-    this.tip.hidden = !text;
-    if (!text) return;
-    this.tip.textContent = text;
-    const frame = this.root.getBoundingClientRect();
-    const left = Math.min(event.clientX - frame.left + 12, frame.width - this.tip.offsetWidth - 8);
-    this.tip.style.left = `${Math.max(8, left)}px`;
-    this.tip.style.top = `${event.clientY - frame.top - this.tip.offsetHeight - 10}px`;
-  }
-
   drawPart(part) {
+    if (part === "curves") {
+      this.charts.take(this.model.get(part));
+      return;
+    }
     const place = this.places[part];
     const fresh = place.cloneNode(false);
     fresh.innerHTML = this.model.get(part);

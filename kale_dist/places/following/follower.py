@@ -486,8 +486,9 @@ class Follower:
         Returns:
             Whether the job is over. If not, it is asked again at the next look.
         """
-        if self._run.is_suspended and (verdict.cause is FailureCause.SUSPENDED or verdict.may_restart):
-            # The next run begins when the object is resumed, with its next head.
+        is_suspended = self._run.is_suspended and (verdict.cause is FailureCause.SUSPENDED or verdict.may_restart)
+        if is_suspended or (verdict.may_restart and self._head_comes_back):
+            # The next run begins with the next head of the same object.
             return False
         if self._reader is not None:
             self._reader.stop()
@@ -513,6 +514,15 @@ class Follower:
         if self._head_runs:
             self._ask_head(HeadClient.ack)
         return True
+
+    @property
+    def _head_comes_back(self) -> bool:
+        """Whether the controller makes the first pod again, which was lost: it has not judged the job."""
+        look, said, head = self.look, self._copy.verdict, self.look.head
+        has_judged = (
+            said.cause is not FailureCause.SUSPENDED if said is not None else head is not None and head.exit_code == 1
+        )
+        return look.returns_head and not (has_judged or look.finished or records.canceller(self._files))
 
     def _end_pods(self, verdict: Verdict) -> str | None:
         """Have the place end all pods of a job that has ended, so that none starts later. A head with a verdict ends by itself.
@@ -689,7 +699,8 @@ class Follower:
             reader.hurry()
             return False
         is_free = self._run.is_suspended
-        if is_free or self._used_restarts() < self._max_restarts:
+        # A head that comes back counts for itself.
+        if is_free or self.look.returns_head or self._used_restarts() < self._max_restarts:
             why = "it was suspended, and now it is resumed" if is_free else "its first pod was lost and made again"
             self._plan_run(why, uid=head.uid, is_free=is_free)
             return False

@@ -112,7 +112,7 @@ class WarmPlace:
         sets_order = self.inner.order(there.spec, run=1, used_restarts=0)
         order = dataclasses.replace(
             order, head=sets_order.head, port=sets_order.port, source=Source.STREAM,
-            blobs=(*order.blobs, *([checkpoint] if checkpoint else ())), outcomes_on_stdout=False,
+            blobs=(*order.blobs, *([checkpoint] if checkpoint else ())), outcomes_on_stdout=False, returns_head=False,
             note=f"Runs in the warm {self.inner.noun}s {there.object}",
         )  # fmt: skip
         hidden = wire.hidden_key(sets_key, name, key).hex()

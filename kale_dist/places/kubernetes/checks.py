@@ -228,13 +228,14 @@ def missing_rights(cluster: Cluster, kind: Kind, allowed: frozenset[str]) -> Ite
         if (verbs := [verb for verb in right.verbs if f"{verb} {right.resource}" not in allowed])
     ]
     grants = f"'kale-dist doctor --on kubernetes --namespace {cluster.namespace}' prints the Role that grants it."
+    role = roles.role_yaml(cluster.namespace, cluster.identity, roles.rights(kind))
+    granted = f"An administrator can grant all that kale_dist needs, by 'kubectl apply -f -' of:\n\n{role}"
     for right, verbs in missing:
         who, what = cluster.identity or "You", f"{', '.join(verbs)} {right.resource}"
         sentence = f"{who} may not {what} in the namespace {cluster.namespace!r}"
         remedy = f"{right.without}. {grants}"
         if right.is_needed:
-            role = roles.role_yaml(cluster.namespace, cluster.identity, roles.rights(kind))
-            remedy = f"{right.without}. An administrator can grant all that kale_dist needs, by 'kubectl apply -f -' of:\n\n{role}"
+            remedy, granted = f"{right.without}. {granted}", "The Role above grants it, too"
         yield Finding(name="rights", trouble=Trouble(sentence=sentence, remedy=remedy), is_fatal=right.is_needed)
 
 

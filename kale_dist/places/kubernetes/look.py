@@ -78,7 +78,10 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
         last = "" if known is None else f"As last seen: {known}"
         known = Trouble(sentence=view.problem.rstrip("."), remedy=last, heals=True)
     before = tuple(_part(pod, _trouble_of(pod, view)) for pod in replaced)
-    return Look(parts=parts, replaces=replaces, replaced=before, trouble=known, finished=state.finished, fresh=is_fresh)
+    return Look(
+        parts=parts, replaces=replaces, returns_head=kind.returns_head(spec), replaced=before, trouble=known,
+        finished=state.finished, fresh=is_fresh,
+    )  # fmt: skip
 
 
 def _annotation(job: Mapping[str, Any], name: str) -> str:

@@ -301,6 +301,7 @@ def order(
         collect_wait_s=spec.cluster.collect_wait_s,
         metrics_port=spec.cluster.metrics_port or 0,
         replaces_pods=kind_of(spec).replaces_pods(spec),
+        returns_head=kind_of(spec).returns_head(spec),
         **kind_of(spec).order(spec),
     )
 

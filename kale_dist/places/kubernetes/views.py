@@ -61,6 +61,8 @@ class PodView:
     """Empty while the pod has no node."""
     scheduling: str = ""
     """Why it has no node, in the scheduler's words: `Reason: message`."""
+    scheduler: str = ""
+    """Who chooses its node, if that is not Kubernetes' own scheduler."""
     disruption: str = ""
     """Why the cluster ends it, in the cluster's words: `Reason: message`."""
     is_ending: bool = False
@@ -186,6 +188,7 @@ def pod_view(data: Mapping[str, Any]) -> PodView:
         message=(status.get("message") or "").strip(),
         node=spec.get("nodeName") or "",
         scheduling=_said(scheduled) if scheduled.get("status") == "False" else "",
+        scheduler=(spec.get("schedulerName") or "").replace("default-scheduler", ""),
         disruption=_said(disruption) if disruption.get("status") == "True" else "",
         is_ending="deletionTimestamp" in meta,
         containers=(

@@ -14,7 +14,7 @@ from kale_dist.places.manifests.bootstrap import EXIT_CODE
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup, headless_service, last_condition
 from kale_dist.places.manifests.pod_template import pod_template
 from kale_dist.places.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
-from kale_dist.wire import EXIT_BROKEN
+from kale_dist.wire import EXIT_BROKEN, EXIT_LOST_HEAD
 
 
 class BatchJob(Kind):
@@ -45,7 +45,7 @@ class BatchJob(Kind):
             template["spec"]["subdomain"] = object_name(spec.name, settings.run)
         ttl = spec.cluster.ttl_s
         return {
-            **(_indexed(spec.policy.max_restarts) if pods > 1 else {"backoffLimit": 0}),
+            **self._limits(spec),
             # Pods of a range that still run or wait when the head has succeeded are deleted.
             **({"successPolicy": {"rules": [{"succeededIndexes": "0"}]}} if topology.sizes else {}),
             "completions": pods,
@@ -53,6 +53,27 @@ class BatchJob(Kind):
             **({} if ttl is None else {"ttlSecondsAfterFinished": ttl}),
             "template": template,
         }
+
+    def _limits(self, spec: Settled) -> dict[str, Any]:
+        """How pods are told apart, and which of them are made again: those that were evicted, those killed, but none that has judged."""
+        limit, is_one = spec.policy.max_restarts, spec.topology.number_of_pods == 1
+        if is_one and not self.returns_head(spec):
+            return {"backoffLimit": 0}
+        made = {"backoffLimit": limit} if is_one else {"completionMode": "Indexed", "backoffLimitPerIndex": limit}
+        if not limit:
+            return made
+        codes = {"containerName": self.container, "operator": "In"}
+        rules = [
+            {
+                "action": "FailJob" if is_one else "FailIndex",
+                "onExitCodes": {**codes, "values": [1, EXIT_BROKEN, EXIT_CODE]},
+            },
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        ]
+        if self.returns_head(spec) and not is_one:
+            # The head counts its losses.
+            rules.append({"action": "Ignore", "onExitCodes": {**codes, "values": [EXIT_LOST_HEAD]}})
+        return {**made, "podFailurePolicy": {"rules": rules}}
 
     def pod_groups(self, made: Mapping[str, Any]) -> list[PodGroup]:
         """All pods are alike."""
@@ -97,17 +118,3 @@ class BatchJob(Kind):
             started=status.get("startTime"),
             ended=status.get("completionTime") or (condition.get("lastTransitionTime") if finished else None),
         )
-
-
-def _indexed(max_restarts: int) -> dict[str, Any]:
-    """How pods are told apart, and which of them are made again: those that were evicted, those killed, but none that has judged."""
-    indexed: dict[str, Any] = {"completionMode": "Indexed", "backoffLimitPerIndex": max_restarts}
-    if max_restarts:
-        for_good = {"containerName": BatchJob.container, "operator": "In", "values": [1, EXIT_BROKEN, EXIT_CODE]}
-        indexed["podFailurePolicy"] = {
-            "rules": [
-                {"action": "FailIndex", "onExitCodes": for_good},
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            ]
-        }
-    return indexed

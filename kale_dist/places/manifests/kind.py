@@ -196,6 +196,10 @@ class Kind(abc.ABC):
         del spec
         return False
 
+    def returns_head(self, spec: Settled) -> bool:
+        """Whether it makes the head's pod again, too: the job's store has what the next head resumes from, and counts the restarts."""
+        return spec.saves and bool(spec.store) and self.replaces_pods(spec)
+
     def order(self, spec: Settled) -> Mapping[str, Any]:
         """What its agents have to know beyond what all orders say: fields of `wire.Order`."""
         del spec

@@ -106,7 +106,8 @@ class KubeflowJob(Kind):
             spec, settings, container=self.container, first_pod=first_pod, ranks=ranks, index=index, role=role
         )
         # The operator makes pods again whose exit code is 128 or above.
-        policy = "ExitCode" if first_pod and self.replaces_pods(spec) else "Never"
+        comes_back = self.replaces_pods(spec) if first_pod else self.returns_head(spec)
+        policy = "ExitCode" if comes_back else "Never"
         return {"replicas": pods, "restartPolicy": policy, "template": template}
 
     def head_and_workers(
@@ -173,8 +174,8 @@ class PyTorchJob(KubeflowJob):
         return (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(pods - 1)))
 
     def replaces_pods(self, spec: Settled) -> bool:
-        """Beside a master. A head that was made again like its workers would not know of the attempts before it."""
-        return _has_master(spec) and spec.policy.max_restarts > 0
+        """Of workers only the first is the head, and they are made again as it is: with a store that tells it of the attempts before."""
+        return spec.policy.max_restarts > 0 and (_has_master(spec) or (spec.saves and bool(spec.store)))
 
     def _replicas(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
         if _has_master(spec):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import pathlib
 import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kale_dist.wire import (
+    SAVE_LIMIT_S,
     Assignment,
     Attempt,
     EndsWith,
@@ -25,6 +27,7 @@ from kale_dist.wire import (
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.fork_pool import ForkPool
 from kale_dist.worker.agent.hang_watch import HangWatch
+from kale_dist.worker.agent.losses import Losses
 from kale_dist.worker.agent.near_rank import NearRank
 from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.agent.usage import UsageWatch
@@ -40,6 +43,7 @@ FAILURE_GRACE_S = 1.0
 EXIT_LIMIT_S = 7.0
 """A rank that was let go ends by itself in 5 s at most; if even that fails, it is killed."""
 
+_LOOK_EACH_S = 0.05
 _ALIVE = (RankStateName.PENDING, RankStateName.STARTING, RankStateName.RUNNING)
 
 
@@ -87,9 +91,14 @@ class RunningAttempt:
         self._site = site
         self._attempt = attempt
         self._is_last = is_last
-        self._on_forked: Callable[[], None] | None = on_forked
+        self._on_forked = on_forked
+        # A change of one of n ranks is not a reason to look at all n.
+        self._unforked = set(range(attempt.world_size))
+        self._waited_for = set(self._unforked)
+        """Ranks that do not run the function yet."""
         self._near = self.ranks[: attempt.members[0].processes]
         self._ends_with = site.order.ends_with
+        self._losses = Losses()
         self._failed: list[Rank] = []
         self._dispensable: list[set[int]] = []
         """From each set, all ranks but one may be lost: the others carry on."""
@@ -216,7 +225,9 @@ class RunningAttempt:
 
     async def _end_ranks(self) -> None:
         """Let those go that are done, end the others by SIGTERM, and what is left later by SIGKILL."""
-        for rank in self.ranks:
+        for rank in reversed(self.ranks):
+            if rank is self.ranks[0] and self.verdict is not None and self.verdict.cause is FailureCause.ERROR:
+                await self._wait_for_file()
             if rank.done is not None:
                 rank.let_go()
             else:
@@ -226,6 +237,18 @@ class RunningAttempt:
             if not await self._are_gone_within(EXIT_LIMIT_S - self._grace_s):
                 self._kill(self.ranks)
                 await self._are_gone_within(None)
+
+    async def _wait_for_file(self) -> None:
+        """Let rank 0 finish the checkpoint that it is writing: what a later call resumes from."""
+        for _ in range(round(SAVE_LIMIT_S / _LOOK_EACH_S)):
+            if self.ranks[0].is_gone or not self._is_writing:
+                return
+            await asyncio.sleep(_LOOK_EACH_S)
+
+    @property
+    def _is_writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return any(pathlib.Path(self._site.order.folder).glob(".checkpoint.*.part"))
 
     async def _are_gone_within(self, limit_s: float | None) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -255,9 +278,10 @@ class RunningAttempt:
             else:
                 is_stopped = self.verdict is not None and not has_failed and rank not in self._failed
                 rank.record(ending.rank_state(rank, stopped=is_stopped))
-        if self._on_forked is not None and all(other.pid for other in self.ranks):
-            self._on_forked()
-            self._on_forked = None
+        if rank.pid and rank.rank in self._unforked:
+            self._unforked.remove(rank.rank)
+            if not self._unforked:
+                self._on_forked()
         if self.verdict is None:
             self._take_change(rank, has_failed=has_failed)
         elif rank.done is not None and rank.end is None:
@@ -272,8 +296,10 @@ class RunningAttempt:
         elif rank.done is not None:
             if self._watch is not None and self._ends_with is EndsWith.ANY_FAILURE:
                 self._watch.rank_done()
-        elif all(other.state is RankStateName.RUNNING for other in self.ranks):
-            self._site.writer.event(EventKind.STATE, state=str(StateName.RUNNING), reason="", cause="")
+        elif rank.state is RankStateName.RUNNING:
+            self._waited_for.discard(rank.rank)
+            if not self._waited_for:
+                self._site.writer.event(EventKind.STATE, state=str(StateName.RUNNING), reason="", cause="")
 
     def _take_event(self, event: dict[str, Any]) -> None:
         """A rank has sent an event."""
@@ -284,8 +310,11 @@ class RunningAttempt:
         elif event.get("event") == EventKind.CHECKPOINT and event.get("asked"):
             self.has_saved = True
             self._go_on()
-        elif event.get("event") == EventKind.PROGRESS and self._watch is not None:
-            self._watch.progressed(event)
+        elif event.get("event") == EventKind.PROGRESS:
+            if self._watch is not None:
+                self._watch.progressed(event)
+            if (fields := self._losses.take(event)) is not None:
+                self._site.writer.event(EventKind.LOSS, **fields)
 
     @property
     def _are_all_over(self) -> bool:

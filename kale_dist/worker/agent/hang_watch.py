@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kale_dist.wire import EventKind, FailureCause, RankStateName
@@ -15,8 +15,8 @@ from kale_dist.worker.agent.ending import name_ranks
 from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.agent.writer import JobWriter
 
-_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_THREADS = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 COLLECTIVE_FILES = (
     "/torch/distributed/",
@@ -119,11 +119,11 @@ class HangWatch:
         for rank in ranks:
             rank.ask_stacks()
         await asyncio.sleep(self._answer_s)
-        left = [rank for rank in self._ranks if rank.done is not None]
+        left = _each_backends(min, (rank for rank in self._ranks if rank.done is not None))
         return {
             rank.rank: Sample(
                 frames=parse_main_thread(rank.dump), cpu_ticks=rank.cpu_ticks, moves=self._writer.moves[rank.rank],
-                dump=rank.dump, is_left=any(map(rank.is_ahead_of, left)),
+                dump=rank.dump, is_left=rank.is_beyond(left),
             )
             for rank in ranks
             if rank.done is None and rank.end is None
@@ -234,7 +234,8 @@ class HangWatch:
 
     def _behind(self) -> list[int]:
         """Ranks that others are ahead of, where collectives are counted."""
-        return [rank.rank for rank in self._ranks if any(other.is_ahead_of(rank) for other in self._ranks)]
+        most = _each_backends(max, self._ranks)
+        return [rank.rank for rank in self._ranks if rank.exchanges and rank.exchanges != most]
 
     def _write_stacks(self, title: str, samples: dict[int, Sample]) -> None:
         self._writer.say(title)
@@ -250,6 +251,11 @@ class HangWatch:
         for number in waiting:
             frame = samples[number].user_frame
             self._writer.say(f"Rank {number} waits in a collective" + (f": {frame}" if frame is not None else ""))
+
+
+def _each_backends(choose: Callable[[Iterable[int]], int], ranks: Iterable[Rank]) -> tuple[int, ...]:
+    """The least or most collectives of each backend in which any of some ranks has taken part."""
+    return tuple(map(choose, zip(*(rank.exchanges for rank in ranks if rank.exchanges), strict=False)))
 
 
 def _capital(text: str) -> str:
@@ -311,13 +317,8 @@ def parse_main_thread(dump: bytes) -> tuple[Frame, ...]:
 
     faulthandler lists the newest thread first and the main thread last.
     """
-    frames: list[Frame] = []
-    for line in dump.decode("utf-8", "backslashreplace").splitlines():
-        if _THREAD.match(line):
-            frames = []
-        elif found := _FRAME.match(line):
-            frames.append(Frame(file=found[1], line=int(found[2]), function=found[3]))
-    return tuple(frames)
+    main = _THREADS.split(dump.decode("utf-8", "backslashreplace"))[-1]
+    return tuple(Frame(file=file, line=int(line), function=function) for file, line, function in _FRAME.findall(main))
 
 
 def who_waits(before: dict[int, Sample], after: dict[int, Sample]) -> list[int]:

@@ -60,6 +60,8 @@ class JobRun:
         self.order = site.order
         self.verdict: Verdict | None = None
         """How the job ends; None until its last attempt has ended."""
+        self.used_before = 0
+        """How many restarts earlier heads of the job have used; set before `start`."""
         self._site = site
         self._seed = secrets.randbits(31) if site.order.seed is None else site.order.seed
         self._port = site.order.port
@@ -233,13 +235,18 @@ class JobRun:
             reason = f"Starting again, {count}: {verdict.reason}"
 
     @property
+    def used_restarts(self) -> int:
+        """How often the ranks were restarted because something was lost."""
+        return self.used_before + self._site.writer.attempt - self._free
+
+    @property
     def _is_last(self) -> bool:
         """Whether another loss would end the job."""
-        return self._site.writer.attempt - self._free >= self.order.policy.max_restarts
+        return self.used_restarts >= self.order.policy.max_restarts
 
     def _count(self, ahead: int) -> str:
         """`2 of 3`: which attempt this one is, or one that many ahead, and how many there may be."""
-        return f"{self._site.writer.attempt + 1 + ahead} of {self.order.policy.max_restarts + 1 + self._free}"
+        return f"{self.used_restarts + self._free + 1 + ahead} of {self.order.policy.max_restarts + 1 + self._free}"
 
     async def _wait_for_agents(self, reason: str) -> Verdict | None:
         """Wait until this agent has what it needs, and as many others are ready as an attempt has to have.

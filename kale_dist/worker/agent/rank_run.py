@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from kale_dist import wire
@@ -78,9 +78,9 @@ class Rank:
         """Whether nothing more will come from the rank."""
         return self.process is None or self.end is not None
 
-    def is_ahead_of(self, other: Rank) -> bool:
-        """Whether it has begun a collective that the other rank has not."""
-        return any(mine > theirs for mine, theirs in zip(self.exchanges, other.exchanges, strict=False))
+    def is_beyond(self, exchanges: Iterable[int]) -> bool:
+        """Whether it has taken part in more collectives than that, of any backend."""
+        return any(mine > theirs for mine, theirs in zip(self.exchanges, exchanges, strict=False))
 
     def let_go(self) -> None:
         """Tell a rank that is done to end."""
@@ -162,7 +162,7 @@ class Rank:
         elif "done" in message and self.done is None:
             self.done = message
             self._count(message)
-            names = () if message["ok"] else ("error_type", "error_text", "locals")
+            names = () if message["ok"] else ("error_type", "error_text", "where", "locals")
             error = {name: message.get(name, "") for name in names}
             self._writer.event(EventKind.OUTCOME, self.rank, ok=message["ok"], **error)
             self._on_change(self)

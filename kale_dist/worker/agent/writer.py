@@ -132,7 +132,7 @@ class JobWriter:
         self._lines: list[_Lines] = []
         self._queued = 0
         self._new_events: list[dict[str, Any]] = []
-        self._latest: dict[str, dict[str, Any]] = {}
+        self._latest: dict[str, bytes] = {}
         self._has_progress = False
         self._then: Callable[[], None] | None = None
         self._give_up_at = math.inf
@@ -186,7 +186,8 @@ class JobWriter:
         name = wire.last_name(event)
         with self._condition:
             if name is not None:
-                self._latest[name] = event
+                # Once: thousands of ranks are written several times a second, most of them as they were.
+                self._latest[name] = json.dumps(event, separators=(",", ":")).encode()
                 self._has_progress = True
             else:
                 self._new_events.append(event)
@@ -205,7 +206,7 @@ class JobWriter:
         self.disk_problem = problem
         self.event(EventKind.DISK, problem=problem)
         if problem:
-            told = json.dumps(self._latest[EventKind.DISK]).encode()
+            told = self._latest[EventKind.DISK]
             self.progress = {**self.progress, EventKind.DISK: told}
             if self._stdout is not None:
                 self._stdout.offer(wire.encode_progress(told), always=True)
@@ -341,20 +342,21 @@ class JobWriter:
             event_bytes, count = written.event_bytes + len(data), written.events + len(encoded)
             self.written = dataclasses.replace(written, event_bytes=event_bytes, events=count)
 
-    def _write_progress(self, latest: dict[str, dict[str, Any]]) -> None:
+    def _write_progress(self, latest: dict[str, bytes]) -> None:
         with self._condition:
             self._has_progress = False
         self._progress_at = time.monotonic()
-        encoded = {name: json.dumps(event, separators=(",", ":")).encode() for name, event in latest.items()}
         if self._stdout is not None:
-            for name, data in encoded.items():
+            for name, data in latest.items():
                 if self.progress.get(name) != data:
                     self._stdout.offer(wire.encode_progress(data))
-        self.progress = encoded
+        self.progress = latest
         temporary = self._files.progress.with_suffix(".new")
         # A full disk costs only this; the next progress, a quarter of a second later, is another chance.
         with contextlib.suppress(OSError):
-            temporary.write_bytes(wire.encode_json(latest))
+            temporary.write_bytes(
+                b"{%s}\n" % b",".join(b'"%s":%s' % (name.encode(), data) for name, data in latest.items())
+            )
             temporary.replace(self._files.progress)
 
 

@@ -291,11 +291,12 @@ class _Request(http.server.BaseHTTPRequestHandler):
                 while events.tell() < written.event_bytes:
                     self.wfile.write(wire.encode_event(number, events.readline()))
                     number += 1
-                progress = writer.progress
-                for name, encoded in progress.items():
-                    if sent_progress.get(name) != encoded:
-                        self.wfile.write(wire.encode_progress(encoded))
-                sent_progress = dict(progress)
+                # It is replaced as a whole.
+                if (progress := writer.progress) is not sent_progress:
+                    for name, encoded in progress.items():
+                        if sent_progress.get(name) != encoded:
+                            self.wfile.write(wire.encode_progress(encoded))
+                    sent_progress = progress
                 self.wfile.flush()
                 if written.is_last:
                     return

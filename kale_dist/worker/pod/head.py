@@ -125,7 +125,8 @@ class Head:
         self._on_stdout = False
         self._store_works = bool(order.store)
         self._store_lock = threading.Lock()
-        self._kept_checkpoint = 0
+        self._kept_checkpoint = self._brought_checkpoint = 0
+        self._kept_restarts = 0
         self._kept_at = -math.inf
 
     def _fail(self, cause: FailureCause, reason: str) -> None:
@@ -162,7 +163,10 @@ class Head:
         message = ending.termination_message(verdict)
         ending.write_termination(self._pod.place.termination_log, message)
         ended_at = time.monotonic()
-        if self.relays is not None:
+        if self.relays is not None and self._is_told_to_end and self._pod.order.returns_head:
+            # Without a goodbye they come back as well, and join the next head.
+            self.relays.close()
+        elif self.relays is not None:
             self.relays.end()
         await asyncio.to_thread(self._put_results_into_store)
         await self._wait_for_relays(ended_at)
@@ -200,10 +204,21 @@ class Head:
 
     async def _prepare(self) -> None:
         """Bring the input, let the ranks start, then put each checkpoint into the store."""
-        if self._pod.order.idle_s:
+        order = self._pod.order
+        if order.idle_s:
             self._job.start()
             return
         try:
+            if order.returns_head:
+                # Before anything that may kill this pod each time.
+                used = await asyncio.to_thread(pod_input.used_restarts, self._pod)
+                if used > order.policy.max_restarts:
+                    told = f"The first pod was lost after {used - 1} restarts: max_restarts allows no more"
+                    # Lost pods are what a follower starts another run for.
+                    self._job.fail(FailureCause.AGENT_DIED, told)
+                    return
+                self._job.used_before = used
+                await asyncio.to_thread(self._keep_restarts)
             await asyncio.to_thread(pod_input.bring, self._pod, received=self.server.received)
             problem = await asyncio.to_thread(pod_input.bring_checkpoint, self._pod)
         except Exception as error:  # noqa: BLE001 - the job cannot start, and has to say why
@@ -212,6 +227,8 @@ class Head:
             return
         if problem:
             self.writer.say(problem)
+        if order.returns_head and self._pod.files.checkpoint.exists():
+            self._kept_checkpoint = self._brought_checkpoint = self._pod.files.checkpoint.stat().st_mtime_ns
         self._has_blobs = True
         if self._within is None:
             # From here no rank is forked that the job does not need.
@@ -221,6 +238,9 @@ class Head:
         self._job.start()
         while self._store_works:
             await asyncio.sleep(_KEEP_EACH_S)
+            if order.returns_head:
+                with contextlib.suppress(OSError, StoreError):
+                    await asyncio.to_thread(self._keep_restarts)
             if not self._job.can_save or time.monotonic() - self._kept_at >= _KEEP_SAVING_EACH_S:
                 await asyncio.to_thread(self._keep_checkpoint)
 
@@ -310,6 +330,22 @@ class Head:
         for path in sorted(self._pod.files.folder.glob("outcome-*")):
             if self._store_works:
                 self._put(path)
+
+        if self._is_told_to_end and self._pod.order.returns_head and self._kept_checkpoint != self._brought_checkpoint:
+            # A job that gets on each time ends.
+            with contextlib.suppress(OSError, StoreError):
+                self._keep_restarts(loses_head=False)
+
+    def _keep_restarts(self, *, loses_head: bool = True) -> None:
+        """Write beside the checkpoint how many restarts are used; one more if the loss of this head is to count.
+
+        Raises:
+            OSError, StoreError: The store cannot be written.
+        """
+        number = self._job.used_restarts + loses_head
+        if number != self._kept_restarts:
+            pod_input.put_used_restarts(self._pod, number)
+            self._kept_restarts = number
 
     def _keep_checkpoint(self) -> None:
         """Put the last checkpoint into the store, if it is not there yet: the next run resumes from it."""

@@ -20,7 +20,7 @@ from kale_dist.worker.agent.job_run import JobRun
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.pod.pod import Pod
-from kale_dist.worker.pod.relay_protocol import COUNT, READ_BYTES, TICKS, Channel, Op, is_signed, sign
+from kale_dist.worker.pod.relay_protocol import COUNT, NO_RANK, READ_BYTES, TICKS, Channel, Op, is_signed, sign
 
 LOST_AFTER_S = 1.0
 """If the head gets SIGTERM this soon after a relay did, the job was suspended or deleted."""
@@ -202,6 +202,8 @@ class HeadsRelays:
 
     def spawn(self, attempt: Attempt, ranks: Sequence[Rank]) -> None:
         """Have relays start those ranks of an attempt that are theirs."""
+        # Once for all: with many pods it is long.
+        told = json.dumps({"op": Op.SPAWN, "attempt": dataclasses.asdict(attempt)}).encode()
         for relay in self._relays.values():
             relay.far, relay.was_lost = {}, False
         for member in attempt.members[1:]:
@@ -213,7 +215,7 @@ class HeadsRelays:
                 }
                 for number, far in relay.far.items():
                     ranks[number].process = far
-                relay.channel.say(Op.SPAWN, attempt=dataclasses.asdict(attempt))
+                relay.channel.send(b"M", NO_RANK, told)
 
     def hosts(self) -> list[str]:
         """Addresses of the other pods, by their number."""

@@ -155,6 +155,30 @@ def put_checkpoint_into_store(pod: Pod) -> None:
     put_into_store(pod, owner)
 
 
+def used_restarts(pod: Pod) -> int:
+    """How many restarts of this job earlier heads have used.
+
+    Raises:
+        OSError, StoreError, ValueError: The store cannot be read.
+    """
+    kept = pod.files.folder / "restarts"
+    if not _read(pod, f"jobs/{pod.order.job}/{kept.name}", kept):
+        return 0
+    owner, _, number = kept.read_text().partition(" ")
+    return int(number) if owner == _owner(pod) else 0
+
+
+def put_used_restarts(pod: Pod, number: int) -> None:
+    """Write beside the checkpoint how many restarts are used once this head is lost.
+
+    Raises:
+        OSError, StoreError: The store cannot be written.
+    """
+    kept = pod.files.folder / "restarts"
+    kept.write_text(f"{_owner(pod)} {number}")
+    put_into_store(pod, kept)
+
+
 def bring_checkpoint(pod: Pod) -> str:
     """Get what an earlier run of this job has left; without it training starts from the beginning.
 

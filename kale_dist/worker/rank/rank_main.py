@@ -146,6 +146,7 @@ def _account(error: BaseException | None, *, is_started: bool) -> dict[str, Any]
     if error is None:
         return {"done": True, "ok": True}
     told = {"error_type": sources.type_name(error), "error_text": _safe_text(error)[:4000]}
+    told["where"] = sources.last_line(error)
     if node := os.environ.get(wire.PodVariable.NODE):
         told["node"] = node
     return {"done": True, "ok": False, **told, "not_started": isinstance(error, ContractError) and not is_started}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from kale_dist.errors import ConfigError, KaleDistError, StoreError
+from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import Layout, Settings
 from kale_dist.wire import EventKind, context
 from kale_dist.worker.training import checkpoint, saving, supervised
@@ -277,8 +277,10 @@ class Session:
                     self.write_checkpoint()
         except BaseException:
             # The process ends with this error, and a checkpoint that is being written would be lost.
-            with contextlib.suppress(StoreError):
+            try:
                 self.within.writing.wait()
+            except Exception as error:  # noqa: BLE001 - it is not why the training ends
+                self.group.say(f"The last checkpoint is lost: {error}")
             raise
         self.within.writing.wait()
         return self.progress

@@ -185,6 +185,7 @@ class ScriptedRun:
     heads: list
     others: list = dataclasses.field(default_factory=list)
     replaces: bool = False
+    returns_head: bool = False
     replaced: list = dataclasses.field(default_factory=list)
     trouble: object = None
     suspended: str = ""
@@ -259,7 +260,7 @@ class ScriptedPlace:
             return Look(gone=True)
         parts = [head.part for head in run.heads[-1:]] + list(run.others)
         return Look(
-            replaces=run.replaces, replaced=tuple(run.replaced),
+            replaces=run.replaces, returns_head=run.returns_head, replaced=tuple(run.replaced),
             parts=tuple(parts), trouble=run.trouble, suspended=run.suspended, finished=run.finished, fresh=self.fresh,
             gone=run.orphaned,
         )  # fmt: skip

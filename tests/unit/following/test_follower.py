@@ -1,5 +1,6 @@
 """Following a job whose ranks are elsewhere, with a scripted place and a clock of its own."""
 
+import json
 import time
 
 import pytest
@@ -22,7 +23,7 @@ from kale_dist.job.spec.place_settings import PENDING_TIMEOUT_S
 from kale_dist.places.following import backend as followed
 from kale_dist.places.following.backend import FollowedBackend
 from kale_dist.places.following.follower import Follower
-from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName
+from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName, Verdict
 
 
 @pytest.fixture
@@ -792,6 +793,69 @@ def test_a_head_that_the_operator_made_again_is_the_next_run_or_ends_the_job(bac
     else:
         assert "was lost and made again, and max_restarts allows no further run" in status.reason
         assert place.killed
+
+
+@pytest.mark.parametrize("has_left", [True, False])
+def test_a_head_that_comes_back_is_waited_for_and_counts_for_itself(backend, submit, place, clock, has_left):
+    ref, head = submit(max_restarts=1)
+    place.runs[1].returns_head = True
+    for number in range(3):
+        head.run()
+        head.lines(0, f"life {number}")
+        wait_for(lambda number=number: texts(backend, ref)[-1:] == [f"life {number}"])
+        if has_left:
+            head.verdict(StateName.CANCELLED, "The head was told to end", FailureCause.SUSPENDED)
+        head.end(143 if has_left else 137, lost="evicted" if has_left else "killed")
+        clock.sleep(1000)
+        time.sleep(0.2)
+        assert not backend.status(ref).is_final
+        head = ScriptedHead()
+        place.runs[1].heads = [head]
+    head.succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+    assert list(place.runs) == [1]
+    assert not place.removed
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_head_that_comes_back_has_the_last_word_when_no_restart_is_left(backend, submit, place, is_heard):
+    ref, head = submit(max_restarts=3)
+    place.runs[1].returns_head = True
+    reason = "max_restarts allows no more"
+    verdict = Verdict(StateName.FAILED, FailureCause.AGENT_DIED, reason)
+    if is_heard:
+        head.verdict(StateName.FAILED, reason, FailureCause.AGENT_DIED)
+    head.end(1, message=json.dumps(verdict.fields()))
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.cause, status.reason) == (StateName.FAILED, FailureCause.AGENT_DIED, reason)
+    assert list(place.runs) == [1]
+
+
+def test_a_head_that_would_come_back_is_not_waited_for_when_the_job_is_cancelled(backend, submit, place):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    place.runs[1].returns_head = True
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    head.end(137, lost="killed")
+    backend.cancel(ref)
+    assert wait_for_end(backend, ref).state is StateName.CANCELLED
+
+
+@pytest.mark.parametrize("has_given_up", [True, False])
+def test_another_object_takes_over_where_pods_do_not_come_again_or_the_object_has_failed(
+    backend, submit, place, has_given_up
+):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    place.runs[1].returns_head = True
+    if has_given_up:
+        head.verdict(StateName.FAILED, "Pod pod-1 was not there again", FailureCause.LOST)
+    else:
+        place.runs[1].finished = "failed"
+    head.end(1 if has_given_up else 137, lost="" if has_given_up else "killed")
+    wait_for(lambda: 2 in place.runs)
+    place.head(2).succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
 
 
 def test_jobs_of_other_backends_are_not_found(backend):

@@ -209,7 +209,7 @@ def test_lengths_are_this_ranks_share(ranks, kind, expected):
 
 def test_the_log_says_how(ranks):
     first, second = ranks(2, observe, lambda: DataLoader(Numbers(1437), 32, shuffle=True), 1)
-    assert first[3].splitlines()[0] == "train: 1,437 samples, 2 ranks x 719/718, batch 32 x 2 = 64, last 15 + 14"
+    assert first[3].splitlines()[0] == "train: 1,437 samples, 2 ranks x 719/718, batch 32 x 2 = 64, last batch 15 + 14"
     assert second[3] == ""
 
 

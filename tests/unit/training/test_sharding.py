@@ -14,23 +14,23 @@ def division(samples, batch, world, **options):
 
 def test_the_sentence():
     plan = division(1437, 32, 2)
-    assert describe("train", plan) == "train: 1,437 samples, 2 ranks x 719/718, batch 32 x 2 = 64, last 15 + 14"
+    assert describe("train", plan) == "train: 1,437 samples, 2 ranks x 719/718, batch 32 x 2 = 64, last batch 15 + 14"
 
 
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
         (division(64, 16, 2), "train: 64 samples, 2 ranks x 32, batch 16 x 2 = 32"),
-        (division(10, 4, 1), "train: 10 samples, 1 rank x 10, batch 4, last 2"),
+        (division(10, 4, 1), "train: 10 samples, 1 rank x 10, batch 4, last batch 2"),
         (division(64, 16, 3, split=True), "train: 64 samples, 3 ranks x 24/20, batch 6 + 5 + 5 = 16"),
         (
             division(13, 2, 3),
             (
-                "train: 13 samples, 3 ranks x 5/4, batch 2 x 3 = 6, last 1 + 0 + 0, 2 ranks without one repeat a"
+                "train: 13 samples, 3 ranks x 5/4, batch 2 x 3 = 6, last batch 1 + 0 + 0, 2 ranks without one repeat a"
                 " sample with weight 0"
             ),
         ),
-        (division(13, 2, 3, aligned=False), "train: 13 samples, 3 ranks x 5/4, batch 2 x 3 = 6, last 1 + 0 + 0"),
+        (division(13, 2, 3, aligned=False), "train: 13 samples, 3 ranks x 5/4, batch 2 x 3 = 6, last batch 1 + 0 + 0"),
     ],
 )
 def test_sentences(plan, sentence):

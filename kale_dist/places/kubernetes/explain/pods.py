@@ -45,6 +45,11 @@ def hindrance(pod: PodView, view: JobView) -> Found | None:
 def progress(pod: PodView, view: JobView) -> str:
     """What a pod without a hindrance does before it runs, as a sentence without its full stop."""
     if not pod.node:
+        if pod.scheduler:
+            return (
+                f"Pod {pod.name} waits for a node: the scheduler {pod.scheduler} has not looked at it yet. If that lasts, it is"
+                " not installed, or scheduler_name= is wrong"
+            )
         return f"Pod {pod.name} waits for a node"
     mine = [event for event in view.events if event.object_uid == pod.uid]
     last = max(mine, key=lambda event: event.time, default=None)

@@ -249,7 +249,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "runtime-class", _REFUSED, r'RuntimeClass "(?P<class_name>[^"]+)" not found',
-            "there is no runtime class {class_name}", "Correct it in patch=; 'kubectl get runtimeclasses' lists them",
+            "there is no runtime class {class_name}", "Correct runtime_class=; 'kubectl get runtimeclasses' lists them",
             needs_action=True,
         ),
         Entry(
@@ -409,7 +409,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "missing", WAITS,
             r'(?P<kind>secret|configmap|persistentvolumeclaim) "(?P<object>[^"]+)" not found',
             "there is no {kind} {object} in the namespace {namespace}",
-            "Create it, or correct its name in volumes= or secret_environment=; 'kubectl -n {namespace} get {kind}' lists those "
+            "Create it, or correct its name in volumes=, store= or secret_environment=; 'kubectl -n {namespace} get {kind}' lists those "
             "that exist",
             needs_action=True,
         ),
@@ -500,7 +500,9 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "node-failed", (Seen.POD_EVENT, Seen.WAITING),
-            "Failed(Mount|AttachVolume|MapVolume|CreatePodSandBox)|NetworkNotReady|CreateContainer(Config)?Error|RunContainerError",
+            # A kubelet that does not know a new Secret yet says so of every second pod, and mounts it a moment later.
+            r"^(?!.*failed to sync \w+ cache).*(Failed(Mount|AttachVolume|MapVolume|CreatePodSandBox)|NetworkNotReady|"
+            "CreateContainer(Config)?Error|RunContainerError)",
             "node {node} cannot start it: {detail}",
             "'kubectl -n {namespace} describe pod {pod_name}' shows all that the node says; it tries again by itself",
         ),

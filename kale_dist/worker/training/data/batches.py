@@ -239,7 +239,7 @@ class Batches:
             feed.begin_batch()
         context.mark_progress()
         now = time.monotonic()
-        if now - self._told >= context.MIN_INTERVAL_S or self.index in (1, self._steps):
+        if now - self._told >= context.context().interval_s or self.index in (1, self._steps):
             self._tell(now, in_hand=portion.local)
         return batch
 

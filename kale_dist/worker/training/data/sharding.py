@@ -95,7 +95,7 @@ def describe(name: str, division: Division, *, repeats: bool = True, dropped: in
     """Describe a pass of known length in a sentence.
 
     For 1,437 samples, 2 ranks and batches of 32: "train: 1,437 samples, 2 ranks x 719/718, batch 32 x 2 = 64, last
-    15 + 14".
+    batch 15 + 14".
 
     Args:
         name: `train` or `eval`.
@@ -113,7 +113,7 @@ def describe(name: str, division: Division, *, repeats: bool = True, dropped: in
     if division.steps and (last := division.total(division.steps - 1)) != division.chunk:
         parts = [portion(last, rank, world) for rank in range(world)]
         shown = " + ".join(map(str, parts)) if world <= 8 else f"{last} ({extremes(parts)} a rank)"  # noqa: PLR2004
-        words.append(f"last {shown}")
+        words.append(f"last batch {shown}")
         idle = parts.count(0)
         if idle and repeats and (division.aligned or division.steps == 1):
             words.append(f"{ranks(idle)} without one repeat{'s' if idle == 1 else ''} a sample with weight 0")

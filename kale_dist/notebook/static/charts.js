@@ -1,0 +1,237 @@
+// The charts of one job, drawn from data that Python sends: smoothed, logarithmic, with one pointer for all of them.
+// Colours and the choice of points are Python's (job/view/curves.py). page.js precedes it in the same module.
+
+const SIDE = 1000; // units of a drawing from side to side: it is stretched to its place, lines and dots are not
+const SVG = "http://www.w3.org/2000/svg";
+const SMOOTH_FROM = 8; // shorter lines are not smoothed
+
+// As Python's `facts.number`.
+function figure(value) {
+  const size = Math.abs(value);
+  if (!Number.isFinite(value)) return String(value);
+  if (size >= 1e7 || (size > 0 && size < 1e-4)) return value.toExponential(2);
+  if (size >= 100) return Math.round(value).toLocaleString("en");
+  if (size >= 1) return String(Number(value.toPrecision(3)));
+  return String(Number(value.toFixed(4)));
+}
+
+function ticks(low, high, isLog) {
+  if (isLog) {
+    const [first, last] = [Math.ceil(Math.log10(low) - 1e-9), Math.floor(Math.log10(high) + 1e-9)];
+    const parts = last - first >= 2 ? [1] : [1, 2, 5];
+    const found = [];
+    for (let power = first - 1; power <= last; power += 1) found.push(...parts.map((part) => part * 10 ** power));
+    const shown = found.filter((value) => value >= low * (1 - 1e-9) && value <= high * (1 + 1e-9));
+    const every = Math.ceil(shown.length / 5);
+    if (shown.length > 1) return shown.filter((_, index) => index % every === 0).map((value) => [value, figure(value)]);
+  }
+  const rough = (high / 2 - low / 2) / 1.5;
+  if (!(rough >= 1e-5 && rough <= 1e7) || Math.max(Math.abs(low), Math.abs(high)) > 1e7 * rough) {
+    return [low, high].map((value) => [value, figure(value)]);
+  }
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const steps = [power, 2 * power, 5 * power].map((step) => [step, Math.ceil(low / step), Math.floor(high / step)]);
+  const [step, first, last] = steps.reduce((best, one) =>
+    Math.abs(one[2] - one[1] - 3) < Math.abs(best[2] - best[1] - 3) ? one : best);
+  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  return Array.from({ length: last - first + 1 }, (_, index) => {
+    const value = (first + index) * step;
+    return [value, value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals })];
+  });
+}
+
+// An exponential moving average without its bias towards the first value, as TensorBoard has it.
+function smoothed(points, weight) {
+  let [sum, share] = [0, 0];
+  return points.map(([x, y]) => {
+    sum = sum * weight + (1 - weight) * y;
+    share = share * weight + (1 - weight);
+    return [x, sum / share];
+  });
+}
+
+// The last of some points at a place or before it.
+function before(points, x) {
+  let [low, high] = [0, points.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (points[middle][0] <= x) low = middle + 1;
+    else high = middle;
+  }
+  return points[low - 1];
+}
+
+class ChartsView {
+  constructor() {
+    this.charts = [];
+    this.choice = { smoothing: 0, log: false };
+    this.at = null; // what the pointer is at: {axis, x}
+    this.legend = element("div", { class: "kd-legend" });
+    this.smoothing = element("input", {
+      ...OWN_KEYS, type: "range", min: "0", max: "0.98", step: "0.02", value: "0", "aria-label": "Smoothing",
+      oninput: () => this.choose({ smoothing: Number(this.smoothing.value) }),
+    });
+    this.slider = element("label", { class: "kd-slider" }, "Smoothing", this.smoothing);
+    this.log = element("button", { type: "button", "aria-pressed": "false", onclick: () => this.choose({ log: !this.choice.log }) }, "Log scale");
+    this.bar = element("div", { class: "kd-bar kd-charts-bar" }, this.legend, this.slider, this.log);
+    this.grid = element("div", { class: "kd-grid-of-charts" });
+    this.more = element("div", { class: "kd-more" });
+    this.node = element("div", { class: "kd-curves" }, this.bar, this.grid, this.more);
+    this.grid.addEventListener("pointermove", (event) => this.point(event));
+    this.grid.addEventListener("pointerdown", (event) => this.point(event));
+    this.grid.addEventListener("pointerleave", () => this.pointAt(null));
+  }
+
+  take(text) {
+    const { charts, more } = text ? JSON.parse(text) : { charts: [], more: 0 };
+    this.charts = charts;
+    this.node.hidden = !charts.length;
+    this.more.textContent = more ? `and ${more.toLocaleString("en")} more in job.metrics` : "";
+    this.draw();
+  }
+
+  choose(choice) {
+    this.choice = { ...this.choice, ...choice };
+    this.log.setAttribute("aria-pressed", String(this.choice.log));
+    this.draw();
+  }
+
+  draw() {
+    const lines = this.charts.map((chart) => chart.series.filter((one) => one.points.length > 1));
+    const all = lines.flat();
+    this.slider.hidden = !all.some((one) => one.points.length >= SMOOTH_FROM);
+    this.log.hidden = !all.some((one) => one.points.every(([, y]) => y > 0));
+    const labels = new Map(all.map((one) => [one.label, one]));
+    const fresh = this.legend.cloneNode(false);
+    fresh.append(...[...labels.values()].map((one) => this.entry(one, one.label)));
+    morph(this.legend, fresh);
+    this.bar.hidden = !all.length;
+    this.ranges = new Map();
+    for (const { axis, points } of all) {
+      const [left, right] = this.ranges.get(axis) ?? [Infinity, -Infinity];
+      // The first epoch begins at 0, where its batches are drawn.
+      const first = axis === "epoch" ? Math.floor(points[0][0]) : points[0][0];
+      this.ranges.set(axis, [Math.min(left, first), Math.max(right, points[points.length - 1][0])]);
+    }
+    this.grid.classList.toggle("kd-halves", [2, 4].includes(this.charts.length));
+    const grid = this.grid.cloneNode(false);
+    grid.append(...this.charts.map((chart, index) => this.figure(chart, lines[index])));
+    morph(this.grid, grid);
+  }
+
+  entry(one, label, value) {
+    const made = element("span", { class: "kd-entry", title: one.label },
+      element("span", { class: "kd-dot", "aria-hidden": "true", style: `background:${one.colour}${one.faint ? "80" : ""}` }));
+    if (label) made.append(element("span", { class: "kd-label" }, label));
+    if (value !== undefined) made.append(element("b", {}, value));
+    return made;
+  }
+
+  figure(chart, lines) {
+    const at = lines.some((one) => one.axis === this.at?.axis) ? this.at : null;
+    const shown = lines.map((one) => ({ ...one, ...this.drawn(one) }));
+    const values = chart.series.filter((one) => !one.faint || at || chart.series.length === 1).map((one) => {
+      const line = shown.find((other) => other.label === one.label);
+      const found = at && line ? before(line.line, at.x) : null;
+      return this.entry(one, line ? "" : one.label, at && line ? (found ? figure(found[1]) : "–") : one.last);
+    });
+    const said = chart.series.filter((one) => !one.faint || chart.series.length === 1).map((one) => `${one.last} ${one.label}`).join(", ");
+    const head = element("div", { class: "kd-chart-head" },
+      element("span", { class: "kd-chart-name", title: chart.name }, chart.name), element("span", { class: "kd-values" }, ...values));
+    const made = element("div", { class: "kd-chart", "data-kd-name": chart.name }, head);
+    if (lines.length) made.append(this.plot(shown, `${chart.name}: ${said}`, at));
+    return made;
+  }
+
+  // The points of a line as they are drawn, and where they are smoothed also as they are.
+  drawn(one) {
+    const isSmooth = this.choice.smoothing > 0 && one.points.length >= SMOOTH_FROM;
+    return { line: isSmooth ? smoothed(one.points, this.choice.smoothing) : one.points, raw: isSmooth ? one.points : null };
+  }
+
+  plot(lines, label, at) {
+    const isLog = this.choice.log && lines.every((one) => one.points.every(([, y]) => y > 0) && (one.band ?? []).every(([low]) => low > 0));
+    const axes = [...new Set(lines.map((one) => one.axis))];
+    const ys = lines.flatMap((one) => [...one.points.map(([, y]) => y), ...(one.band ?? []).flat()]);
+    // Charts of one axis show the same stretch of it, so that the pointer stands at one place in all of them.
+    const [left, right] = axes.map((axis) => this.ranges.get(axis)).reduce((one, other) => [Math.min(one[0], other[0]), Math.max(one[1], other[1])]);
+    let [low, high] = [Math.min(...ys), Math.max(...ys)];
+    if (!(high / 2 - low / 2 > 0)) {
+      const margin = Math.abs(low) / 2 || 1;
+      [low, high] = [low - margin, high + margin];
+    }
+    const marks = ticks(low, high, isLog);
+    const across = (x) => (right > left ? ((x - left) / (right - left)) * SIDE : SIDE / 2);
+    const share = isLog ? (y) => Math.log(y / low) / Math.log(high / low) : (y) => (y / 2 - low / 2) / (high / 2 - low / 2);
+    const down = (y) => SIDE * (1 - share(y));
+    const place = ([x, y]) => `${across(x).toFixed(1)} ${down(y).toFixed(1)}`;
+
+    const svg = document.createElementNS(SVG, "svg");
+    const add = (attributes) => {
+      const made = document.createElementNS(SVG, "path");
+      const plain = { fill: "none", "vector-effect": "non-scaling-stroke", "stroke-linejoin": "round", "stroke-linecap": "round" };
+      for (const [name, value] of Object.entries({ ...plain, ...attributes })) made.setAttribute(name, value);
+      svg.append(made);
+    };
+    for (const [name, value] of Object.entries({ role: "img", "aria-label": label, viewBox: `0 0 ${SIDE} ${SIDE}`, preserveAspectRatio: "none" })) svg.setAttribute(name, value);
+    for (const [value] of marks) add({ d: `M0 ${down(value).toFixed(1)}H${SIDE}`, stroke: "currentColor", "stroke-opacity": "0.16" });
+    for (const one of lines) {
+      if (one.band) {
+        const edge = (side) => one.points.map(([x], index) => place([x, one.band[index][side]]));
+        add({ d: `M${[...edge(0), ...edge(1).reverse()].join("L")}Z`, fill: one.colour, "fill-opacity": "0.2" });
+      }
+      if (one.raw) add({ d: `M${one.raw.map(place).join("L")}`, stroke: one.colour, "stroke-opacity": "0.25" });
+      add({
+        d: `M${one.line.map(place).join("L")}`, stroke: one.colour, "stroke-width": one.faint ? "1.25" : "1.75",
+        ...(one.dashed ? { "stroke-dasharray": "5 3" } : {}), ...(one.faint ? { "stroke-opacity": one.raw ? "0.7" : "0.5" } : {}),
+      });
+      if (!one.faint) add({ d: `M${place(one.line[one.line.length - 1])}h0`, stroke: one.colour, "stroke-width": "5.5" });
+    }
+    const axis = axes.length === 1 ? axes[0] : "";
+    const text = (attributes, words) => element("span", attributes, words);
+    const numbers = marks.map(([value, words]) => text({ class: "kd-y", style: `top:${(down(value) / SIDE) * 100}%` }, words));
+    const x = at && Math.min(right, Math.max(left, at.x));
+    const isAt = at !== null && axis === at.axis;
+    if (isAt) {
+      add({ d: `M${across(x).toFixed(1)} 0V${SIDE}`, stroke: "currentColor", "stroke-opacity": "0.45" });
+      for (const one of lines) {
+        const found = before(one.line, at.x);
+        if (found) add({ d: `M${place(found)}h0`, stroke: one.colour, "stroke-width": "7" });
+      }
+      numbers.push(text({ class: "kd-x kd-here", style: `left:${(across(x) / SIDE) * 100}%` }, `${axis} ${figure(x)}`));
+    } else if (axis) {
+      numbers.push(text({ class: "kd-x" }, `${axis} ${figure(left)}`), text({ class: "kd-x kd-last" }, figure(right)));
+    }
+    const widest = Math.max(...marks.map(([, words]) => words.length));
+    const inner = element("div", {
+      class: "kd-plot", style: `left:${6 + Math.ceil(widest * 5.9)}px`, "data-left": left, "data-right": right, "data-axis": axis,
+    }, svg, ...numbers);
+    return element("div", { class: "kd-frame" }, inner);
+  }
+
+  // Point at the place under the pointer in all charts that have the same axis.
+  point(event) {
+    const plot = event.target.closest?.(".kd-chart")?.querySelector(".kd-plot");
+    if (!plot?.dataset.axis) return this.pointAt(null);
+    const frame = plot.getBoundingClientRect();
+    const share = Math.min(1, Math.max(0, (event.clientX - frame.left) / frame.width));
+    const [left, right] = [Number(plot.dataset.left), Number(plot.dataset.right)];
+    return this.pointAt({ axis: plot.dataset.axis, x: this.nearest(plot.dataset.axis, left + share * (right - left)) });
+  }
+
+  // The nearest place of a point, so that values are those that were reported there.
+  nearest(axis, x) {
+    let best = null;
+    for (const one of this.charts.flatMap((chart) => chart.series)) {
+      if (one.axis !== axis) continue;
+      for (const [place] of one.points) if (best === null || Math.abs(place - x) < Math.abs(best - x)) best = place;
+    }
+    return best ?? x;
+  }
+
+  pointAt(at) {
+    if (at?.axis === this.at?.axis && at?.x === this.at?.x) return;
+    this.at = at;
+    this.draw();
+  }
+}

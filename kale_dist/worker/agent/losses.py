@@ -1,0 +1,50 @@
+"""Collects the training loss while an epoch runs, for a curve: now and then the mean over the ranks' latest batches."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+SOONEST_S = 0.1
+"""At most so often; ranks send their progress no more often, either."""
+
+SHARE = 200
+"""The distance of two values is at least the training's time so far over this: a week has 2,500 values."""
+
+_FIRST = 20
+"""So many values have no least distance, so that a training of a second has a curve, too."""
+
+
+class Losses:
+    """The losses of one attempt's ranks."""
+
+    def __init__(self) -> None:
+        self._began_at = self._told_at = -math.inf
+        self._told = 0
+        self._epoch = 0
+        self._latest: dict[int, float] = {}
+
+    def take(self, progress: dict[str, Any]) -> dict[str, Any] | None:
+        """Note what a rank's progress says, and return the fields of a `loss` event if one is due.
+
+        Args:
+            progress: An event of kind progress. The lowest rank that has a loss sets the pace: rank 0 may be a parameter
+                server, or hold the first layers of a pipeline.
+        """
+        rank, epoch, loss = progress.get("rank"), progress.get("epoch"), progress.get("loss")
+        # With its first batch, an epoch still has the loss of the evaluation before it.
+        is_old = (progress.get("step") or 0) <= 1
+        if progress.get("phase") != "train" or not isinstance(loss, int | float) or rank is None or not epoch or is_old:
+            return None
+        if epoch != self._epoch:
+            self._epoch, self._latest = epoch, {}
+        self._latest[rank] = loss
+        now = time.monotonic()
+        self._began_at = now if self._told == 0 else self._began_at
+        is_soon = now - self._told_at < max(SOONEST_S, (now - self._began_at) / SHARE)
+        if rank != min(self._latest) or (is_soon and self._told >= _FIRST):
+            return None
+        self._told_at, self._told = now, self._told + 1
+        mean = sum(self._latest.values()) / len(self._latest)
+        return {"epoch": epoch, "step": progress.get("step"), "steps": progress.get("steps"), "loss": mean}
