@@ -16,7 +16,7 @@ import uuid
 import own_state
 import pytest
 from golden_words import Words
-from on_cluster import IMAGE, run_kubectl
+from on_cluster import IMAGE, PLAIN_IMAGE, run_kubectl
 
 _RUN_NAME = "KALE_DIST_TEST_RUN"
 """Every process that a test starts inherits this variable, however it was started."""
@@ -223,6 +223,33 @@ def image(engine):
             pytest.fail(f"{error}")
         pytest.skip(f"the engine cannot have {IMAGE}")
     return IMAGE
+
+
+@pytest.fixture(scope="session")
+def plain_image(engine, image):
+    """Python without PyTorch, which costs each container some seconds of its start; where the engine lacks it, the one with."""
+    from docker.errors import ImageNotFound
+
+    try:
+        engine.api.inspect_image("python:3.11-slim-bookworm")
+    except ImageNotFound:
+        return image
+    return "python:3.11-slim-bookworm"
+
+
+@pytest.fixture(scope="session")
+def plain_pod_image(kubeconfig):
+    """An image that has Python and no PyTorch, put into the cluster's registry; without an engine the one with PyTorch."""
+    docker = pytest.importorskip("docker")
+    try:
+        engine = docker.from_env()
+        engine.images.get("python:3.11-slim-bookworm").tag(PLAIN_IMAGE)
+        for told in engine.images.push(PLAIN_IMAGE, stream=True, decode=True):
+            assert "error" not in told, told
+        engine.close()
+    except docker.errors.DockerException:
+        return IMAGE
+    return PLAIN_IMAGE
 
 
 class _Absent:

@@ -127,8 +127,14 @@ def files(name: str) -> JobFiles:
 
 
 def exists(name: str) -> bool:
-    """Whether the name is taken."""
-    return files(name).folder.exists()
+    """Whether a job of this name is there; the folder of one whose notebook was killed before its record is removed."""
+    made = files(name)
+    if made.folder.exists() and not made.record.exists():
+        # While someone submits, it may be theirs.
+        with contextlib.suppress(BlockingIOError), _locked(exclusive=True, waits=False):
+            if not made.record.exists():
+                withdraw(name)
+    return made.folder.exists()
 
 
 def exists_error(name: str) -> JobExistsError:
@@ -157,9 +163,10 @@ def create(name: str, key: bytes) -> JobFiles:
             file.write(key)
     except FileExistsError:
         raise exists_error(name) from None
-    except OSError as error:
+    except BaseException as error:
+        # Without its record the folder would only keep the name.
         shutil.rmtree(made.folder, ignore_errors=True)
-        raise _store_error(made.folder, error) from error
+        raise (_store_error(made.folder, error) if isinstance(error, OSError) else error) from error
     return made
 
 
@@ -314,14 +321,14 @@ def _put_aside(name: str) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def _locked(*, exclusive: bool) -> Iterator[None]:
+def _locked(*, exclusive: bool, waits: bool = True) -> Iterator[None]:
     path = state_dir() / "lock"
     try:
         file = path.open("a")
     except OSError as error:
         raise _store_error(path, error) from error
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | (0 if waits else fcntl.LOCK_NB))
         yield
 
 

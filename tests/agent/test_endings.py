@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
 import signal
 import time
 
@@ -35,36 +33,6 @@ def test_an_exception_ends_the_others_and_is_the_cause(jobs):
     ends = {event["rank"]: event["state"] for event in job.events(EventKind.RANK)}
     assert ends == {0: "stopped", 1: "failed"}
     assert gone_within(job.pids().values(), 0.1)
-
-
-def die_on_one(how):
-    import torch
-    import torch.distributed as dist
-
-    print("about to train", flush=True)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        print("last words of one")
-        os.kill(os.getpid(), how) if how > 0 else os._exit(-how)
-    dist.all_reduce(torch.ones(1))
-
-
-@pytest.mark.parametrize(
-    ("how", "named"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "SIGSEGV"), (-3, "exit code 3")]
-)
-def test_a_death_ends_the_others_and_is_reported(jobs, how, named):
-    job = jobs.run(die_on_one, int(how))
-    pids = all_running(job)
-    state = job.wait()
-    assert gone_within(pids.values(), 0.1)
-    assert (state["state"], state["cause"]) == ("failed", "died")
-    assert "Rank 1" in state["reason"]
-    assert named in state["reason"]
-    assert "last words of one" in job.log_text(rank=1)
-    if how != signal.SIGSEGV:
-        assert "last words of one" in state["reason"]
-    last = [event for event in job.events(EventKind.RANK) if event["rank"] == 1][-1]
-    assert last["signal"] == named or last["exit_code"] == 3
 
 
 def leave_early():
@@ -233,23 +201,3 @@ def test_a_damaged_snapshot_is_told_not_raised(jobs):
     state = RunningJob(order).wait()
     assert (state["state"], state["cause"]) == ("failed", "not-started")
     assert "damaged" in state["reason"]
-
-
-def children_of(pid):
-    text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(word) for word in text.split()]
-
-
-def test_a_killed_forkserver_fails_the_job_and_is_replaced(jobs):
-    job = jobs.run(sleep_with_children)
-    all_running(job)
-    agent = jobs.client.pid
-    command = {pid: pathlib.Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(agent)}
-    (server,) = [pid for pid, text in command.items() if b"forkserver" in text]
-    os.kill(server, signal.SIGKILL)
-    state = job.wait()
-    assert (state["state"], state["cause"]) == ("failed", "died")
-    assert "forks ranks" in state["reason"]
-    again = jobs.run(add_ranks, 1)
-    state = again.wait()
-    assert (state["state"], state["reason"]) == ("succeeded", "")

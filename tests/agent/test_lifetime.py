@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import signal
 import subprocess
 import textwrap
 import time
@@ -59,22 +57,6 @@ def read_job(root):
     )
 
 
-def test_the_kernels_death_ends_its_jobs(bare_python, tmp_path):
-    kernel, agent, path, ranks = start_kernel(bare_python, tmp_path, detach=False, seconds=600)
-    kernel.kill()
-    kernel.wait()
-    kernel.stdout.close()
-    assert gone_within(ranks, 30)
-    state = read_job(tmp_path).wait()
-    assert (state["state"], state["cause"], state["reason"]) == (
-        "cancelled",
-        "kernel-ended",
-        "The notebook's kernel, or the script, that started it ended. Wait for the job there, or pass detach=True",
-    )
-    assert gone_within([agent], 30)
-    assert not send(path, cancel_message("one"))
-
-
 def test_a_detached_job_outlives_the_kernel(bare_python, tmp_path):
     kernel, agent, path, ranks = start_kernel(bare_python, tmp_path, detach=True, seconds=2)
     kernel.kill()
@@ -96,12 +78,3 @@ def test_a_detached_job_can_be_cancelled_from_elsewhere(bare_python, tmp_path):
     assert read_job(tmp_path).wait()["cause"] == "user"
     assert gone_within([agent, *ranks], 30)
     assert not send(path, cancel_message("one"))
-
-
-def test_ranks_do_not_outlive_a_killed_agent(bare_python, tmp_path):
-    kernel, agent, _, ranks = start_kernel(bare_python, tmp_path, detach=False, seconds=600)
-    os.kill(agent, signal.SIGKILL)
-    assert gone_within(ranks, 30)
-    kernel.kill()
-    kernel.wait()
-    kernel.stdout.close()

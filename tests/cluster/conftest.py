@@ -10,7 +10,7 @@ HAS_CLIENT = importlib.util.find_spec("kubernetes") is not None
 collect_ignore_glob = [] if HAS_CLIENT else ["test_*.py"]
 
 if HAS_CLIENT:
-    from on_cluster import IMAGE, PLAIN_IMAGE, grant, pods_in, run_kubectl, write_kubeconfig
+    from on_cluster import IMAGE, grant, pods_in, run_kubectl, write_kubeconfig
 
     from kale_dist import places
     from kale_dist.places.kubernetes import client
@@ -41,18 +41,8 @@ def no_connection_is_left():
 
 
 @pytest.fixture(scope="session")
-def plain_image(kubeconfig):
-    """An image that has Python and no PyTorch, put into the cluster's registry; without an engine the one with PyTorch."""
-    docker = pytest.importorskip("docker")
-    try:
-        engine = docker.from_env()
-        engine.images.get("python:3.11-slim-bookworm").tag(PLAIN_IMAGE)
-        for told in engine.images.push(PLAIN_IMAGE, stream=True, decode=True):
-            assert "error" not in told, told
-        engine.close()
-    except docker.errors.DockerException:
-        return IMAGE
-    return PLAIN_IMAGE
+def plain_image(plain_pod_image):
+    return plain_pod_image
 
 
 @pytest.fixture

@@ -8,18 +8,6 @@ HAS_CLIENT = importlib.util.find_spec("docker") is not None
 collect_ignore_glob = [] if HAS_CLIENT else ["test_*.py"]
 
 
-@pytest.fixture(scope="session")
-def plain_image(engine, image):
-    """Python without PyTorch, which costs each container some seconds of its start; where the engine lacks it, the one with."""
-    from docker.errors import ImageNotFound
-
-    try:
-        engine.api.inspect_image("python:3.11-slim-bookworm")
-    except ImageNotFound:
-        return image
-    return "python:3.11-slim-bookworm"
-
-
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left():
     """After the last test the engine has no container of a job that this session has made."""

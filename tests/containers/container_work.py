@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import signal
 import time
 
 import kale_dist as kd
@@ -61,23 +60,6 @@ def imports_what_the_image_lacks():
     return einops.__name__
 
 
-def kills_its_container():
-    """The agent is process 1 of the container, which only its kernel can kill: the test does that from outside."""
-    print("ready", flush=True)
-    signal.pause()
-
-
-def hangs_at_first(path):
-    """Hangs where no rank has been before."""
-    mark = pathlib.Path(path, f"was-here-{kd.context().rank}")
-    if mark.exists():
-        return f"second time of {kd.context().rank}"
-    mark.write_text("x")
-    print("ready", flush=True)
-    signal.pause()
-    return None
-
-
 def prints_much(lines):
     for number in range(lines):
         print(f"line {number:06} of rank {kd.context().rank}")
@@ -88,12 +70,6 @@ def prints_much(lines):
 def does_much(path, weights, lines):
     prints_much(lines)
     return writes_where_it_must(path), weights
-
-
-def eats_memory():
-    held = []
-    while True:
-        held.append(bytearray(os.urandom(1 << 20)) * 32)
 
 
 def writes_where_it_must(path):

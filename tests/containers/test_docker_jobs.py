@@ -15,12 +15,9 @@ import pytest
 import torch
 from container_work import (
     does_much,
-    eats_memory,
     fails_on_1,
     hang,
-    hangs_at_first,
     imports_what_the_image_lacks,
-    kills_its_container,
     train_slowly,
     waits_a_little,
     writes_where_it_must,
@@ -38,7 +35,7 @@ from kale_dist.errors import (
 )
 from kale_dist.job import records
 from kale_dist.places.docker import containers
-from kale_dist.wire import FailureCause, StateName
+from kale_dist.wire import StateName
 
 
 @pytest.fixture
@@ -163,18 +160,6 @@ def test_an_error_for_a_file_that_only_this_machine_has_says_so(on, tmp_path):
     job.delete()
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_container_that_is_killed_ends_the_job_with_a_sentence(on, engine, killed):
-    job = flat.launch(kills_its_container, number_of_processes=2, **on)
-    wait_for_line(job, "ready")
-    engine.api.kill(f"kale-dist-{job.name}-{killed}", signal="SIGKILL")
-    status = job.wait(timeout=90)
-    assert status.state is StateName.FAILED, status
-    assert f"kale-dist-{job.name}-{killed} was killed from outside (SIGKILL" in status.reason, status
-    assert not containers_running(engine, job.name)
-    job.delete()
-
-
 def test_training_resumes_from_its_checkpoint_after_a_container_was_lost(on_torch, engine):
     from trainings import summing
 
@@ -196,46 +181,8 @@ def test_training_resumes_from_its_checkpoint_after_a_container_was_lost(on_torc
     job.delete()
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_container_is_followed_by_another_run(on, engine, tmp_path, lost):
-    job = flat.launch(
-        hangs_at_first, "/data", number_of_processes=2, max_restarts=1, volumes={"/data": str(tmp_path)}, **on
-    )
-    wait_for_line(job, "ready", times=2)
-    engine.api.remove_container(f"kale-dist-{job.name}-{lost}", force=True)
-    assert job.results(timeout=120) == ["second time of 0", "second time of 1"]
-    texts = [str(line) for line in job.logs()]
-    assert any(text.startswith("[kale-dist] Run 1 of the job ended: ") for text in texts), texts
-    assert job.status.attempt == 1
-    assert {item["Names"][0] for item in containers_of(engine, job.name)} == {
-        f"/kale-dist-{job.name}.2-{number}" for number in (0, 1)
-    }
-    job.delete()
-    assert containers_of(engine, job.name) == []
-
-
-def test_a_job_whose_containers_were_removed_is_cancelled(on, engine):
-    job = flat.launch(hang, number_of_processes=1, max_restarts=3, **on)
-    wait_for_line(job, "ready")
-    engine.api.remove_container(f"kale-dist-{job.name}-0", force=True)
-    status = job.wait(timeout=60)
-    assert (status.state, status.reason) == (
-        StateName.CANCELLED,
-        "The job was deleted while it ran, and its last lines are lost",
-    )
-    job.delete()
-
-
 def containers_running(engine, job):
     return [item for item in containers_of(engine, job) if item["State"] == "running"]
-
-
-def test_a_rank_without_memory_is_told_with_its_limit(on):
-    job = flat.launch(eats_memory, number_of_processes=1, resources={"memory_gib": 0.5}, **on)
-    status = job.wait(timeout=120)
-    assert (status.state, status.cause) == (StateName.FAILED, FailureCause.DIED), status
-    assert "512 MiB" in status.reason
-    job.delete()
 
 
 def test_a_job_outlives_its_kernel_and_is_found_from_other_machines(on, engine, tmp_path):

@@ -33,18 +33,6 @@ def start(kernel, seconds, **options):
     return [int(pid) for pid in kernel.good(PIDS).split()]
 
 
-def test_the_death_of_the_kernel_ends_its_ranks(new_kernel, wait_until):
-    kernel = new_kernel()
-    pids = start(kernel, 600, name="dies-with-kernel")
-    assert all(map(alive, pids))
-    kernel.kill()
-    wait_until(lambda: not any(map(alive, pids)), 60)
-    job = kd.attach("dies-with-kernel")
-    assert job.wait(100).cause.value == "kernel-ended"
-    assert "kernel" in job.status.reason
-    job.delete()
-
-
 def test_a_detached_job_survives_and_is_found_from_another_process(new_kernel, wait_until):
     kernel = new_kernel()
     pids = start(kernel, 3, name="detached", detach=True)
@@ -62,14 +50,6 @@ def test_a_detached_job_survives_and_is_found_from_another_process(new_kernel, w
     assert elsewhere.stdout == "first 0|last 0\n"
     job.delete()
     wait_until(lambda: not any(map(alive, pids)), 60)
-
-
-def test_a_job_is_cancelled_from_another_process(kernel, wait_until):
-    pids = start(kernel, 600, name="cancelled-elsewhere")
-    kd.attach("cancelled-elsewhere").cancel()
-    wait_until(lambda: not any(map(alive, pids)), 60)
-    assert kernel.good("print(job.wait(100).cause.value)").splitlines()[-1] == "user"
-    kd.attach("cancelled-elsewhere").delete()
 
 
 def test_without_the_key_there_is_a_log_and_no_result(kernel):

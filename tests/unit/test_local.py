@@ -4,8 +4,6 @@ import concurrent.futures
 import json
 import os
 import pathlib
-import resource
-import signal
 import stat
 import subprocess
 import sys
@@ -14,7 +12,7 @@ import time
 import pytest
 
 import kale_dist as kd
-from kale_dist.errors import BackendUnavailableError, JobFailedError, JobNotFoundError
+from kale_dist.errors import BackendUnavailableError, JobNotFoundError
 from kale_dist.job import records
 from kale_dist.job.handle import inside
 from kale_dist.places import local
@@ -41,38 +39,6 @@ def record(job):
 
 def run(fn=pid, *args, **options):
     return kd.launch(fn, *args, **{"number_of_processes": 1, **options})
-
-
-def print_much(folder):
-    for number in range(300_000):
-        print(f"{number:06} {'x' * 90}")
-        if number % 1000 == 0:
-            (folder / "at").write_text(f"{number}")
-
-
-def test_a_full_disk_stops_a_rank_that_prints_the_status_says_so_and_no_line_is_lost(tmp_path):
-    run().wait(60)
-    agent = record(run()).agent_pid
-    soft, hard = resource.prlimit(agent, resource.RLIMIT_FSIZE)
-    resource.prlimit(agent, resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
-        job = run(print_much, tmp_path, stall_timeout_s=2.0)
-        deadline = time.monotonic() + 60
-        while "cannot be written" not in job.status.reason:
-            assert time.monotonic() < deadline, job.status
-            time.sleep(0.05)
-        at = (tmp_path / "at").read_text()
-        time.sleep(2.5)
-        assert (tmp_path / "at").read_text() == at
-        assert int(at) < 290_000
-        assert not job.status.is_final
-    finally:
-        resource.prlimit(agent, resource.RLIMIT_FSIZE, (soft, hard))
-    assert job.wait(60).state.value == "succeeded"
-    assert job.status.reason == ""
-    lines = list(job.logs())
-    assert [int(line.text[:6]) for line in lines if line.rank == 0] == list(range(300_000))
-    assert [line.sequence for line in lines] == list(range(len(lines)))
 
 
 def test_jobs_of_one_process_share_one_agent():
@@ -117,18 +83,6 @@ def test_a_changed_variable_that_is_read_at_load_gets_a_new_agent_and_the_job_sa
     assert record(again).agent_pid == record(job).agent_pid
 
 
-def test_an_agent_found_dead_is_replaced_silently(capfd):
-    before = run()
-    before.wait()
-    old = record(before).agent_pid
-    os.kill(old, signal.SIGKILL)
-    job = run()
-    assert job.wait(60).state.value == "succeeded"
-    assert record(job).agent_pid != old
-    assert not job.status.notes
-    assert "agent" not in capfd.readouterr().err
-
-
 class RemovesTheInterpreter:
     """Whoever pickles it has no interpreter any more to start an agent with."""
 
@@ -144,27 +98,6 @@ def test_a_call_whose_job_cannot_be_handed_over_leaves_nothing_and_the_next_one_
             run(add, RemovesTheInterpreter(), 1, name="not-handed-over")
     assert not records.exists("not-handed-over")
     assert run(add, 1, 2, name="not-handed-over").result(60) == 3
-
-
-def test_the_death_of_the_agent_fails_its_running_jobs_and_ends_their_ranks():
-    job = run(sleep, 600)
-    next(job.logs(follow=True))
-    while job.status.replicas[0].pid is None:
-        time.sleep(0.01)
-    rank = job.status.replicas[0].pid
-    os.kill(record(job).agent_pid, signal.SIGKILL)
-    status = job.wait(10)
-    assert (status.state.value, status.cause.value) == ("failed", "agent-died")
-    assert status.ended is not None
-    with pytest.raises(JobFailedError, match="agent"):
-        job.result()
-    assert [line.text for line in job.logs(follow=True)] == ["ready"]
-    deadline = time.monotonic() + 5
-    while pathlib.Path(f"/proc/{rank}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    job.cancel()
-    job.delete()
 
 
 def test_another_process_follows_and_the_log_starts_at_its_first_line():

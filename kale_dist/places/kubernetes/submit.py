@@ -7,6 +7,7 @@ with the object.
 from __future__ import annotations
 
 import base64
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -150,7 +151,15 @@ def create(
     source = _place_bytes(cluster, spec, says=run == 1)
     data = _input(spec, key, source, run=run, checkpoint=checkpoint, used_restarts=used_restarts)
     namespace, settings, kind = spec.cluster.namespace, RunSettings(run=run, submitter=cluster.identity), kind_of(spec)
-    made = objects.create(cluster, kind, kind.make(spec, settings))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(objects.create, cluster, kind, kind.make(spec, settings))
+        try:
+            made = asked.result()
+        except KeyboardInterrupt:
+            # Once the cluster has answered: the pods of an object alone would wait for their Secret forever.
+            if asked.exception() is None:
+                objects.delete_object(cluster, kind, namespace, asked.result()["metadata"]["name"])
+            raise
     owner, core = owner_of(made), cluster.core
     secret: Any = manifests.input_secret(spec, settings, owner, data)
     services: list[Any] = list(kind.beside(spec, settings, owner))

@@ -1,0 +1,160 @@
+"""Faults of containers on a real Docker engine, and of what lies between them and the notebook."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+import uuid
+
+import pytest
+from fault_work import counts, eats_memory, waits, waits_the_first_time
+from on_this_machine import an_hour_behind, breaking_at
+
+import kale_dist as kd
+from kale_dist.errors import JobNotFoundError
+
+
+def in_docker(scene, **settings):
+    """Where a call goes that computes nothing."""
+    return kd.Docker(image=scene.part("plain_image"), **settings)
+
+
+def container(job, number):
+    return f"kale-dist-{job.name}-{number}"
+
+
+def containers_of(scene, name, **filters):
+    return scene.part("engine").api.containers(all=True, filters={"label": f"kale-dist.job={name}", **filters})
+
+
+def container_is_killed(scene, number):
+    job = scene.launch(waits, ready=2, on=in_docker(scene))
+    scene.part("engine").api.kill(container(job, number), signal="SIGKILL")
+    status = scene.end_of(job)
+    assert status.state.value == "failed", status
+    assert f"{container(job, number)} was killed from outside (SIGKILL" in status.reason
+    assert not containers_of(scene, job.name, status="running")
+
+
+def container_is_lost(scene, number):
+    on = in_docker(scene, volumes={"/data": str(scene.folder)})
+    job = scene.launch(waits_the_first_time, "/data", ready=2, max_restarts=1, on=on)
+    scene.part("engine").api.remove_container(container(job, number), force=True)
+    scene.succeeds(job, "second time of 0", "second time of 1")
+    assert any(line.text.startswith("Run 1 of the job ended: ") for line in job.logs())
+    assert job.status.attempt == 1
+    found = {item["Names"][0] for item in containers_of(scene, job.name)}
+    assert found == {f"/kale-dist-{job.name}.2-{number}" for number in (0, 1)}
+
+
+def containers_are_removed(scene):
+    job = scene.launch(waits, ready=1, number_of_processes=1, max_restarts=3, on=in_docker(scene))
+    scene.part("engine").api.remove_container(container(job, 0), force=True)
+    status = scene.end_of(job)
+    assert status.state.value == "cancelled"
+    assert status.reason == "The job was deleted while it ran, and its last lines are lost"
+
+
+def memory_runs_out(scene):
+    on = in_docker(scene, resources={"memory_gib": 0.5})
+    scene.fails(scene.launch(eats_memory, number_of_processes=1, on=on), "died", "512 MiB")
+
+
+def container_is_paused(scene):
+    engine = scene.part("engine")
+    job = scene.launch(counts, 80, 0.1, on=in_docker(scene))
+    scene.until(lambda: any(line.rank == 1 and line.text == "000003" for line in job.logs()), job)
+    for number in (1, 0):
+        engine.api.pause(container(job, number))
+        time.sleep(8)
+        engine.api.unpause(container(job, number))
+    scene.succeeds(job, 80, 80)
+    check_counts(job, 80)
+
+
+def check_counts(job, number):
+    """No line of either rank is missing, and none came twice."""
+    for rank in (0, 1):
+        assert [int(line.text) for line in job.logs(ranks=rank)] == list(range(number))
+
+
+@contextlib.contextmanager
+def cut_off(scene, pid, address):
+    """While it is open, no packet of an address reaches the network that a process is in."""
+    rule = ["nsenter", "--net", "--target", str(pid), "iptables"]
+    away = ["INPUT", "--source", address, "--jump", "DROP"]
+    if subprocess.run([*rule, "--append", *away], capture_output=True, check=False).returncode:
+        pytest.skip("only root of the engine's machine can cut its networks")
+    yield
+    subprocess.run([*rule, "--delete", *away], check=True)
+
+
+def network_is_cut(scene):
+    engine = scene.part("engine")
+    job = scene.launch(counts, 200, 0.1, on=in_docker(scene))
+    scene.until(lambda: any(line.rank == 1 and line.text == "000003" for line in job.logs()), job)
+    head, relay = (engine.api.inspect_container(container(job, number)) for number in (0, 1))
+    [network] = relay["NetworkSettings"]["Networks"].values()
+    with cut_off(scene, head["State"]["Pid"], network["IPAddress"]):
+        time.sleep(10)
+    scene.succeeds(job, 200, 200)
+    check_counts(job, 200)
+
+
+def clock_is_an_hour_behind(scene):
+    script = f"""
+        job = kd.launch(counts, 30, 0.05, number_of_processes=2, timeout_s=60, on={in_docker(scene)!r})
+        print(job.results(100), len(list(job.logs(ranks=1))))
+        job.delete()
+    """
+    process = scene.notebook(script.replace("Docker(", "kd.Docker(", 1), **an_hour_behind(scene))
+    assert scene.said_by(process) == "[30, 30] 30\n"
+
+
+POINTS = (
+    "before kale_dist.job.records:create",
+    "after kale_dist.places.docker.engines:ensure_network",
+    "before docker.api.container:ContainerApiMixin.create_container_from_config",
+    "after docker.api.container:ContainerApiMixin.create_container_from_config",
+    "before docker.api.container:ContainerApiMixin.put_archive",
+    "after docker.api.container:ContainerApiMixin.start",
+    "before kale_dist.job.records:write",
+    "after kale_dist.job.records:write",
+    "before kale_dist.calls.starting:handle",
+)
+"""Where a submission to Docker can be stopped."""
+
+
+def ctrl_c():
+    """What a terminal sends: the main thread gets a KeyboardInterrupt, at whatever it does."""
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)
+
+
+def interrupted_at_each_step(scene):
+    on = in_docker(scene)
+    for point in POINTS:
+        name = f"test-{uuid.uuid4().hex[:8]}"
+        with breaking_at(point, ctrl_c), pytest.raises(KeyboardInterrupt):
+            kd.launch(waits, number_of_processes=2, name=name, on=on)
+        delete_what_is_there(scene, name, point)
+
+
+def delete_what_is_there(scene, name, point):
+    """Containers without a record here are found by the job's reference, as those of another machine are."""
+    with contextlib.suppress(JobNotFoundError):
+        kd.attach(f"docker://{name}").delete()
+    assert containers_of(scene, name) == [], point
+
+
+def killed_at_each_step(scene):
+    script = """
+        from on_this_machine import breaking_at
+        with breaking_at({point!r}, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+            kd.launch(waits, number_of_processes=2, name={name!r}, on=kd.{on!r})
+    """
+    for point in POINTS:
+        name = f"test-{uuid.uuid4().hex[:8]}"
+        scene.said_by(scene.notebook(script.format(point=point, name=name, on=in_docker(scene))), -signal.SIGKILL)
+        delete_what_is_there(scene, name, point)

@@ -1,0 +1,252 @@
+"""Faults of pods on the real cluster, of the namespace that they are in, and of who may do what there."""
+
+import base64
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import time
+import uuid
+
+import pytest
+from fault_work import counts, waits
+from in_containers import check_counts, ctrl_c, cut_off
+from on_cluster import Network, grant, pods_in, run_kubectl, wait_for, write_kubeconfig
+from on_this_machine import breaking_at
+
+import kale_dist as kd
+from kale_dist.errors import JobNotFoundError
+from kale_dist.job import records
+from kale_dist.places.kubernetes import roles
+from kale_dist.places.manifests import KINDS
+
+
+def namespace_of(scene):
+    if not hasattr(scene, "namespace"):
+        scene.namespace = scene.part("make_namespace")()
+    return scene.namespace
+
+
+def in_pods(scene, **settings):
+    """Where a call goes that computes nothing."""
+    return pods_in(namespace_of(scene), image=scene.part("plain_pod_image"), **settings)
+
+
+def has_counted(scene, job, line="000003"):
+    scene.until(lambda: any(one.rank == 1 and one.text == line for one in job.logs()), job)
+
+
+def process_of(namespace, pod):
+    """A process of a pod on this machine, which has the pod's network."""
+    uid = run_kubectl("-n", namespace, "get", "pod", pod, "-o", "jsonpath={.metadata.uid}")
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if uid in (folder / "cgroup").read_text():
+                return int(folder.name)
+    return pytest.skip("the cluster's node is another machine")
+
+
+def network_is_cut(scene):
+    job = scene.launch(counts, 300, 0.1, on=in_pods(scene))
+    has_counted(scene, job)
+    worker = f"{job.name}-worker-0"
+    address = run_kubectl("-n", scene.namespace, "get", "pod", worker, "-o", "jsonpath={.status.podIP}")
+    with cut_off(scene, process_of(scene.namespace, f"{job.name}-master-0"), address):
+        time.sleep(10)
+    scene.succeeds(job, 300, 300)
+    check_counts(job, 300)
+
+
+def way_to_the_cluster_is_cut(scene):
+    path = scene.folder / "kubeconfig"
+    network = Network(os.environ["KUBECONFIG"], path)
+    scene.undone.callback(network.close)
+    scene.patch.setenv("KUBECONFIG", str(path))
+    job = scene.launch(counts, 200, 0.1, on=in_pods(scene))
+    has_counted(scene, job)
+    network.cut()
+    time.sleep(10)
+    assert not job.done()
+    network.mend()
+    scene.succeeds(job, 200, 200)
+    check_counts(job, 200)
+
+
+def namespace_is_deleted(scene):
+    job = scene.launch(waits, ready=2, on=in_pods(scene))
+    run_kubectl("delete", "namespace", scene.namespace, "--wait=false")
+    status = scene.end_of(job)
+    assert status.state.value in ("cancelled", "failed"), status
+    assert "deleted" in status.reason, status
+
+
+def quota_is_lowered(scene):
+    def set_to(pods):
+        quota = {
+            "apiVersion": "v1",
+            "kind": "ResourceQuota",
+            "metadata": {"name": "q"},
+            "spec": {"hard": {"pods": str(pods)}},
+        }
+        run_kubectl("-n", namespace_of(scene), "apply", "-f", "-", text=json.dumps(quota))
+
+    set_to(2)
+    job = scene.launch(counts, 100, 0.1, on=in_pods(scene))
+    has_counted(scene, job)
+    set_to(0)
+    scene.succeeds(job, 100, 100)
+    with pytest.warns(kd.errors.KaleDistWarning, match="The quota q"):
+        later = scene.launch(counts, 3, on=in_pods(scene))
+    wait_for(later, lambda status: "the quota q" in status.reason)
+    set_to(4)
+    scene.succeeds(later, 3, 3)
+
+
+def user(scene, name):
+    """The kubeconfig of a person with the least role."""
+    namespace = namespace_of(scene)
+    run_kubectl("-n", namespace, "create", "serviceaccount", name)
+    identity = f"system:serviceaccount:{namespace}:{name}"
+    role = roles.role_yaml(namespace, identity, roles.rights(KINDS["pytorch"]))
+    grant(namespace, identity, role.replace("name: kale-dist", f"name: {name}"))
+    token = run_kubectl("-n", namespace, "create", "token", name, "--duration=1h").strip()
+    return str(write_kubeconfig(scene.folder / name, os.environ["KUBECONFIG"], token=token))
+
+
+def two_users(scene):
+    on = in_pods(scene)
+    script = """
+        job = kd.launch(counts, 20, 0.1, number_of_processes=2, on=kd.Kubernetes(**{settings!r}))
+        print(job.name, job.results(150), flush=True)
+        sys.stdin.readline()
+        job.delete()
+        try:
+            kd.launch(counts, 1, number_of_processes=2, name="of-both", on=kd.Kubernetes(**{settings!r}))
+        except kd.errors.JobExistsError:
+            print("taken")
+    """
+    settings = {"namespace": scene.namespace, "image": on.image, "resources": {"cpu": 0.1, "memory": "1Gi"}}
+    script = script.format(settings=settings)
+    people = [
+        scene.notebook(script, KUBECONFIG=user(scene, name), XDG_STATE_HOME=str(scene.folder / f"state-{name}"))
+        for name in ("ada", "bob")
+    ]
+    names = []
+    for person in people:
+        name, _, results = person.stdout.readline().partition(" ")
+        assert results == "[20, 20]\n", person.communicate()
+        names.append(name)
+    job = scene.launch(counts, 1, name="of-both", on=on)
+    scene.succeeds(job, 1, 1)
+    assert {one.name for one in kd.jobs(on="kubernetes", namespace=scene.namespace)} == {"of-both", *names}
+    for person in people:
+        assert person.communicate("\n", timeout=scene.bound_s)[0] == "taken\n"
+    assert [one.name for one in kd.jobs(on="kubernetes", namespace=scene.namespace)] == ["of-both"]
+
+
+AUTHORITY = """
+[ca]
+default_ca = own
+[own]
+database = index
+new_certs_dir = .
+unique_subject = no
+serial = serial
+default_md = sha256
+policy = any
+[any]
+commonName = supplied
+organizationName = supplied
+"""
+
+
+def write_certificate(scene, path, valid_s):
+    """A kubeconfig with a client's certificate that is valid for so long."""
+    authority = pathlib.Path(os.environ["KUBECONFIG"]).parent / "state" / "pki"
+    if not authority.is_dir():
+        pytest.skip("the key of the cluster's authority is not on this machine")
+    folder = scene.folder / "authority"
+    folder.mkdir(exist_ok=True)
+    (folder / "ca.cnf").write_text(AUTHORITY)
+    (folder / "index").touch()
+    end = time.strftime("%y%m%d%H%M%SZ", time.gmtime(time.time() + valid_s))
+    for command in (
+        "req -newkey rsa:2048 -nodes -subj /O=system:masters/CN=ada -keyout key -out request",
+        f"ca -batch -notext -rand_serial -config ca.cnf -cert {authority}/ca.crt -keyfile {authority}/ca.key -enddate {end} -in request -out certificate",
+    ):
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+    found = {"client-key-data": folder / "key", "client-certificate-data": folder / "certificate"}
+    credentials = {name: base64.b64encode(file.read_bytes()).decode() for name, file in found.items()}
+    write_kubeconfig(path, os.environ["KUBECONFIG"], user=credentials)
+
+
+def certificate_expires(scene):
+    path = scene.folder / "kubeconfig"
+    write_certificate(scene, path, 40)
+    on = in_pods(scene)
+    scene.patch.setenv("KALE_DIST_KUBECONFIG", str(path))
+    job = scene.launch(counts, 700, 0.1, on=on)
+    has_counted(scene, job)
+    expired = {**os.environ, "KUBECONFIG": str(path)}
+    asked = ["kubectl", "get", "pods", "-n", scene.namespace]
+    scene.until(lambda: subprocess.run(asked, env=expired, capture_output=True, check=False).returncode)
+    time.sleep(10)
+    assert not job.done()
+    write_certificate(scene, path, 3600)
+    scene.succeeds(job, 700, 700)
+    check_counts(job, 700)
+
+
+CORE = "kubernetes.client.api.core_v1_api:CoreV1Api"
+POINTS = (
+    "before kale_dist.job.records:create",
+    "before kale_dist.places.kubernetes.objects:create",
+    "after kale_dist.places.kubernetes.objects:create",
+    f"before {CORE}.create_namespaced_secret",
+    f"after {CORE}.create_namespaced_secret",
+    "before kale_dist.job.records:write",
+    "after kale_dist.job.records:write",
+    "before kale_dist.calls.starting:handle",
+)
+"""Where a submission to a cluster can be stopped."""
+
+
+def objects_of(scene, name):
+    """What of a job the cluster has and does not end."""
+    found = json.loads(run_kubectl("-n", scene.namespace, "get", "pytorchjobs,secrets,pods", "-o", "json"))["items"]
+    names = [one["metadata"]["name"] for one in found if "deletionTimestamp" not in one["metadata"]]
+    return [one for one in names if one.startswith(name)]
+
+
+def interrupted_at_each_step(scene):
+    on = in_pods(scene)
+    for point in POINTS:
+        name = f"test-{uuid.uuid4().hex[:8]}"
+        with breaking_at(point, ctrl_c), pytest.raises(KeyboardInterrupt):
+            kd.launch(waits, number_of_processes=2, name=name, on=on)
+        if not records.exists(f"kubernetes.{scene.namespace}.{name}"):
+            scene.until(lambda name=name: not objects_of(scene, name))
+        delete_what_is_there(scene, name)
+
+
+def delete_what_is_there(scene, name):
+    """What a notebook has left is found by its reference, as another machine's is, and nothing else stays."""
+    with contextlib.suppress(JobNotFoundError):
+        kd.attach(f"kubernetes://{scene.namespace}/{name}").delete()
+    scene.until(lambda: not objects_of(scene, name))
+
+
+def killed_at_each_step(scene):
+    script = """
+        from on_this_machine import breaking_at
+        with breaking_at({point!r}, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+            kd.launch(waits, number_of_processes=2, name={name!r}, on=kd.Kubernetes(namespace={namespace!r}, image={image!r}))
+    """
+    on = in_pods(scene)
+    for point in POINTS:
+        name = f"test-{uuid.uuid4().hex[:8]}"
+        code = script.format(point=point, name=name, namespace=scene.namespace, image=on.image)
+        scene.said_by(scene.notebook(code), -signal.SIGKILL)
+        delete_what_is_there(scene, name)
