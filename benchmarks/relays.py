@@ -485,7 +485,7 @@ class PlayedRelay:
             channel.say(Op.READY)
         elif op == Op.SPAWN:
             self._spawn(channel, wire.decode(Attempt, message["attempt"]))
-        elif op in (Op.TELL, Op.SIGNAL) and rank in self._alive:
+        elif (op == Op.SIGNAL or (op == Op.TELL and "go" in message["message"])) and rank in self._alive:
             self._alive.discard(rank)
             if op == Op.SIGNAL:
                 self._stop()

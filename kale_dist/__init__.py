@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kale_dist import callbacks, strategies
     from kale_dist.calls.form import form
-    from kale_dist.calls.verbs import attach, compare, distribute, jobs, launch, render
+    from kale_dist.calls.verbs import attach, compare, distribute, jobs, launch, live, render
     from kale_dist.errors import KaleDistError
     from kale_dist.job.handle import Job
     from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local
@@ -51,6 +51,7 @@ __all__ = [
     "form",
     "jobs",
     "launch",
+    "live",
     "render",
     "report",
     "run_notebook",
@@ -76,6 +77,7 @@ _HOMES = {
     "form": "calls.form",
     "jobs": "calls.verbs",
     "launch": "calls.verbs",
+    "live": "calls.verbs",
     "render": "calls.verbs",
     "report": "wire.context",
     "run_notebook": "runner.execution",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.job.backend import Backend, Plan
+from kale_dist.job.live_job import LiveJob
 from kale_dist.job.profiles import Profile
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.spec.place_settings import ClusterOptions
@@ -31,6 +32,7 @@ __all__ = [
     "ImageFile",
     "JobSpec",
     "JobStatus",
+    "LiveJob",
     "LogLine",
     "MetricRow",
     "Plan",

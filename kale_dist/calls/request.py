@@ -86,6 +86,8 @@ class Function:
     """For people."""
     script: Script | None = None
     """A script whose files are sent along."""
+    kind: str = "call"
+    """Of the job: `call`, or `live`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +185,7 @@ def checked(
     if isinstance(place, Kubernetes):
         of_pods |= {"store": place.store, "cluster": place.options}
     request = Request(
-        name=options.name, label=label, kind="call" if training is None else "training", topology=ranks.topology,
+        name=options.name, label=label, kind="training" if function is None else function.kind, topology=ranks.topology,
         cuda=ranks.cuda, threads=options.threads, seed=options.seed, environment=options.environment,
         policy=_policy(options.policy, ranks, is_training=training is not None),
         debugging=_debugging(), strategy=strategies.DDP() if training is None else training.strategy,

@@ -23,6 +23,7 @@ from kale_dist.errors import BackendError, KaleDistError, SnapshotError, say, us
 from kale_dist.job import arguments, interrupts, records, tracking, weights
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.handle import Job, inside
+from kale_dist.job.live_job import LiveJob
 from kale_dist.job.outcomes import OutcomeReader
 from kale_dist.job.spec import names
 from kale_dist.job.spec.job_spec import JobSpec
@@ -171,7 +172,7 @@ def handle(
         ref=str(ref), spec=spec, files=records.files(ref.record_name), key=key, store=FolderStore(records.blobs_dir()),
         originals=originals, fetch=functools.partial(backend.fetch, ref),
     )  # fmt: skip
-    job: Job[Any] = Job(
+    job = (LiveJob if spec.kind == "live" else Job)(
         backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=live.show,
         again=functools.partial(_again, backend), track=tracking.again,
     )  # fmt: skip

@@ -17,13 +17,14 @@ from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
 from kale_dist.job import records
 from kale_dist.job.backend import Backend, JobRef, Plan
 from kale_dist.job.handle import Job, inside
+from kale_dist.job.live_job import LiveJob
 from kale_dist.job.several import Comparison, Jobs
 from kale_dist.job.spec import names
 from kale_dist.job.spec.checks import FLAG
 from kale_dist.job.spec.place_settings import Kubernetes, Place, word_of
 from kale_dist.wire import STALL_WARN_S
 from kale_dist.wire.blobs import MemoryStore
-from kale_dist.wording import closest, show
+from kale_dist.wording import closest, seconds, show
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_IDLE_S = 1800.0
+"""After which live ranks elsewhere end, so that pods and GPUs are not held unseen."""
 
 
 def _submits(verb: Callable[P, R]) -> Callable[P, R]:
@@ -224,6 +228,51 @@ def launch(
 
 
 @short_refusals
+@_submits
+def live(
+    number_of_processes: int | None = None,
+    *,
+    cuda: bool | None = None,
+    name: str | None = None,
+    on: str | Place | Backend | None = None,
+    environment: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    seed: int | None = None,
+    timeout_s: float | None = None,
+    stall_warn_s: float | None = STALL_WARN_S,
+    stall_timeout_s: float | None = None,
+    idle: float | str | None = None,
+) -> LiveJob:
+    """Start ranks that run cells one after another, in the same processes: `job.run(source)`, or `%%distribute` in a notebook.
+
+    Returns at once; the first cell waits for the ranks.
+
+    Args:
+        number_of_processes: As for `launch`.
+        cuda: Likewise.
+        name: Likewise.
+        on: Likewise.
+        environment: Likewise.
+        threads: Likewise.
+        seed: Likewise.
+        timeout_s: Likewise; of all cells together.
+        stall_warn_s: Likewise; counted while a cell runs.
+        stall_timeout_s: Likewise.
+        idle: The ranks end when they have run no cell for this long: seconds, or text such as `"30 min"`. None: never on this
+            machine, elsewhere after 30 minutes.
+
+    Returns:
+        The job. In a `with` statement it stops at the end of the block.
+
+    Raises:
+        ConfigError: An argument is wrong; nothing was started.
+        JobExistsError: The name is taken.
+        BackendError: The backend refused.
+    """
+    raise NotImplementedError  # The decorator reads the signature and does the rest.
+
+
+@short_refusals
 def render(*args: Any, **kwargs: Any) -> Plan:
     """What `distribute` or `launch` would submit for the same arguments. Writes nothing and starts nothing.
 
@@ -272,7 +321,7 @@ def _planned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
 
 def _given(verb: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a verb by name, with its defaults. Raises TypeError as the verb itself would."""
-    if verb.__name__ == "distribute":
+    if verb.__name__ != "launch":
         checks.check_words(kwargs, verb)
     else:
         fn = args[0] if args else kwargs.get("fn")
@@ -288,9 +337,22 @@ def _given(verb: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
 def _checked(verb: Callable[..., Any], given: Mapping[str, Any]) -> Call:
     if verb.__name__ == "distribute":
         return request.checked(given, earlier=Earlier.of(given["resume_from"], attach))
+    if verb.__name__ == "live":
+        return _live(given)
     fn, args, kwargs = given["fn"], given["args"], given["kwargs"]
     checks.check_function(fn, args, kwargs, verb)
     return request.checked(given, Function(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn)))
+
+
+def _live(given: Mapping[str, Any]) -> Call:
+    from kale_dist.worker.rank import live_rank
+
+    idle, is_local = given["idle"], request.where(given["on"])[0].name == "local"
+    idle_s = seconds(idle) if idle is not None else None if is_local else _IDLE_S
+    if idle is not None and (idle_s is None or idle_s <= 0):
+        raise ConfigError("idle", f"{show(idle)} is no time", "Give seconds, or text such as '30 min'")
+    function = Function(fn=live_rank.serve, args=(idle_s,), label="live", kind="live")
+    return request.checked({**given, "max_restarts": None}, function)
 
 
 @short_refusals

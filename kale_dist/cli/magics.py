@@ -18,8 +18,9 @@ from IPython.display import display
 
 from kale_dist import cli, places, wording
 from kale_dist.calls import request, verbs
-from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, warnings_as_lines
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, say, warnings_as_lines
 from kale_dist.job.handle import Job
+from kale_dist.job.live_job import LiveJob
 from kale_dist.worker.rank import cell as on_a_rank
 
 FILENAME = "<%%distribute>"
@@ -36,6 +37,11 @@ def _empty() -> ast.arguments:
 @magics_class
 class DistributeMagics(Magics):
     """`%%distribute`, `%attach`, and commands of the command line: `%jobs`, `%status`, `%logs`, `%cancel`."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self._live: LiveJob | None = None
+        """The notebook's live ranks, in which cells run."""
 
     @property
     def _namespace(self) -> dict[str, Any]:
@@ -57,28 +63,103 @@ class DistributeMagics(Magics):
     )
     @argument("--job", metavar="NAME", help="Keep the job under this name")
     @argument("--no-wait", action="store_true", help="Do not wait: the job is the cell's value")
+    @argument("--ranks", help="Of live ranks, those that run the cell: 0,2")
+    @argument("--idle", help="With start: live ranks end when they have run no cell for this long, such as 30min")
     @line_cell_magic
     def distribute(self, line: str, cell: str | None = None) -> Any:
         """Run the cell on every rank; as `%distribute`, without a cell, show the launcher form.
 
-        The value is a list with the value of the cell's last expression on each rank.
+        `%distribute start -n 4` starts live ranks, in which all further cells run: variables, models and the process group stay.
+        `%distribute restart` and `%distribute stop` are for them. A cell with -n, --on, --cuda or --set is a job of its own. Its value is
+        a list with the value of the cell's last expression on each rank.
 
         The cell sees the notebook's names, and `rank`, `world_size`, `local_rank` and `device`. What it changes or
         assigns stays in the ranks; only the last expression's value comes back.
         """
-        if cell is None:
+        if cell is None and not line.strip():
             from kale_dist.calls.form import LauncherForm
 
             return LauncherForm(self._namespace)
+        if cell is None:
+            return self._manage_live(*line.split(maxsplit=1))
         options = parse_argstring(self.distribute, line)
+        given = (
+            options.number_of_processes,
+            options.on,
+            options.cuda,
+            options.set,
+            options.name,
+            options.job,
+            options.no_wait,
+        )
+        if options.idle is not None:
+            raise UsageError("--idle: it belongs to `%distribute start`")
+        if not any(given) and (self._live is not None or options.ranks is not None):
+            job, ranks, text = self._running_live(), _ranks(options.ranks), _plain_python(cell)
+            return _explained(lambda: job.run(text, ranks))
+        if options.ranks is not None:
+            raise UsageError("--ranks: it chooses among live ranks, and the other options make a job of its own")
+        if self._live is not None:
+            say(f"This cell runs as a job of its own, not in {self._live.ref}, because of its options")
         _check_name(options.job)
-        arguments = {
+        return self._run_as_job(options, cell)
+
+    def _manage_live(self, word: str, line: str = "") -> None:
+        """Start, restart or stop the live ranks."""
+        if word not in ("start", "restart", "stop"):
+            near = wording.closest(word, ("start", "restart", "stop"))
+            raise UsageError(
+                f"{word!r}: %distribute has the words start, restart and stop, and without one shows the form. {near}".rstrip()
+            )
+        if word != "start":
+            if line:
+                raise UsageError(f"{line!r}: %distribute {word} takes no options")
+            job = self._running_live()
+            self._live = _explained(job.restart) if word == "restart" else None
+            if self._live is None:
+                job.stop()
+            say(
+                f"{job.ref} has ended"
+                if self._live is None
+                else f"{self._live.ref} is ready: new processes, without variables"
+            )
+            return
+        if self._live is not None and not self._live.done():
+            raise UsageError(
+                f"{self._live.ref} runs already, and a notebook has one set of live ranks. %distribute stop ends it"
+            )
+        options = parse_argstring(self.distribute, line)
+        if options.ranks is not None or options.no_wait:
+            raise UsageError("start: --ranks and --no-wait are for cells")
+        _check_name(options.job)
+        arguments = {**self._arguments(options), "idle": options.idle}
+        with warnings_as_lines():
+            self._live = _explained(
+                lambda: verbs.live(**request.gathered({k: v for k, v in arguments.items() if v is not None}))
+            )
+        self._keep(self._live, options.job)
+        self._live.wait_until_ready()
+        count = self._live.spec.topology.number_of_processes
+        say(f"{self._live.ref} is ready: %%distribute runs a cell in its {count} rank{'' if count == 1 else 's'}")
+
+    def _running_live(self) -> LiveJob:
+        if self._live is None:
+            raise UsageError("There are no live ranks. `%distribute start -n 4` starts four")
+        return self._live
+
+    def _arguments(self, options: Any) -> dict[str, Any]:
+        """Arguments of a verb, from the options of a magic's line."""
+        return {
             "number_of_processes": options.number_of_processes,
             "on": self._namespace.get(options.on, options.on) if options.on not in places.NAMES else options.on,
             "cuda": options.cuda,
             "name": options.name,
             **dict(_assignment(text) for text in options.set),
         }
+
+    def _run_as_job(self, options: Any, cell: str) -> Any:
+        """Run a cell as a job of its own; gives the values of its last expression, or the job."""
+        arguments = self._arguments(options)
         text = _plain_python(cell)
         names = _named(text, self._namespace)
         with warnings_as_lines():
@@ -108,6 +189,8 @@ class DistributeMagics(Magics):
         options = parse_argstring(self.attach, line)
         _check_name(options.job)
         job: Job[Any] = _explained(lambda: verbs.attach(options.ref, trust=options.trust))
+        if isinstance(job, LiveJob):
+            self._live = job
         self._keep(job, options.job)
         return job
 
@@ -218,6 +301,13 @@ def _assignment(text: str) -> tuple[str, Any]:
         near = wording.closest(name, verbs.SETTABLE)
         raise UsageError(f"--set: launch has no argument {name!r} that could be set. {near}".rstrip())
     return name, wording.parse(value)
+
+
+def _ranks(text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--ranks: {text!r} names no ranks; write it as 0,2") from None
 
 
 def _check_name(name: str | None) -> None:

@@ -20,6 +20,7 @@ taken (`SnapshotError`), the place to run refused (`BackendError`), or the job i
         JobFailedError                its cause is the first failing rank's own exception
         JobTimeoutError               the job ran into `timeout_s` or `stall_timeout_s`
         JobCancelledError
+        CellError                     a cell failed in live ranks, which go on
         WaitTimeoutError (TimeoutError)   only the waiting ended; the job keeps running
         ResultUnavailableError        there is, or there can be, no result to read
       RankError                       in the place of an exception, where a rank died without one
@@ -236,6 +237,10 @@ class JobTimeoutError(JobError):
 
 class JobCancelledError(JobError):
     """The job was cancelled."""
+
+
+class CellError(JobError):
+    """A cell failed in live ranks. They and their variables stay, unless the message says otherwise."""
 
 
 class WaitTimeoutError(JobError, TimeoutError):

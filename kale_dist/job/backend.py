@@ -11,7 +11,7 @@ import abc
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError
@@ -185,19 +185,21 @@ class Backend(abc.ABC):
             JobNotFoundError: No such job.
         """
 
-    def tell(self, ref: JobRef, rank: int, message: Mapping[str, str]) -> None:
-        """Send a message to the debugger of a rank. One that it does not expect has no effect.
+    def tell(self, ref: JobRef, rank: int, message: Mapping[str, Any], blobs: Iterable[str] = ()) -> None:
+        """Send a message to the debugger of a rank, or to live ranks. One that it does not expect has no effect.
 
         Args:
             ref: The job.
-            rank: The rank.
-            message: `{}` when a person has opened a prompt; `prompt` and `input` with an answer to it.
+            rank: The rank; -1 for all.
+            message: `{}` when a person has opened a prompt; `prompt` and `input` with an answer to it; `live`, as
+                `live_rank.py` lists them; `restart` with the number of the attempt whose ranks start again.
+            blobs: Digests of blobs on this machine that the ranks need for it.
 
         Raises:
             JobNotFoundError: No such job.
             BackendError: The rank cannot be reached.
         """
-        del rank, message
+        del rank, message, blobs
         raise BackendError(f"Ranks of {ref} take no messages")
 
     @abc.abstractmethod

@@ -78,6 +78,23 @@ class OutcomeReader:
         value = self._outcome(rank, attempt).value
         return value.value if isinstance(value, Returned) else value
 
+    def given(self, rank: int, attempt: int, name: str, originals: References) -> Any:
+        """A value that a live rank has written.
+
+        Args:
+            rank: The rank.
+            attempt: The attempt of the ranks.
+            name: That of the message which asked for it.
+            originals: The notebook's own functions and classes that the ranks were sent.
+
+        Raises:
+            ResultUnavailableError: It cannot be read here.
+        """
+        path = self.files.outcome(attempt, rank)
+        self._bring(path)
+        signer = outcome.Signer(key=self._verified_key(), job=f"{self._spec.name} {name}", attempt=attempt, rank=rank)
+        return outcome.read_outcome(path, signer=signer, resolve=originals.resolve).value
+
     def trained(self, attempt: int) -> Any:
         """The argument of `weights.load`: rank 0's `TrainingResult`, or the models of a function's arguments."""
         return self._outcome(0, attempt).value
@@ -186,8 +203,8 @@ class OutcomeReader:
             ) from error
         return weights.remember(training.model, training.optimizer, training.scheduler, training.kept)
 
-    def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:
-        self._spec.check_version(self._ref)
+    def _verified_key(self) -> bytes:
+        """The job's secret, without which no result is loaded."""
         if self.key is None:
             raise ResultUnavailableError(
                 f"Results of {self._ref} cannot be verified, because the job's key is not on this machine ({self.files.key}). "
@@ -195,6 +212,11 @@ class OutcomeReader:
                 "you may get Secrets, and that of another user's job with trust=True",
                 self._ref,
             )
+        return self.key
+
+    def _outcome(self, rank: int, attempt: int) -> outcome.Outcome:
+        self._spec.check_version(self._ref)
+        key = self._verified_key()
         with self._lock:
             found = self._read.get((rank, attempt))
             if found is None:
@@ -204,7 +226,7 @@ class OutcomeReader:
                 if not path.exists():
                     self._bring(path)
                 signed_by = run.object or self._spec.name
-                signer = outcome.Signer(key=self.key, job=signed_by, attempt=attempt - run.first_attempt, rank=rank)
+                signer = outcome.Signer(key=key, job=signed_by, attempt=attempt - run.first_attempt, rank=rank)
                 found = self._read[rank, attempt] = outcome.read_outcome(path, signer=signer, resolve=self._resolve)
             return found
 

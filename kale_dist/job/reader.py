@@ -146,6 +146,27 @@ class LogReader:
         return lines[-count:] if count else []
 
 
+class EventReader:
+    """Reads a file of events, each once.
+
+    Args:
+        path: The file, which may not exist yet.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self._read = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The events that were written since the last call."""
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._read)
+            whole, newline, _ = file.read().rpartition(b"\n")
+            self._read += len(whole) + len(newline)
+            return list(wire.decode_json_lines(whole))
+        return []
+
+
 class JobReader:
     """Keeps the status of one job up to date, and reads only what is new. Safe to use from threads.
 

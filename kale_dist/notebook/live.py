@@ -12,10 +12,10 @@ import time
 import uuid
 from typing import Any
 
-from kale_dist import wire
 from kale_dist.errors import JobNotFoundError
 from kale_dist.job import interrupts, view
 from kale_dist.job.handle import Job, inside
+from kale_dist.job.reader import EventReader
 from kale_dist.wire import EventKind
 
 
@@ -64,19 +64,14 @@ class Pictures:
     """
 
     def __init__(self, events: pathlib.Path) -> None:
-        self._events = events
-        self._read = 0
+        self._events = EventReader(events)
 
     def show(self) -> None:
         """Show the figures that arrived since the last call. Called in a cell's thread; does nothing without a kernel."""
-        if not hasattr(interrupts.shell(), "kernel") or not self._events.exists():
+        if not hasattr(interrupts.shell(), "kernel"):
             return
         from IPython.display import display
 
-        with self._events.open("rb") as file:
-            file.seek(self._read)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._read += len(whole) + len(newline)
-        for event in wire.decode_json_lines(whole):
+        for event in self._events.read():
             if event.get("event") == EventKind.DISPLAY:
                 display(event["data"], raw=True)  # type: ignore[no-untyped-call]

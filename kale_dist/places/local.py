@@ -12,7 +12,8 @@ import functools
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from kale_dist.errors import BackendError, BackendUnavailableError
 from kale_dist.job import records
@@ -70,8 +71,9 @@ class LocalBackend(FolderBackend):
         problem = client.disk_problems.get(ref.name) if client is not None else ""
         return dataclasses.replace(status, reason=problem) if problem and not status.is_final else status
 
-    def tell(self, ref: JobRef, rank: int, message: Mapping[str, str]) -> None:
-        """Have the job's agent, of this process or of another one, pass a message on to a rank."""
+    def tell(self, ref: JobRef, rank: int, message: Mapping[str, Any], blobs: Iterable[str] = ()) -> None:
+        """Have the job's agent, of this process or of another one, pass a message on to a rank. Blobs are there already."""
+        del blobs
         told = {"op": Op.TELL, "job": ref.name, "rank": rank, "message": dict(message)}
         if not agent_client.send(self._reader(ref).record().agent_socket, told):
             raise BackendError(f"The agent that runs {ref} has ended")

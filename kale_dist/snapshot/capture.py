@@ -9,7 +9,7 @@ import json
 import linecache
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import cloudpickle
@@ -61,6 +61,9 @@ def capture(
     script: modules.Script | None = None,
     roots: Iterable[unpicklable.Step] | None = None,
     own_devices: bool = False,
+    references: References | None = None,
+    left_out: Collection[str] = (),
+    there: Mapping[str, object] = types.MappingProxyType({}),
 ) -> Snapshot:
     """Take a snapshot of a call. Later changes in the notebook do not alter it.
 
@@ -73,13 +76,16 @@ def capture(
         script: A script whose files are sent, too.
         roots: First steps of paths to unpicklable objects; None for the arguments' names and `fn`'s own.
         own_devices: Whether a `torch.device` of a GPU becomes the rank's own, whichever it is here.
+        references: Numbers of functions and classes that ranks were sent before.
+        left_out: Globals of functions that are not sent with them.
+        there: Objects that the ranks have in their `__main__`, by name.
 
     Raises:
         NotSerializableError: An object cannot be pickled; the message has the path to it and a remedy.
         StoreError: The disk is full, or the store cannot be written.
     """
     file = io.BytesIO()
-    pickler = CapturePickler(file, own_devices=own_devices)
+    pickler = CapturePickler(file, own_devices=own_devices, originals=references, left_out=left_out, there=there)
     try:
         pickler.dump((fn, args, kwargs))
     except Exception as error:

@@ -108,6 +108,35 @@ def load(
     return loaded
 
 
+def load_names(
+    store: blobs.Store, digest: str, modules: pathlib.Path, main: dict[str, Any], references: References
+) -> list[str]:
+    """Put the keywords of a snapshot's call into a `__main__` that is in use; gives their names.
+
+    Args:
+        store: The store with the blobs.
+        digest: The snapshot's digest.
+        modules: Folder with its local modules.
+        main: The globals.
+        references: What was loaded before: the functions and classes that are there already are not made again.
+    """
+    manifest = read_manifest(store, digest)
+    if str(modules) not in sys.path:
+        sys.path.insert(0, str(modules))
+    sources.install(json.loads(_checked(store, manifest["sources"])))
+    named = _load(store, manifest, main, context.context().device, references).kwargs
+    main.update(named)
+    _import_too(manifest["imported"])
+    return sorted(named)
+
+
+def blobs_of(store: blobs.Store, digest: str) -> set[str]:
+    """Digests of the blobs that a snapshot's manifest, which is there, names."""
+    manifest = read_manifest(store, digest)
+    ranges = [one[0] for one in (*manifest["buffers"], *manifest["storages"])]
+    return {manifest["pickle"], manifest["sources"], *ranges, *(blob for _, blob, _ in manifest["modules"])}
+
+
 def fill_spawned(main: dict[str, Any]) -> None:
     """Fill the `__main__` of a process that a rank spawned, from the rank's snapshot.
 
@@ -250,10 +279,16 @@ def _checked(store: blobs.Store, digest: str) -> bytes:
     return data
 
 
-def _load(store: blobs.Store, manifest: dict[str, Any], main: dict[str, Any], device: str) -> Loaded:
+def _load(
+    store: blobs.Store,
+    manifest: dict[str, Any],
+    main: dict[str, Any],
+    device: str,
+    references: References | None = None,
+) -> Loaded:
     data = _checked(store, manifest["pickle"])
     ranges = _BlobRanges(store)
-    references = References()
+    references = References() if references is None else references
     surroundings = reducers.Loading(
         storage=lambda index: ranges.view(*manifest["storages"][index]),
         main=main,

@@ -6,7 +6,7 @@ import dis
 import importlib.machinery
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import IO, Any
 
 from cloudpickle import cloudpickle as internals
@@ -24,13 +24,26 @@ class CapturePickler(TensorPickler):
     Args:
         file: Receives the pickle.
         own_devices: Whether a `torch.device` of a GPU becomes the rank's own, whichever it is here.
+        originals: Numbers of what was sent before; None for none.
+        left_out: Globals of functions that are not sent with them; None for all.
+        there: Objects that the ranks have in their `__main__`, by name: they are referred to.
     """
 
-    def __init__(self, file: IO[bytes], *, own_devices: bool = False) -> None:
+    def __init__(
+        self,
+        file: IO[bytes],
+        *,
+        own_devices: bool = False,
+        originals: reducers.References | None = None,
+        left_out: Collection[str] | None = (),
+        there: Mapping[str, object] = types.MappingProxyType({}),
+    ) -> None:
         super().__init__(file)
+        self._left_out = left_out
+        self._there = dict(_places(there))
         if own_devices and (torch := sys.modules.get("torch")):
             self._reducers[torch.device] = _reduce_device
-        self.originals = reducers.References()
+        self.originals = reducers.References() if originals is None else originals
         """The notebook's own functions and classes, by their numbers."""
         self.modules: set[str] = set()
         """Names of modules that the call refers to."""
@@ -41,6 +54,8 @@ class CapturePickler(TensorPickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object; pickle calls this for every object that is not a plain builtin one."""
+        if (place := self._there.get(id(obj))) is not None:
+            return reducers.there, place
         if isinstance(obj, types.ModuleType):
             self.last = obj
             return self._reduce_module(obj)
@@ -84,7 +99,11 @@ class CapturePickler(TensorPickler):
         constructor, args, state, *rest = super()._dynamic_function_reduce(func)
         name, kind = namespace_of(func)
         attributes, slots = state
-        slots["__globals__"] = {key: _stand_in(key, value) for key, value in slots["__globals__"].items()}
+        slots["__globals__"] = {
+            key: _stand_in(key, value)
+            for key, value in slots["__globals__"].items()
+            if self._left_out is not None and key not in self._left_out
+        }
         if not kind:
             return (constructor, args, state, *rest)
         if kind == "import":
@@ -103,6 +122,18 @@ class CapturePickler(TensorPickler):
     def _note_module(self, name: object) -> None:
         if isinstance(name, str):
             self.modules.add(name)
+
+
+def _places(there: Mapping[str, object]) -> Iterator[tuple[int, tuple[str, str]]]:
+    """Objects by their addresses, to the names in `__main__` and, of a module's parameters, the paths by which ranks find them."""
+    for name, value in there.items():
+        # Functions, classes and Python's own small objects are found in other ways.
+        if isinstance(value, type | types.FunctionType | types.ModuleType):
+            continue
+        for kind in ("named_modules", "named_parameters", "named_buffers"):
+            for path, part in getattr(value, kind, dict)() if hasattr(type(value), "named_parameters") else ():
+                yield id(part), (name, path)
+        yield id(value), (name, "")
 
 
 def hooks_of(value: Any) -> tuple[list[Any], ...]:

@@ -13,6 +13,7 @@ import functools
 import importlib
 import multiprocessing
 import multiprocessing.context
+import operator
 import sys
 import types
 import typing
@@ -173,6 +174,12 @@ def set_module_state(module: types.ModuleType, state: dict[str, Any]) -> None:
 def resolve(index: int) -> Any:
     """The receiving side's own object for a number of the snapshot."""
     return _current.get().resolve(index)
+
+
+def there(name: str, path: str) -> Any:
+    """An object that this process has in its `__main__`; with a path, a part of that module."""
+    value = _current.get().main[name]
+    return operator.attrgetter(path)(value) if path else value
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------------

@@ -2,60 +2,20 @@
 
 import os
 import pathlib
-import queue
 import subprocess
 import sys
-import time
 
-import jupyter_client
 import nbformat
-import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 PATH = ROOT / "notebooks" / "debugging.ipynb"
 
 
-@pytest.fixture
-def client(tmp_path):
-    manager = jupyter_client.KernelManager(kernel_name="python3")
-    manager.start_kernel(env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=str(tmp_path))
-    client = manager.blocking_client()
-    client.start_channels()
-    client.wait_for_ready(timeout=60)
-    yield client
-    client.stop_channels()
-    manager.shutdown_kernel(now=True)
-    manager.cleanup_resources()
-
-
-def run(client, source, lines):
-    """Execute a cell, and type lines at its prompts; gives what it has printed."""
-    message, out = client.execute(source, allow_stdin=True), ""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        try:
-            client.get_stdin_msg(timeout=0.02)
-            client.input(lines.pop(0))
-        except queue.Empty:
-            pass
-        try:
-            found = client.get_iopub_msg(timeout=0.05)
-        except queue.Empty:
-            continue
-        if found["parent_header"].get("msg_id") == message:
-            content = found["content"]
-            assert found["msg_type"] != "error", content["evalue"]
-            out += content.get("text", "")
-            if found["msg_type"] == "status" and content["execution_state"] == "idle":
-                return out
-    raise AssertionError(out)
-
-
-def test_what_it_says_to_type_shows_the_bug(client):
+def test_what_it_says_to_type_shows_the_bug(typed):
     notebook = nbformat.read(PATH, as_version=4)
     said = next(cell.source for cell in notebook.cells if "```text" in cell.source)
     lines = said.partition("```text\n")[2].partition("\n```")[0].splitlines()
-    outputs = [run(client, cell.source, lines) for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = [typed(cell.source, lines) for cell in notebook.cells if cell.cell_type == "code"]
     assert lines == []
     wrong, debugged, right, error = outputs[1], outputs[2], outputs[4], outputs[5]
     assert float(wrong.rpartition(" ")[2]) > 1000

@@ -12,9 +12,11 @@ import pytest
 from on_cluster import IMAGE, make_claim
 
 ROOT = pathlib.Path(__file__).parents[2]
-# The tour and the strategies have outputs, and tests of their own; the one on debugging asks for input.
+# The tour and the strategies have outputs, and tests of their own; those on debugging and on live ranks ask for input.
 NOTEBOOKS = sorted(
-    path for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem not in ("debugging", "tour", "strategies")
+    path
+    for path in (ROOT / "notebooks").glob("*.ipynb")
+    if path.stem not in ("debugging", "live", "tour", "strategies")
 )
 ON_A_CLUSTER = {"cluster", "data"}
 NIGHTLY = {"data", "gan", "hugging_face", "images", "packages", "sounds", "sweep"}

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from kale_dist.errors import BackendError, JobExistsError, JobNotFoundError, StoreError
 from kale_dist.job import records
@@ -87,9 +87,9 @@ class FollowedBackend(FolderBackend):
         if not self._reader(ref).status().is_final:
             self._follow(ref).cancel(grace_s, save=save)
 
-    def tell(self, ref: JobRef, rank: int, message: Mapping[str, str]) -> None:
-        """Have the job's head pass a message on to a rank."""
-        if not self._follow(ref).tell(rank, message):
+    def tell(self, ref: JobRef, rank: int, message: Mapping[str, Any], blobs: Iterable[str] = ()) -> None:
+        """Have the job's head pass a message on to a rank, once it has the blobs."""
+        if not self._follow(ref).tell(rank, message, blobs):
             raise BackendError(f"The head of {ref} cannot be reached from here", retryable=True)
 
     def delete(self, ref: JobRef) -> None:

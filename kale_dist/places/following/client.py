@@ -69,8 +69,8 @@ class HeadClient:
         """Have the head end the job: one more checkpoint if wanted, SIGTERM to all ranks, SIGKILL after `grace_s` seconds."""
         self._ask("POST", "/cancel", json.dumps({"grace_s": grace_s, "save": save}).encode())
 
-    def tell(self, rank: int, message: Mapping[str, str]) -> None:
-        """Have the head pass a message on to a rank's debugger."""
+    def tell(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Have the head pass a message on to a rank, or with -1 to all."""
         self._ask("POST", "/tell", json.dumps({"rank": rank, "message": dict(message)}).encode())
 
     @contextlib.contextmanager

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import pathlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kale_dist.errors import BackendError, JobExistsError, KaleDistError, StoreError
@@ -37,6 +37,7 @@ from kale_dist.places.following.verdict import (
 )
 from kale_dist.places.following.warm import prefix_of
 from kale_dist.wire import SAVE_LIMIT_S, EventKind, FailureCause, StateName, Verdict
+from kale_dist.wire.blobs import FolderStore
 
 LOOK_S = 1.0
 """How often a follower looks at a place that reports no change."""
@@ -186,9 +187,14 @@ class Follower:
             self._place.kill(self._handle, grace_s)
         self._woken.set()
 
-    def tell(self, rank: int, message: Mapping[str, str]) -> bool:
-        """Have the head pass a message on to a rank; returns whether the head has it."""
-        return self._ask_head(lambda head: head.tell(rank, message))
+    def tell(self, rank: int, message: Mapping[str, Any], blobs: Iterable[str]) -> bool:
+        """Have the head pass a message on to a rank, once it has some blobs; returns whether the head has it."""
+
+        def tell(head: HeadClient) -> None:
+            head.upload(FolderStore(records.blobs_dir()), blobs)
+            head.tell(rank, message)
+
+        return self._ask_head(tell)
 
     def fetch(self, name: str) -> bool:
         """Fetch a file of the newest run as it is now: from the head while it runs, else from the place.

@@ -310,6 +310,10 @@ class RunningAttempt:
         elif event.get("event") == EventKind.CHECKPOINT and event.get("asked"):
             self.has_saved = True
             self._go_on()
+        elif event.get("event") == EventKind.CELL and not event["ok"] and not event.get("is_refused"):
+            # Those that wait for it in a collective would wait for ever.
+            for rank in self.ranks:
+                rank.tell({"live": {"failed": event["number"]}})
         elif event.get("event") == EventKind.PROGRESS:
             if self._watch is not None:
                 self._watch.progressed(event)

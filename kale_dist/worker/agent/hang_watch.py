@@ -94,6 +94,7 @@ class HangWatch:
         self._moves = 0
         self._moved_at = time.monotonic()
         self._has_warned = False
+        self._idle_since = time.monotonic()
         self._said_waiting: list[int] = []
         self._in_first_step = False
         self._tasks = [loop.create_task(self._watch_progress())]
@@ -178,8 +179,10 @@ class HangWatch:
             await asyncio.sleep(min([STALL_CHECK_S, *limits]))
             self._writer.look_at_disk()
             is_debugged = self._watch_breakpoints()
+            is_idle = all(rank.is_idle for rank in self._ranks)
+            self._watch_idleness(is_idle=is_idle)
             is_starting = any(rank.state is RankStateName.PENDING for rank in self._ranks)
-            if is_debugged or is_starting or not self._writer.has_room:
+            if is_debugged or is_idle or is_starting or not self._writer.has_room:
                 # Ranks that wait for the disk or a person have not stalled, nor those for which torch is being imported.
                 self._moved_at = time.monotonic()
             if self._is_stalled and not self._in_first_step:
@@ -211,6 +214,19 @@ class HangWatch:
             for rank in waiting:
                 rank.pass_over()
         return True
+
+    def _watch_idleness(self, *, is_idle: bool) -> None:
+        """End live ranks that have run no cell for long."""
+        now, limit_s = time.monotonic(), self._ranks[0].idle_s
+        if not is_idle or limit_s is None:
+            self._idle_since = now
+        elif now - self._idle_since >= limit_s:
+            self._idle_since = now
+            text = f"The live ranks have run no cell for {limit_s:g} s, and end"
+            self._writer.say(text)
+            self._writer.event(EventKind.NOTE, text=text)
+            for rank in self._ranks:
+                rank.tell({"live": {"end": True}})
 
     def _fail_stalled(self, samples: dict[int, Sample]) -> None:
         self._write_stacks(f"No rank has made progress for stall_timeout_s = {self._stall_timeout_s:g} s:", samples)

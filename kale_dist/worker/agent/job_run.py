@@ -141,9 +141,17 @@ class JobRun:
             self._running.save_first(then, limit_s)
 
     def tell(self, rank: int, message: dict[str, Any]) -> None:
-        """Pass a notebook's message on to the debugger of a rank; see `Rank.tell`. Without such a rank nothing happens."""
-        if self._running is not None and 0 <= rank < len(self._running.ranks):
-            self._running.ranks[rank].tell(message)
+        """Pass a notebook's message on to a rank, or with -1 to all: see `Rank.tell`. Without such a rank nothing happens.
+
+        The message `restart` has all ranks of an attempt start again, in the same pods.
+        """
+        if self._running is None:
+            return
+        if message.get("restart") == self._site.writer.attempt:
+            self._running.end(Verdict(StateName.PENDING, None, "The notebook restarts the ranks", may_restart=True))
+        elif rank < len(self._running.ranks):
+            for one in self._running.ranks if rank < 0 else [self._running.ranks[rank]]:
+                one.tell(message)
 
     def fail(self, cause: FailureCause, reason: str) -> None:
         """End the job as failed; nothing if its end is decided already."""

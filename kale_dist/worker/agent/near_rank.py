@@ -279,7 +279,7 @@ class NearRank:
         return list(wire.decode_json_lines(whole))
 
     def _take_message(self, message: dict[str, Any]) -> None:
-        if ("done" in message or "debug" in message) and self._output is not None:
+        if message.keys() & {"done", "debug", "cell"} and self._output is not None:
             # Everything the rank has sent before is in the pipes already; the order in the files shall be the same.
             self._output.read_rest()
         if self._listener is not None:

@@ -67,6 +67,10 @@ class Rank:
         """When the prompt came, or a person last typed something (of `time.monotonic`)."""
         self.is_visited = False
         """Whether a person has come to this breakpoint."""
+        self.is_idle = False
+        """Whether it is a live rank that runs no cell."""
+        self.idle_s: float | None = None
+        """Seconds without a cell after which live ranks end."""
         self._passed: set[str] = set()
         self._received = False
         self._writer = writer
@@ -104,9 +108,13 @@ class Rank:
             self.process.ask_stacks()
 
     def tell(self, message: dict[str, Any]) -> None:
-        """A person is at the debugger: pass on what is typed. An answer to another prompt does nothing in the rank."""
-        self.is_visited, self.attended_at = True, time.monotonic()
-        if self.process is not None and self.end is None and "input" in message:
+        """Pass on what a person at the debugger has typed, or a message to a live rank. An answer to another prompt does nothing there."""
+        if live := message.get("live"):
+            is_mine = live.get("number") and self.rank in (live.get("ranks") or [self.rank])
+            self.is_idle = self.is_idle and not is_mine
+        else:
+            self.is_visited, self.attended_at = True, time.monotonic()
+        if self.process is not None and self.end is None and message.keys() & {"input", "live"}:
             self.process.tell(message)
 
     def pass_over(self) -> None:
@@ -159,6 +167,8 @@ class Rank:
             self._set_state(RankStateName.RUNNING)
         elif "debug" in message:
             self._record_debugging(message["debug"])
+        elif "cell" in message:
+            self._record_cell(message["cell"])
         elif "done" in message and self.done is None:
             self.done = message
             self._count(message)
@@ -197,6 +207,15 @@ class Rank:
             self._writer.say(f"Rank {self.rank} waits in breakpoint() at {said['where']}")
         self.prompt, self.attended_at = said["prompt"], time.monotonic()
         self._writer.event(EventKind.DEBUG, self.rank, **said)
+
+    def _record_cell(self, said: dict[str, Any]) -> None:
+        """A live rank has answered a message, or has begun to wait for the first one."""
+        self.moved()
+        self.is_idle = True
+        if not said["number"]:
+            self.idle_s = said.get("idle_s")
+        self._writer.event(EventKind.CELL, self.rank, **said)
+        self._on_event({"event": EventKind.CELL, **said})
 
     def _set_state(self, state: RankStateName) -> None:
         self.moved()

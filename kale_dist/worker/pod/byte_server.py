@@ -14,7 +14,7 @@ but for bytes. What fails for another reason comes back as `{"error": sentence}`
     GET  /files/<name>            outcome-A-R or checkpoint, like a blob
     POST /ack                     the notebook has all it wants
     POST /cancel {"grace_s": s, "save": b}   end the job
-    POST /tell {"rank": r, "message": {...}}  pass a message on to a rank's debugger
+    POST /tell {"rank": r, "message": {...}}  pass a message on to a rank; -1: to all
     POST /jobs                    of warm pods: take a job, as `warm.WarmPods.offer` says. Requests about the job, signed with its
                                   key, are the others of this list, with /jobs/<id> before their paths
 
@@ -50,7 +50,7 @@ SILENCE_LIMIT_S = 60.0
 GATHER_S = 0.02
 """What comes within this time of the last piece of a stream is sent together: each piece costs the notebook's processor alike."""
 
-_MAX_BODY_BYTES = 64 << 10
+_MAX_BODY_BYTES = 1 << 20
 _MAX_ORDER_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 20
 _OUTCOME = re.compile(r"outcome-\d{1,6}-\d{1,6}", re.ASCII)

@@ -94,7 +94,7 @@ class Head:
             tell=self._tell,
             acknowledge=self._acknowledged,
             within=None if within is None else within.server,
-            prefix=pod.prefix,
+            prefix=order.prefix,
         )
         self.relays: HeadsRelays | None = None if within is None else within.relays
         if order.agents > 1 and within is None:

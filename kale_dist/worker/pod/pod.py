@@ -113,14 +113,10 @@ class Pod:
         key = wire.hidden_key(warm.key, str(job["id"]), bytes.fromhex(job["key"]))
         JobFiles(place.work / "job").folder.mkdir(mode=0o700, parents=True)
         place.input.mkdir(mode=0o700)
-        found = cls(place, wire.decode(Order, job["order"]), key, warm.pool, warm)
+        order = dataclasses.replace(wire.decode(Order, job["order"]), prefix=f"/jobs/{job['id']}")
+        found = cls(place, order, key, warm.pool, warm)
         found.job = job
         return found
-
-    @property
-    def prefix(self) -> str:
-        """What comes before the paths of requests about this job."""
-        return f"/jobs/{self.job['id']}" if self.job else ""
 
     def end_job(self, keep: Collection[str]) -> None:
         """Remove what a warm pod's job has left, but for some blobs. Blocks for a moment."""

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from kale_dist import wire
 from kale_dist.errors import ContractError, StoreError
 from kale_dist.snapshot import loading
-from kale_dist.wire import InputFiles, Source
-from kale_dist.wire.blobs import digest_of, fresh, unpack_blobs
+from kale_dist.wire import InputFiles, Order, Source
+from kale_dist.wire.blobs import FolderStore, digest_of, fresh, unpack_blobs
 from kale_dist.worker.pod.pod import Pod
 
 _LOOK_EACH_S = 0.2
@@ -54,7 +54,7 @@ def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0) -> None:
             _wait(pod, "the notebook", received)
         case Source.STREAM:
             for digest in missing(pod):
-                _fetch(pod, digest)
+                fetch(pod.order, pod.key, pod.store, digest)
     if absent := missing(pod):
         raise StoreError(f"{len(absent)} of the {len(order.blobs)} parts of the snapshot are missing: {absent[0]}")
     if found := loading.version_differences(pod.store, order.snapshot):
@@ -91,26 +91,36 @@ def _download(pod: Pod) -> None:
         pod.store.put([source.open(digest)])
 
 
-def _fetch(pod: Pod, digest: str) -> None:
-    """Fetch a blob from the head."""
-    pod.store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+def fetch(order: Order, key: bytes, store: FolderStore, digest: str) -> None:
+    """Fetch a blob from the head.
+
+    Args:
+        order: The job.
+        key: Its secret.
+        store: Where the blob goes.
+        digest: The blob's.
+
+    Raises:
+        StoreError: It cannot be fetched.
+    """
+    store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     for tried in range(_TRIES):
         try:
-            with fresh(pod.store.path(digest)) as part:
-                _receive(pod, digest, part)
+            with fresh(store.path(digest)) as part:
+                _receive(order, key, digest, part)
         except (OSError, http.client.HTTPException) as error:
             if tried + 1 == _TRIES:
-                raise StoreError(f"Blob {digest} could not be fetched from {pod.order.head}: {error}.") from error
+                raise StoreError(f"Blob {digest} could not be fetched from {order.head}: {error}.") from error
             time.sleep(2**tried)
         else:
             return
 
 
-def _receive(pod: Pod, digest: str, part: pathlib.Path) -> None:
-    path = f"{pod.prefix}/blobs/{digest}"
-    peer = http.client.HTTPConnection(pod.order.head, pod.order.port + 2, timeout=_SILENCE_LIMIT_S)
+def _receive(order: Order, key: bytes, digest: str, part: pathlib.Path) -> None:
+    path = f"{order.prefix}/blobs/{digest}"
+    peer = http.client.HTTPConnection(order.head, order.port + 2, timeout=_SILENCE_LIMIT_S)
     with contextlib.closing(peer):
-        peer.request("GET", path, headers={wire.MAC_HEADER: wire.sign_request(pod.key, "GET", path)})
+        peer.request("GET", path, headers={wire.MAC_HEADER: wire.sign_request(key, "GET", path)})
         answer = peer.getresponse()
         if answer.status != http.client.OK:
             raise http.client.HTTPException(f"status {answer.status}")

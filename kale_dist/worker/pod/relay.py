@@ -273,7 +273,7 @@ class _Forwarder:
     def message(self, message: dict[str, Any]) -> None:
         """The rank has sent a message over its control socket."""
         self._flush()
-        if "done" in message:
+        if "done" in message or message.get("cell", {}).get("gives"):
             self._sending = asyncio.ensure_future(self._send_outcome(message))
         else:
             self._head.say(Op.SAID, self.rank, message=message)

@@ -46,6 +46,11 @@ def cell(source: str, filename: str, names: Callable[..., Any]) -> Any:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     here, namespace = context(), names.__globals__
     namespace.update(rank=here.rank, world_size=here.world_size, local_rank=here.local_rank, device=here.device)
+    return execute(source, filename, namespace)
+
+
+def execute(source: str, filename: str, namespace: dict[str, Any]) -> Any:
+    """Run a cell in a namespace; returns the value of its last expression, None if there is none."""
     before, value = split(source, filename)
     return (
         asyncio.run(_run(before, value, namespace))

@@ -24,7 +24,7 @@ from typing import Any
 from kale_dist.errors import ConfigError, ContractError
 from kale_dist.wire import Assignment, context
 
-_TIMEOUT = dt.timedelta(days=7)
+TIMEOUT = dt.timedelta(days=7)
 """Torch's own limits must not end a job: telling a hang from slow work is the agent's task."""
 
 CONNECT_S = 120.0
@@ -94,12 +94,12 @@ class KeptGroup:
             self._assignment.master_addr,
             self._attempt.port,
             is_master=listener is not None,
-            timeout=_TIMEOUT,
+            timeout=TIMEOUT,
             wait_for_workers=False,
             master_listen_fd=listener,
         )
         store = PrefixStore(f"kale_dist/{self._attempt.number}", self.store)
-        given: dict[str, Any] = {"rank": self._rank, "world_size": self._world_size, "timeout": _TIMEOUT}
+        given: dict[str, Any] = {"rank": self._rank, "world_size": self._world_size, "timeout": TIMEOUT}
         if self._cuda:
             self._connect(store, given, give_up)
         else:
@@ -130,7 +130,7 @@ class KeptGroup:
         # The last rank may still load its snapshot, which may take long and is no hang.
         if store.add("here", 1) == self._world_size:
             store.set("all", "")
-        store.wait(["all"], _TIMEOUT)
+        store.wait(["all"], TIMEOUT)
         limit = threading.Timer(CONNECT_S, lambda: give_up(ContractError(_NO_CONNECTION)))
         limit.daemon = True
         limit.start()

@@ -36,6 +36,9 @@ from kale_dist.worker.rank import gpus, process_state, stand_ins
 
 _LOOK_AGAIN_MS = 200
 
+LIVE = "kale_dist.worker.rank.live_rank"
+"""The module whose function runs the cells of live ranks."""
+
 ATEXIT_S = 5.0
 """Seconds for threads and `atexit` callbacks to end."""
 
@@ -103,7 +106,15 @@ def _carry_out(control: Control, events: int, assignment: Assignment, listener: 
                 hidden.open(listener, give_up)
             kept = hidden
             control.say({"running": True})
-            is_training = getattr(loaded.fn, "__module__", "").startswith("kale_dist.worker.training.")
+            module = getattr(loaded.fn, "__module__", "")
+            is_training = module.startswith("kale_dist.worker.training.")
+            if module == LIVE:
+                from kale_dist.worker.rank.live_rank import LiveRank
+
+                port = assignment.attempt.port
+                loaded.kwargs["rank"] = LiveRank(
+                    control, hidden, order, attempt=attempt, store_port=port, references=references
+                )
             models = None
             if not is_training and "torch" in sys.modules:
                 from kale_dist.worker.training.notices import used
@@ -207,11 +218,10 @@ class Control:
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
         self._pending = b""
         self._lock = threading.Lock()
         self._messages: collections.deque[dict[str, Any]] = collections.deque()
+        self._live: collections.deque[dict[str, Any]] = collections.deque()
         self._is_asked_to_save = False
 
     def receive_assignment(self) -> tuple[Assignment, int | None] | None:
@@ -237,13 +247,27 @@ class Control:
             if self._messages:
                 return self._messages.popleft()
             # Not for ever: another thread may take the message.
-            self._poll.poll(_LOOK_AGAIN_MS)
+            self._wait(_LOOK_AGAIN_MS)
         return None
+
+    def hear_live(self, limit_s: float) -> list[dict[str, Any]] | None:
+        """The messages to live ranks that have come within a limit; None if the agent is gone. For one thread alone."""
+        if not self._live:
+            self._wait(limit_s * 1000)
+        is_there = self._receive()
+        heard = [self._live.popleft() for _ in range(len(self._live))]
+        return heard if heard or is_there else None
 
     def wait_for_go(self) -> None:
         """Wait until the agent has no more need of this process, or is gone. Answers to a prompt that is over may come before."""
         while (message := self.hear()) is not None and "go" not in message:
             pass
+
+    def _wait(self, limit_ms: float) -> None:
+        """Wait until something has come. Two threads may, but not with one object."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll(limit_ms)
 
     def _receive(self) -> bool:
         """Take what has come; whether the agent is still there."""
@@ -258,6 +282,8 @@ class Control:
             for message in map(json.loads, lines):
                 if "save" in message:
                     self._is_asked_to_save = True
+                elif "live" in message:
+                    self._live.append(message["live"])
                 else:
                     self._messages.append(message)
         return data != b""

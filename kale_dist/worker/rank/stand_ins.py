@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 MAX_PICTURE_BYTES = 512 << 10
 """An event with more does not leave the rank."""
 
+first_rank = 0
+"""The rank that shows pictures: the first of those that run a cell."""
+
 _INLINE = ("", "inline", "module://matplotlib_inline.backend_inline", "module://ipykernel.pylab.backend_inline")
 """Backends of matplotlib that draw in a notebook, which a rank is not."""
 
@@ -101,9 +104,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def display(*values: Any, **_options: Any) -> None:
-    """Show objects in the notebook, as IPython's function of this name does. Rank 0 sends pictures, the others print."""
+    """Show objects in the notebook, as IPython's function of this name does. The first rank sends pictures, the others print."""
     for value in values:
-        bundle = bundle_of(value) if context.context().rank == 0 else {}
+        bundle = bundle_of(value) if context.context().rank == first_rank else {}
         size = sum(map(len, bundle.values()))
         if not bundle or size > MAX_PICTURE_BYTES:
             print(value)  # noqa: T201 - what display does without a notebook
@@ -112,6 +115,12 @@ def display(*values: Any, **_options: Any) -> None:
             print(f"kale_dist: {size >> 10:,} KiB are too much to show (at most {limit} KiB): save it to a file")  # noqa: T201
         elif bundle:
             context.emit(EventKind.DISPLAY, data={**bundle, "text/plain": repr(value)[:1000]})
+
+
+def show_figures() -> None:
+    """Show the open figures of matplotlib, as a notebook does at the end of a cell."""
+    if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None and pyplot.get_fignums():
+        pyplot.show()
 
 
 def bundle_of(value: Any) -> dict[str, str]:

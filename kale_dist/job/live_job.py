@@ -1,0 +1,488 @@
+"""The handle on live ranks: a job that runs cells one after another in the same processes.
+
+The ranks' side, with the messages, is `worker/rank/live_rank.py`. What a handle has to know of the ranks (which names are theirs, the
+last cell's number, whether their group is broken) it reads in the job's events, so that one made by `attach` goes on where another stopped.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import hashlib
+import io
+import itertools
+import secrets
+import sys
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from kale_dist.errors import CellError, ConfigError, JobFailedError, WaitTimeoutError, say, short_refusals, warn
+from kale_dist.job import interrupts, records
+from kale_dist.job.backend import JobRef
+from kale_dist.job.handle import Job, check_lines, inside
+from kale_dist.job.reader import EventReader, LogReader
+from kale_dist.job.status import JobStatus
+from kale_dist.job.view import facts
+from kale_dist.snapshot.capture import capture
+from kale_dist.snapshot.pickler import CapturePickler
+from kale_dist.snapshot.reducers import References
+from kale_dist.wire import EventKind, StateName
+from kale_dist.wire.blobs import FolderStore
+
+MOST_REPAIRS = 100
+"""Each repair of the process group keeps descriptors and threads of the one before."""
+
+_LOOK_S = 0.1
+_STOP_S = 10.0
+_OF_RANKS = frozenset(("rank", "world_size", "local_rank", "device"))
+"""Names that each rank has of its own from the start."""
+
+
+class Values:
+    """The values of a cell's last expression, by rank. Shown, equal ones are folded into one: `ranks 0-3: 2`.
+
+    Args:
+        bundles: By rank, the value by MIME type.
+    """
+
+    def __init__(self, bundles: Mapping[int, Mapping[str, str]]) -> None:
+        self._bundles = dict(sorted(bundles.items()))
+
+    def __getitem__(self, rank: int) -> str:
+        """The text of one rank's value; empty for None."""
+        return self._bundles[rank].get("text/plain", "")
+
+    def _folded(self) -> list[tuple[str, Mapping[str, str]]]:
+        shown = {rank: bundle for rank, bundle in self._bundles.items() if bundle}
+        return [(_named(ranks), shown[ranks[0]]) for ranks in _grouped(shown)]
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            f"{ranks}:{chr(10) if chr(10) in bundle['text/plain'] else ' '}{bundle['text/plain']}"
+            for ranks, bundle in self._folded()
+        )
+
+    def _ipython_display_(self) -> None:
+        for ranks, bundle in self._folded():
+            if bundle.keys() == {"text/plain"} or not hasattr(interrupts.shell(), "kernel"):
+                print(Values({0: bundle}).__repr__().replace("rank 0", ranks, 1))  # noqa: T201 - the value of a cell
+                continue
+            print(f"{ranks}:", flush=True)  # noqa: T201 - above what follows
+            interrupts.shell().display_pub.publish(dict(bundle))
+
+
+class LiveJob(Job[None]):
+    """Live ranks, made by `kd.live`: cells run one after another in the same processes, and variables and process group stay.
+
+    In all else it is a job. As a context manager it stops at the end of the block.
+
+    Args:
+        **parts: As for `Job`.
+    """
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        files = inside(self).files
+        self._log = LogReader(files)
+        self._log.tail(0)
+        self._events = EventReader(files.events)
+        self._answers: dict[str, dict[int, dict[str, Any]]] = {}
+        """The ranks' answers by the name of the message, of the last message alone."""
+        self._number = self._repairs = self._attempt = 0
+        self._is_broken = False
+        """Whether the process group has to be repaired before the next cell."""
+        self._owned: set[str] = set()
+        """Names that cells have bound: those of the ranks win."""
+        self._sent: dict[str, tuple[str, object]] = {}
+        """Names that came from the notebook: the fingerprint and the object of each."""
+        self._told: set[str] = set()
+        self._references = References()
+        self._woken = threading.Event()
+        self._interrupted_at = float("-inf")
+        self._backend.listen(functools.partial(_wake, weakref.ref(self)))
+
+    # -- what users do with it ----------------------------------------------------------------------------------------
+
+    @short_refusals
+    def run(self, source: str, ranks: Sequence[int] | int | None = None) -> Values | None:
+        """Run a cell in the ranks. Their output appears while it runs, each line after its rank.
+
+        Names that the cell reads and that the ranks do not have come from the notebook. The stop button interrupts the cell; pressed
+        twice within 10 s, it ends the ranks.
+
+        Args:
+            source: The cell's text.
+            ranks: Only these ranks; None for all.
+
+        Returns:
+            The values of its last expression; None if there are none.
+
+        Raises:
+            CellError: It raised an exception in a rank. The ranks and their variables stay.
+            JobError: The ranks have ended.
+            ConfigError: There are no such ranks, or this is not Python.
+        """
+        wanted = self._check_ranks(ranks)
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            where = f" in line {line}" if line else ""
+            raise ConfigError("source", f"it is not Python{where}: {error.args[0]}", "Correct the cell") from None
+        self._prepare()
+        self._send_what_is_read(tree)
+        number = interrupts.running_cell()
+        label = "" if number is None else f"Cell In[{number}]"
+        message = {"source": source, "file": f"<live {self._number + 1}>", "label": label}
+        if self._interrupted_at > float("-inf"):
+            say("The cell was interrupted before it ran")
+            raise KeyboardInterrupt
+        answers = self._ask(message, wanted)
+        self._check_cell(answers)
+        values = {rank: answer.get("value") or {} for rank, answer in answers.items()}
+        return Values(values) if any(values.values()) else None
+
+    @short_refusals
+    def push(self, **values: Any) -> None:
+        """Put objects of the notebook into the ranks' names, in the place of what is there.
+
+        Args:
+            **values: The objects by name.
+
+        Raises:
+            CellError: They cannot be loaded there.
+            NotSerializableError: An object cannot be sent.
+            JobError: The ranks have ended.
+        """
+        self._prepare()
+        self._owned -= values.keys()
+        self._send(values)
+
+    @short_refusals
+    def pull(self, expression: str, ranks: int | Sequence[int] | None = None) -> Any:
+        """Bring a value from the ranks: of a name, or of any expression.
+
+        Args:
+            expression: What to evaluate there.
+            ranks: One rank, for its value alone; several or None (all), for a list by rank.
+
+        Raises:
+            CellError: It raised an exception there, or cannot be pickled.
+            JobError: The ranks have ended.
+        """
+        wanted = self._check_ranks(ranks)
+        self._prepare()
+        answers = self._ask({"give": expression}, wanted)
+        self._check_cell(answers)
+        name = next(iter(answers.values()))["name"]
+        found = {rank: self._outcomes.given(rank, self._attempt, name, self._references) for rank in sorted(answers)}
+        return found[ranks] if isinstance(ranks, int) else list(found.values())
+
+    @short_refusals
+    def restart(self) -> LiveJob:
+        """Start the ranks again, in the same pods: new processes without variables.
+
+        Returns:
+            This job. If it has ended, a new one that was started in the same way.
+
+        Raises:
+            BackendError: It cannot be reached.
+        """
+        status = self.status
+        if status.is_final:
+            new = self.retry()
+            assert isinstance(new, LiveJob)  # noqa: S101 - for mypy
+            new.wait_until_ready()
+            return new
+        self._backend.tell(self._ref, -1, {"restart": status.attempt})
+        self._until(lambda now: now.attempt > status.attempt and now.state is StateName.RUNNING)
+        self._read_events()
+        return self
+
+    @short_refusals
+    def stop(self) -> JobStatus:
+        """End the ranks, and return the job's last status. A cell that still runs in another thread is ended, too."""
+        if not self.done():
+            self._backend.tell(self._ref, -1, {"live": {"end": True}})
+            try:
+                self._watcher.wait(self._ref, _STOP_S)
+            except WaitTimeoutError:
+                self.cancel()
+                self._watcher.wait(self._ref)
+        return self.status
+
+    def wait_until_ready(self) -> None:
+        """Wait until all ranks can run cells.
+
+        Raises:
+            JobError: They have ended.
+        """
+        self._until(lambda status: status.state is StateName.RUNNING)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _ask(
+        self, message: Mapping[str, Any], ranks: tuple[int, ...], blobs: Iterable[str] = ()
+    ) -> dict[int, dict[str, Any]]:
+        """Send the ranks a message, and wait for the answers of some of them."""
+        self._number += 1
+        name = secrets.token_hex(8)
+        told = {**message, "number": self._number, "name": name, "ranks": list(ranks)}
+        self._answers = {name: {}}
+        try:
+            self._backend.tell(self._ref, -1, {"live": told}, blobs)
+        except KeyboardInterrupt:
+            # It may not have been sent; one that comes twice does nothing.
+            self._backend.tell(self._ref, -1, {"live": told}, blobs)
+            self._pass_on_interrupt()
+        found = self._answers[name]
+
+        def is_answered(_: JobStatus) -> bool:
+            self._read_events()
+            return found.keys() >= set(ranks) or any(answer.get("is_refused") for answer in found.values())
+
+        self._until(is_answered)
+        if any(answer.get("is_refused") for answer in found.values()):
+            raise CellError(f"Another notebook has run a cell in {self.ref} meanwhile. Run this cell again", self.ref)
+        return found
+
+    def _until(self, condition: Callable[[JobStatus], bool]) -> None:
+        """Wait, and show what the ranks write meanwhile. An interrupt goes to the cell in the ranks.
+
+        Raises:
+            JobFailedError: The ranks have ended before.
+        """
+        while True:
+            try:
+                self._woken.clear()
+                status = self.status
+                is_met = condition(status)
+                self._show()
+                if is_met:
+                    return
+                if status.is_final:
+                    raise self._ended(status)
+                self._attend(status)
+                self._woken.wait(_LOOK_S)
+            except KeyboardInterrupt:
+                self._pass_on_interrupt()
+
+    def _pass_on_interrupt(self) -> None:
+        now = time.monotonic()
+        status = self.status
+        if now - self._interrupted_at < interrupts.SECOND_WITHIN_S or status.state is not StateName.RUNNING:
+            self.cancel()
+            say(f"{self.ref} is cancelled")
+            raise KeyboardInterrupt
+        self._interrupted_at = now
+        waiting = {replica.rank: replica.breakpoint for replica in status.at_breakpoints if replica.breakpoint}
+        for replica in status.replicas:
+            if (at := waiting.get(replica.rank)) is not None:
+                self._backend.tell(self._ref, replica.rank, {"prompt": at.prompt, "input": "q"})
+            else:
+                self._backend.tell(self._ref, replica.rank, {"live": {"interrupt": self._number}})
+
+    def _show(self) -> None:
+        for line in self._log.read():
+            print(line, flush=True)  # noqa: T201 - the ranks' output, in the cell
+        for callback in tuple(inside(self).after_wait):
+            callback()
+
+    def _read_events(self) -> None:
+        for event in self._events.read():
+            if (event.get("attempt") or 0) > self._attempt:
+                # Other processes: they have nothing of what those before had.
+                self._attempt, self._repairs, self._is_broken = event["attempt"], 0, False
+                self._owned, self._sent = set(), {}
+            if event.get("event") != EventKind.CELL or event["attempt"] != self._attempt:
+                continue
+            if event.get("is_refused"):
+                self._answers.get(event["name"], {})[event["rank"]] = event
+                continue
+            if event["number"] > self._number:
+                # From another process, as before a restart of the kernel: what it has sent is not overwritten.
+                self._number, self._answers = event["number"], {event["name"]: {}}
+                self._owned.update(event.get("loaded") or ())
+            answers = self._answers.get(event["name"], {})
+            answers[event["rank"]] = event
+            self._owned.update(event.get("names") or ())
+            self._is_broken = self._is_broken or _breaks(answers.values())
+            if "repaired" in event:
+                self._repairs, self._is_broken = event["repaired"], False
+
+    def _prepare(self) -> None:
+        """Wait for the ranks, and repair their process group if a cell has left it broken."""
+        self._interrupted_at = float("-inf")
+        self.wait_until_ready()
+        self._read_events()
+        if not self._is_broken:
+            return
+        if self._repairs >= MOST_REPAIRS:
+            raise CellError(
+                f"The process group of {self.ref} has been repaired {MOST_REPAIRS} times, and each time takes descriptors. Restart"
+                " the ranks: %distribute restart, or live.restart(). Variables are lost with them",
+                self.ref,
+            )
+        why = "the connections of NCCL are not repaired in place"
+        if not self.spec.cuda:
+            answers = self._ask({"repair": self._repairs + 1}, self._all)
+            if all(answer["ok"] for answer in answers.values()):
+                return
+            why = "this torch's process group cannot be repaired in place"
+        self.restart()
+        raise CellError(
+            f"After the last error the ranks of {self.ref} were started again, because {why}: their variables are lost. Run the "
+            "cells again that make them",
+            self.ref,
+        )
+
+    def _check_ranks(self, ranks: Sequence[int] | int | None) -> tuple[int, ...]:
+        return check_lines(ranks, None, self.spec.topology.number_of_processes) or self._all
+
+    @property
+    def _all(self) -> tuple[int, ...]:
+        return tuple(range(self.spec.topology.number_of_processes))
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def _send_what_is_read(self, tree: ast.AST) -> None:
+        """Send the notebook's names that a cell reads, unless they are the ranks' own, or are there and have not changed."""
+        namespace = sys.modules["__main__"].__dict__
+        hidden = getattr(interrupts.shell(), "user_ns_hidden", {})
+        read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        known = sorted(
+            name
+            for name in read & namespace.keys()
+            if name[:1] != "_" and name not in _OF_RANKS and not (name in hidden or hasattr(builtins, name))
+        )
+        for name in known:
+            if name in self._owned and name not in self._told and not isinstance(namespace[name], types.ModuleType):
+                self._told.add(name)
+                say(f"`{name}` is the ranks' own; the notebook's is put there with live.push({name}={name})")
+        new = {
+            name: namespace[name]
+            for name in known
+            if name not in self._owned
+            and (name not in self._sent or self._sent[name][0] != _fingerprint(namespace[name]))
+        }
+        if new:
+            self._send(new)
+            if told := [name for name, value in new.items() if not isinstance(value, types.ModuleType)]:
+                say(f"From the notebook: {', '.join(told)}{self._size}")
+
+    def _send(self, values: Mapping[str, Any]) -> None:
+        prints = {name: _fingerprint(value) for name, value in values.items()}
+        there = {
+            name: value for name, (_, value) in self._sent.items() if name not in self._owned and name not in values
+        }
+        with records.keeping_blobs():
+            snapshot = capture(
+                max, (), dict(values), store=FolderStore(records.blobs_dir()), label="names", roots=list(values.items()),
+                references=self._references, left_out=self._owned, there=there,
+            )  # fmt: skip
+            for note in snapshot.notes:
+                warn(note)
+            self._check_cell(self._ask({"load": snapshot.digest}, self._all, snapshot.blobs))
+        self._size = f" ({facts.size(snapshot.size_bytes)})" if snapshot.size_bytes >= 1 << 20 else ""
+        self._sent |= {name: (prints[name], value) for name, value in values.items()}
+
+    # -- errors -------------------------------------------------------------------------------------------------------
+
+    def _check_cell(self, answers: Mapping[int, Mapping[str, Any]]) -> None:
+        """Raise what a cell has raised: of the ranks that differ the first one's error, and a line for the others."""
+        failed = {rank: answer for rank, answer in answers.items() if not answer["ok"]}
+        if not failed:
+            return
+        own = {rank: answer for rank, answer in failed.items() if not answer.get("is_freed")} or failed
+        if all(answer["is_interrupted"] for answer in own.values()) or self._interrupted_at > float("-inf"):
+            self._interrupted_at = float("-inf")
+            say(f"The cell was interrupted in {_named(failed)}. The ranks and their variables stay")
+            raise KeyboardInterrupt
+        first = min(own, key=lambda rank: own[rank]["time"])
+        texts = {rank: answer["traceback"].rstrip() for rank, answer in own.items()}
+        groups = sorted(_grouped(texts), key=lambda ranks: first not in ranks)
+        lines = [texts[first]]
+        lines += [f"{_capital(_named(ranks))}: {texts[ranks[0]].splitlines()[-1]}" for ranks in groups[1:]]
+        if freed := [rank for rank in failed if rank not in own]:
+            lines.append(f"{_capital(_named(freed))} waited in a collective, and went on")
+        last = texts[first].splitlines()[-1]
+        raise CellError(f"{_capital(_named(groups[0]))}: {last}\n\n" + "\n".join(lines), self.ref)
+
+    def _ended(self, status: JobStatus) -> JobFailedError:
+        at = time.strftime("%H:%M", time.localtime(status.ended)) if status.ended else ""
+        reason = status.reason or (status.notes[-1] if status.notes else "they were told to")
+        return JobFailedError(
+            f"The live ranks of {self.ref} have ended{f' at {at}' if at else ''}: {reason}. Their variables are lost. "
+            "live.restart() or `%distribute restart` starts others",
+            self.ref,
+        )
+
+
+def _wake(job: weakref.ref[LiveJob], ref: JobRef) -> None:
+    if (one := job()) is not None and one.ref == str(ref):
+        one._woken.set()  # noqa: SLF001 - a part of the class
+
+
+def _breaks(answers: Collection[Mapping[str, Any]]) -> bool:
+    """Whether a cell with these answers so far has left the process group unusable."""
+    if any(answer.get("is_cut") or answer.get("is_freed") or answer.get("is_interrupted") for answer in answers):
+        return True
+    counts = [answer["counts"] for answer in answers if "counts" in answer]
+    names = {name for one in counts for name in one}
+    differ = any(len({one[name] for one in counts if name in one}) > 1 for name in names)
+    return differ and any(not answer["ok"] for answer in answers)
+
+
+def _fingerprint(value: object) -> str:
+    """What tells whether an object of the notebook has changed.
+
+    Of a function or class also by what it uses; of other objects without that, because they would be sent in the place of the ranks'
+    own whenever a global of their class changes.
+    """
+    file = io.BytesIO()
+    left_out = () if isinstance(value, type | types.FunctionType) else None
+    pickler = CapturePickler(file, left_out=left_out)
+    try:
+        pickler.dump(value)
+    except Exception:  # noqa: BLE001 - sending it says why it cannot be sent
+        return secrets.token_hex(8)
+    digest = hashlib.sha256(file.getbuffer())
+    for buffer in pickler.buffers:
+        digest.update(buffer.raw())
+    for storage in pickler.storages:
+        for piece in storage:
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _grouped(values: Mapping[int, object]) -> list[list[int]]:
+    """Ranks with equal values together, in the order of their first ranks."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        groups.setdefault(repr(values[rank]), []).append(rank)
+    return list(groups.values())
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """`rank 1`, `ranks 0-3`, `ranks 0, 2-3`."""
+    parts = []
+    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        first, *rest = [rank for _, rank in run]
+        parts.append(f"{first}-{rest[-1]}" if rest else str(first))
+    text = ", ".join(parts)
+    return f"rank{'' if text.isdigit() else 's'} {text}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

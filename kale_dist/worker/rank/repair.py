@@ -1,0 +1,71 @@
+"""Frees a rank from a collective, and repairs its process groups in place. All private calls of torch that this takes stand here.
+
+A rank that waits in a collective of gloo cannot be interrupted (torch 2.13: neither a signal nor `abort` ends the wait). Its sockets
+are shut down; the wait then raises, and every group gets a new backend, in the same object, so that models wrapped with it go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pathlib
+import socket
+from typing import Any
+
+from kale_dist.worker.rank.group import TIMEOUT
+
+_FIRST_TYPE = 7
+"""Backend types from here on are free. A type keeps its first backend, and is one byte."""
+
+
+def cut(store_port: int) -> None:
+    """Shut down the connections of this process to other ranks, except those to the store. The user's own stay.
+
+    Args:
+        store_port: Where the store listens.
+    """
+    # Connections that Python code has opened: a tracker's, a data set's.
+    own = {one.fileno() for one in gc.get_objects() if isinstance(one, socket.socket)}
+    for number in [int(path.name) for path in pathlib.Path("/proc/self/fd").iterdir()]:
+        if number in own:
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+            is_tcp = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+            if is_tcp and store_port not in (found.getpeername()[1], found.getsockname()[1]):
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def renew(store: Any, generation: int) -> None:
+    """Give each process group a new backend in the place of the one whose connections are cut. All ranks have to call it.
+
+    Args:
+        store: The ranks' store.
+        generation: The number of the repair, the same on all ranks, from 1.
+
+    Raises:
+        Exception: This torch has no such calls.
+    """
+    import torch
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo
+    from torch.distributed import distributed_c10d as c10d
+
+    kind: Any = ProcessGroup.BackendType
+    gloo: Any = ProcessGroupGloo
+    for group in list(c10d._world.pg_map):  # noqa: SLF001 - there is no public list of groups
+        options = gloo._Options()  # noqa: SLF001
+        options._timeout = TIMEOUT  # noqa: SLF001
+        options._devices = [gloo.create_default_device()]  # noqa: SLF001
+        prefix = PrefixStore(f"kale_dist/repair/{generation}/{group.group_name}", store)
+        backend = gloo(prefix, group.rank(), group.size(), options)
+        group._register_backend(torch.device("cpu"), kind(_FIRST_TYPE + generation), backend)  # noqa: SLF001
+
+
+def counts() -> dict[str, int]:
+    """How many collectives of each process group this rank has begun, by the group's name."""
+    import torch
+    from torch.distributed import distributed_c10d as c10d
+
+    groups: list[Any] = list(c10d._world.pg_map)  # noqa: SLF001
+    cpu = torch.device("cpu")
+    return {group.group_name: group._get_backend(cpu)._get_sequence_number_for_group() for group in groups}  # noqa: SLF001

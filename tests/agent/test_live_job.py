@@ -1,0 +1,165 @@
+"""`kd.live` on this machine: what its handle knows of the ranks, and what it says when something goes wrong."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import kale_dist as kd
+from kale_dist.errors import CellError, ConfigError, JobFailedError
+from kale_dist.job import live_job
+
+SUM = "import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nx.item()"
+FAILS = "if rank == 1: raise KeyError('gone')\ndist.barrier()"
+
+
+@pytest.fixture
+def live():
+    with kd.live(2, threads=1) as live:
+        yield live
+    live.delete()
+
+
+@pytest.fixture
+def main(monkeypatch):
+    return lambda **names: [
+        monkeypatch.setattr(f"__main__.{name}", value, raising=False) for name, value in names.items()
+    ]
+
+
+def test_values_of_ranks_are_folded_and_brought(live):
+    assert repr(live.run("rank // 2")) == "ranks 0-1: 0"
+    assert live.run("rank")[1] == "1"
+    assert live.run("x = 1") is None
+    assert repr(live.run("'a\\nb\\n'.join('xy')", ranks=1)) == "rank 1: 'xa\\nb\\ny'"
+    live.push(table=torch.arange(3))
+    assert live.pull("table.sum().item() + rank") == [3, 4]
+    assert live.pull("rank", ranks=1) == 1
+    assert live.pull("rank", ranks=[1]) == [1]
+
+
+def test_a_function_uses_the_ranks_own_names_and_its_large_ones_do_not_travel(live, main, capfd):
+    live.run("weights = 'of the ranks'")
+    source = "def used():\n    return weights if isinstance(weights, str) else len(weights)\n"
+    namespace = sys.modules["__main__"].__dict__
+    main(weights=torch.zeros(1 << 20), used=None)
+    exec(compile(source, "<cell>", "exec"), namespace)
+    assert repr(live.run("used()")) == "ranks 0-1: 'of the ranks'"
+    assert "From the notebook: used\n" in capfd.readouterr().err
+
+
+def test_the_repair_that_is_one_too_many_asks_for_a_restart_after_which_all_is_right(live, monkeypatch):
+    monkeypatch.setattr(live_job, "MOST_REPAIRS", 2)
+    live.run(SUM)
+    for _ in range(2):
+        with pytest.raises(CellError, match="Rank 1: KeyError"):
+            live.run(FAILS)
+        assert repr(live.run(SUM)) == "ranks 0-1: 2.0"
+    with pytest.raises(CellError, match="Rank 1: KeyError"):
+        live.run(FAILS)
+    with pytest.raises(CellError, match="%distribute restart"):
+        live.run(SUM)
+    assert live.restart() is live
+    assert repr(live.run(SUM)) == "ranks 0-1: 2.0"
+
+
+def test_where_the_group_cannot_be_repaired_the_ranks_are_started_again_and_that_is_said(live):
+    live.run(f"{SUM}\nimport kale_dist.worker.rank.repair as private\nprivate._FIRST_TYPE = None")
+    with pytest.raises(CellError, match="Rank 1: KeyError"):
+        live.run(FAILS)
+    with pytest.raises(CellError, match="started again, because this torch's process group cannot be repaired"):
+        live.run("1")
+    assert repr(live.run(SUM)) == "ranks 0-1: 2.0"
+
+
+def test_a_stop_while_the_group_is_repaired_or_the_cell_is_sent_is_not_lost(live, monkeypatch, capfd):
+    live.run(f"{SUM}\nimport time")
+    with pytest.raises(CellError):
+        live.run(FAILS)
+    tell = live._backend.tell
+
+    def stopped_at(part):
+        def told(ref, rank, message, blobs=()):
+            tell(ref, rank, message, blobs)
+            if part in message.get("live", {}):
+                monkeypatch.setattr(live._backend, "tell", tell)
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(live._backend, "tell", told)
+
+    for part in ("repair", "source"):
+        stopped_at(part)
+        with pytest.raises(KeyboardInterrupt):
+            live.run("time.sleep(60)")
+        assert repr(live.run(SUM)) == "ranks 0-1: 2.0"
+    assert "The cell was interrupted before it ran" in capfd.readouterr().err
+
+
+def test_an_error_of_all_ranks_leaves_the_group_alone(live):
+    live.run(SUM)
+    with pytest.raises(CellError, match="Ranks 0-1: NameError"):
+        live.run("undefined")
+    assert not live._is_broken
+    with pytest.raises(CellError) as raised:
+        live.run("raise ValueError(rank)")
+    said = {str(raised.value).splitlines()[0], str(raised.value).splitlines()[-1]}
+    assert said == {"Rank 0: ValueError: 0", "Rank 1: ValueError: 1"}
+
+
+OTHER = """
+import sys, kale_dist as kd
+live = kd.attach(sys.argv[1])
+import __main__
+__main__.sent, __main__.mine = "of this process", "of this process"
+print(live.run("mine, sent, len(str(sent))"))
+print(live.run("import torch.distributed as dist\\ndist.barrier()\\nmine = 5"))
+"""
+
+
+def test_another_process_attaches_and_goes_on(live, main):
+    main(sent="of the notebook")
+    live.run(f"mine = sent + ' in the ranks'\n{SUM}")
+    with pytest.raises(CellError):
+        live.run(FAILS)
+    ended = subprocess.run(
+        [sys.executable, "-c", OTHER, live.ref], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout.splitlines()[0] == "ranks 0-1: ('of the notebook in the ranks', 'of the notebook', 15)"
+    assert repr(live.run("mine")) == "ranks 0-1: 5"
+
+
+def test_idle_ranks_end_and_the_next_cell_says_when_and_why():
+    live = kd.live(1, idle="1 s")
+    live.run("1")
+    deadline = time.monotonic() + 20
+    while not live.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    with pytest.raises(JobFailedError, match=r"have ended at \d\d:\d\d: The live ranks have run no cell for 1 s"):
+        live.run("1")
+    other = live.restart()
+    assert repr(other.run("1")) == "rank 0: 1"
+    other.stop()
+    other.delete()
+    live.delete()
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda live: kd.live(2, idle="ten"), "idle"),
+        (lambda live: kd.live(2, idle=0), "idle"),
+        (lambda live: kd.live((2, 4)), "number_of_processes"),
+        (lambda live: kd.live(nprocs=2), "nprocs"),
+        (lambda live: live.run("1 +"), "source"),
+        (lambda live: live.run("1", ranks=9), "ranks"),
+        (lambda live: live.run("1", ranks=[0, "1"]), "ranks"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, argument):
+    with kd.live(1) as live, pytest.raises(ConfigError) as refused:
+        call(live)
+    assert refused.value.argument == argument
+    live.delete()
