@@ -181,6 +181,7 @@ def checked(
         ranks = _in_pods(options, place, sizes, trains=training is not None)
         wanted = image_checks.check(place.image, place.packages, place.requirements)
         of_pods = {"volumes": volumes, "image": wanted.image, "recipe": wanted.recipe, "resources": place.resources}
+        of_pods["keep_warm_s"] = place.keep_warm
     if isinstance(place, Kubernetes):
         of_pods |= {"store": place.store, "cluster": place.options}
     request = Request(

@@ -18,7 +18,7 @@ from kale_dist.errors import BackendError, ConfigError, JobNotFoundError
 from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.status import JobStatus
-from kale_dist.wire import CANCEL_GRACE_S, FailureCause, LogLine
+from kale_dist.wire import CANCEL_GRACE_S, FailureCause, LogLine, Order
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -436,6 +436,9 @@ class Place(Protocol):
         Raises:
             JobExistsError: An object of this name exists. It may be the same job's: another follower was first.
         """
+
+    def order(self, spec: JobSpec, *, run: int, used_restarts: int) -> Order:
+        """The order that a run would get in pods that are there already. Arguments as for `start`."""
 
     def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
         """Send the input that did not fit into the objects of `start`. Called in a thread of the follower's.

@@ -123,6 +123,10 @@ class JobStatus:
     """The rank that failed first; None if none has, or if it is unknown."""
     queue_position: int | None = None
     """Where the job stands in the cluster's queue, from 1; None if it waits in none, or if that is not known."""
+    idle_s: float | None = None
+    """Of warm pods without a job: for how many seconds they wait for one; else None."""
+    idle_since: float | None = None
+    """Of warm pods without a job: since when, in seconds since 1970; else None."""
     needs_action: bool = False
     """Whether the job waits for what only a person can mend, such as an image that does not exist."""
 
@@ -257,8 +261,9 @@ def _reduce_state(status: JobStatus, event: dict[str, Any]) -> JobStatus:
     cause = event.get("cause")
     time = event.get("time")
     changed = dataclasses.replace(
-        status, state=state, reason=event.get("reason") or "", cause=FailureCause(cause) if cause else None
-    )
+        status, state=state, reason=event.get("reason") or "", cause=FailureCause(cause) if cause else None,
+        idle_s=event.get("idle_s"), idle_since=time if event.get("idle_s") else None,
+    )  # fmt: skip
     if isinstance(event.get("failed_rank"), int):
         # Events of several agents come interleaved: the one that judges the job knows who failed first.
         changed = dataclasses.replace(changed, failed_rank=event["failed_rank"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import WARM, JobSpec
 from kale_dist.wire import Order
 
 
@@ -32,6 +32,7 @@ def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
         "threads": spec.threads,
         "seed": spec.seed,
         "debugging": spec.debugging,
+        "idle_s": spec.keep_warm_s or 0.0 if spec.kind == WARM else 0.0,
         "policy": dataclasses.replace(policy, max_restarts=max(0, policy.max_restarts - used_restarts)),
     }
     return Order(**(fields | site))

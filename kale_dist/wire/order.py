@@ -222,6 +222,11 @@ class Order:
     """Whether small outcomes ride in the head's stdout, so that they come back without a connection."""
     metrics_port: int = 0
     """Port at which the head answers Prometheus; 0 for none."""
+    prefix: str = ""
+    """What comes before the paths of requests about a job in warm pods; their agents fill it in."""
+    idle_s: float = 0.0
+    """Of warm pods: they take one job after the other, until none has come for so long. `job` is then the name of the set, and of
+    the first job that it takes. 0: the pods run this job."""
     work_is_kept: bool = False
     """Whether the head's folder can be read after its end, as in a container: then it does not wait for the notebook."""
 

@@ -32,6 +32,10 @@ def speak_and_sleep():
     time.sleep(600)
 
 
+def wait_a_little(seconds):
+    time.sleep(seconds)
+
+
 def write_much(folder):
     for number in range(130_000):
         print(f"{number:06d} {'x' * 90}")

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kale_dist import wire
+from kale_dist.places.following.client import HeadClient
 from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import (
@@ -233,3 +234,59 @@ def making_pod_jobs(folder, python):
     yield make_job
     for job in made:
         job.close()
+
+
+class WarmJob:
+    """A job in warm pods, as its notebook sees it by connections."""
+
+    def __init__(self, pods: PodJob, function: Callable[..., Any], *args: Any, job_id: str, **options: Any) -> None:
+        self.pods, self.id = pods, job_id
+        self.key = secrets.token_bytes(32)
+        self.store = FolderStore(pods.root / "notebook")
+        snapshot = capture(function, args, {}, store=self.store, label=function.__name__)
+        self.order = dataclasses.replace(
+            pods.order, job=f"job-{job_id}", idle_s=0.0, snapshot=snapshot.digest, blobs=snapshot.blobs, source=Source.STREAM,
+            outcomes_on_stdout=False, **options,
+        )  # fmt: skip
+        self.client = self.client_of(self.key)
+        self.items: list[Any] = []
+
+    def client_of(self, key: bytes, prefix: str | None = None) -> HeadClient:
+        def connect() -> socket.socket:
+            return socket.create_connection((self.pods.pods[0].address, self.order.port + 2))
+
+        return HeadClient(connect, key, f"/jobs/{self.id}" if prefix is None else prefix)
+
+    def described(self) -> dict[str, Any]:
+        hidden = wire.hidden_key(self.pods.key, self.id, self.key).hex()
+        return {"id": self.id, "key": hidden, "order": dataclasses.asdict(self.order), "checkpoint": ""}
+
+    def offer(self) -> list[str]:
+        """Send what is missing, then the order; gives what was missing."""
+        head = self.client_of(self.pods.key, "")
+        missing = head.offer(self.described(), b"")
+        if not missing.get("missing"):
+            return missing
+        head.upload(self.store, missing["missing"])
+        assert head.offer(self.described(), b"") == {"missing": []}
+        return missing["missing"]
+
+    def follow(self) -> dict[str, Any]:
+        """Read its stream to the end; gives its last event."""
+        reader = BlockReader()
+        with self.client.stream(0, 0, 60.0) as (pieces, _):
+            for piece in pieces:
+                self.items.extend(reader.feed(piece))
+        return self.events(EventKind.STATE)[-1]
+
+    def events(self, kind: EventKind) -> list[dict[str, Any]]:
+        return [item.event for item in self.items if isinstance(item, EventBlock) and item.event["event"] == kind]
+
+    def text(self) -> str:
+        return "\n".join(str(line) for item in self.items if isinstance(item, LineBlock) for line in item.lines())
+
+    def outcome(self, rank: int, key: bytes | None = None, job: str | None = None) -> outcome.Outcome:
+        path = self.pods.root / f"{self.id}-{rank}"
+        self.client.fetch_file(f"outcome-0-{rank}", path)
+        signer = outcome.Signer(key=key or self.key, job=job or self.order.job, attempt=0, rank=rank)
+        return outcome.read_outcome(path, signer=signer, resolve=lambda index: None)

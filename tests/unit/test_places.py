@@ -76,6 +76,20 @@ def test_what_only_a_cluster_has_is_refused_on_this_machine(argument, value, ref
     assert refused(**{argument: value}, on="local").argument == argument
 
 
+@pytest.mark.parametrize("place", [kd.Docker, kd.Kubernetes])
+@pytest.mark.parametrize("value", ["ten", "0 min", -1, 0, True, "10", [], float("inf")])
+def test_how_long_pods_stay_is_a_time(place, value, refusal):
+    assert refusal(lambda: place(keep_warm=value)).argument == "keep_warm"
+
+
+def test_pods_stay_where_they_can(refusal):
+    assert (kd.Docker(keep_warm="10 min").keep_warm, kd.Kubernetes(keep_warm=90).keep_warm) == (600.0, 90.0)
+    assert (kd.Kubernetes().keep_warm, asked(keep_warm="1 h").keep_warm_s) == (None, 3600.0)
+    for kind in ("mpi", "tf"):
+        assert refusal(lambda kind=kind: kd.Kubernetes(keep_warm="1 h", kind=kind)).argument == "keep_warm"
+    assert refusal(lambda: kd.Local(keep_warm="10 min")).argument == "keep_warm"
+
+
 # -- resources -------------------------------------------------------------------------------------------------------
 
 

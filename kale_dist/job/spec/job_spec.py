@@ -25,6 +25,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+WARM = "warm"
+"""`Request.kind` of warm pods."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
     """How many ranks there are and how they are laid out."""
@@ -62,7 +66,7 @@ class Request:
     label: str
     """What runs, for people: `train Net`, or a function's qualified name."""
     kind: str
-    """`training` (made by `distribute`) or `call` (made by `launch`)."""
+    """`training` (made by `distribute`), `call` (made by `launch`), or `warm` (pods that jobs run in one after the other)."""
     topology: Topology
     cuda: bool = False
     threads: int | None = None
@@ -82,6 +86,8 @@ class Request:
     strategy: strategies.Settings = dataclasses.field(default_factory=strategies.DDP)
     saves: bool = True
     """Whether it writes checkpoints, from which a later call can resume."""
+    keep_warm_s: float | None = None
+    """How long its pods wait for the next job; None: they end with this one."""
     policy: Policy = dataclasses.field(default_factory=Policy)
     debugging: Debugging = dataclasses.field(default_factory=Debugging)
 

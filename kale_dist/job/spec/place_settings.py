@@ -19,7 +19,7 @@ from kale_dist.job.spec.checks import FLAG, TEXT, Check, check_fields, keep, num
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.spec.resources import Resources, resources
 from kale_dist.job.spec.volumes import Volume
-from kale_dist.wording import closest, install, show
+from kale_dist.wording import closest, install, seconds, show
 
 T = TypeVar("T")
 _Pairs = Mapping[str, str] | Sequence[tuple[str, str]] | None
@@ -131,6 +131,8 @@ class Docker:
     """What each process gets: `Resources`, or a dict such as `{"cpu": 2, "memory": "4Gi", "gpus": 1}`."""
     processes_per_pod: int | None = None
     """Processes in one container; None for 1."""
+    keep_warm: str | float | None = None
+    """How long the containers wait for the next call that fits, such as `"10 min"`; None: they end with their job."""
     volumes: tuple[Volume, ...] = ()
     """`{"/data": "/home/me/data"}` mounts a folder of this machine, `{"/data": "datasets"}` a volume of the engine; with
     `:ro` at the end they are read-only."""
@@ -145,6 +147,7 @@ class Docker:
             requirements: str | pathlib.PurePath | None = None,
             resources: Resources | Mapping[str, Any] | None = None,
             processes_per_pod: int | None = None,
+            keep_warm: str | float | None = None,
             volumes: Mapping[str, Any] | Sequence[Volume | Mapping[str, Any]] | None = None,
         ) -> None: ...
 
@@ -266,6 +269,8 @@ class Kubernetes(ClusterOptions):
     """What each process asks for: `Resources`, or a dict such as `{"cpu": 2, "memory": "4Gi", "gpus": 1, "rdma/hca": 1}`."""
     processes_per_pod: int | None = None
     """Processes in one pod; None for 1."""
+    keep_warm: str | float | None = None
+    """How long the pods wait for the next call that fits, such as `"10 min"`; None: they end with their job."""
     volumes: tuple[Volume, ...] = ()
     """`{"/data": "claim"}`, or `"pvc://claim/folder"`, `"hostpath:///folder"`, `"configmap://name"`, `"secret://name"`,
     `"emptydir://"`, read-only with `":ro"` at the end; or a list of `Volume` objects."""
@@ -283,6 +288,7 @@ class Kubernetes(ClusterOptions):
             requirements: str | pathlib.PurePath | None = None,
             resources: Resources | Mapping[str, Any] | None = None,
             processes_per_pod: int | None = None,
+            keep_warm: str | float | None = None,
             volumes: Mapping[str, Any] | Sequence[Volume | Mapping[str, Any]] | None = None,
             store: str | None = None,
             kind: str | None = None,
@@ -331,6 +337,9 @@ class Kubernetes(ClusterOptions):
             self, **_container_settings(self), volumes=volumes.of_pods(self.volumes),
             store=names.check_store("store", self.store),
         )  # fmt: skip
+        if self.keep_warm is not None and self.kind in ("mpi", "tf"):
+            problem = f"pods of kind={self.kind!r} run one job, because its processes connect to each other outside of kale_dist"
+            raise ConfigError("keep_warm", problem, "Leave it out, or leave `kind` out")
 
     @property
     def options(self) -> ClusterOptions:
@@ -368,12 +377,16 @@ def filled(place: T, configured: T) -> T:
 
 def _container_settings(place: Docker | Kubernetes) -> dict[str, Any]:
     """What containers of either kind have, in one form."""
-    packages = place.packages
+    packages, warm_s = place.packages, seconds(place.keep_warm)
+    if place.keep_warm is not None and not (warm_s and warm_s > 0):
+        remedy = "Give how long they wait for the next call, such as '10 min', or leave it out"
+        raise ConfigError("keep_warm", f"{show(place.keep_warm)} is not a time", remedy)
     check_fields(place, {"processes_per_pod": whole(1).or_(None)})
     return {
         "image": image_of(place.image),
         "packages": packages if packages is None or isinstance(packages, str) else texts("packages", packages, _LIST),
         "resources": resources(place.resources),
+        "keep_warm": warm_s,
     }
 
 

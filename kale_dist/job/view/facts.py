@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import time
 from collections.abc import Callable, Container, Sequence
 
 from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus
@@ -131,7 +132,9 @@ def name(status: JobStatus) -> str:
 
 
 def state(status: JobStatus) -> str:
-    """The job's state, and whether a person has to act."""
+    """The job's state, and whether a person has to act; of warm pods without a job, how long they have waited for one."""
+    if status.idle_s and status.idle_since is not None:
+        return f"idle {(time.time() - status.idle_since) / 60:.0f} of {status.idle_s / 60:.3g} min"
     return f"{status.state.value}, needs you" if status.needs_action else status.state.value
 
 
@@ -151,7 +154,7 @@ def sentence(status: JobStatus, now: float | None, *, error: str = "") -> str:
         error: The error that stands below the sentence, which does not repeat it.
     """
     elapsed = elapsed_s(status, now)
-    time = f" after {duration(elapsed)}" if elapsed is not None else ""
+    after = f" after {duration(elapsed)}" if elapsed is not None else ""
     ranks = len(status.replicas)
     on = f" on {ranks} rank{'' if ranks == 1 else 's'}" if ranks else ""
     reason = "" if error and clean_lines(status.reason).endswith(error) else clean(status.reason)
@@ -164,12 +167,12 @@ def sentence(status: JobStatus, now: float | None, *, error: str = "") -> str:
             doing = reason or _debugged(status) or _doing(status) or f"Running{on}"
             return f"Attempt {status.attempt + 1}: {doing}" if status.attempt else doing
         case StateName.SUCCEEDED:
-            return f"Succeeded{time}{on}{f', in attempt {status.attempt + 1}' if status.attempt else ''}"
+            return f"Succeeded{after}{on}{f', in attempt {status.attempt + 1}' if status.attempt else ''}"
         case StateName.CANCELLED:
             kept = kept_checkpoint(status)
-            return _ended("Cancelled", time, reason) + (f". {kept}" if kept else "")
+            return _ended("Cancelled", after, reason) + (f". {kept}" if kept else "")
         case StateName.FAILED:
-            return _ended("Failed", time, reason)
+            return _ended("Failed", after, reason)
 
 
 def kept_checkpoint(status: JobStatus) -> str:

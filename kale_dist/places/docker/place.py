@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -34,6 +35,7 @@ from kale_dist.wire import (
     InputFiles,
     JobFiles,
     LineBlock,
+    Order,
     Source,
     StateName,
     decode_json_lines,
@@ -97,6 +99,11 @@ class DockerPlace(Place):
     def close(self) -> None:
         """Close the connections to engines."""
         engines.disconnect()
+
+    def order(self, spec: JobSpec, *, run: int, used_restarts: int) -> Order:
+        """The order of a run in warm containers, which cannot be read after its end."""
+        flags = process_state.read_flags(cuda=spec.cuda)
+        return dataclasses.replace(containers.make_order(spec, run, used_restarts, flags), work_is_kept=False)
 
     # -- starting -----------------------------------------------------------------------------------------------------
 

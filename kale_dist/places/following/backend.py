@@ -7,7 +7,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from kale_dist.errors import BackendError, JobExistsError, JobNotFoundError, StoreError
 from kale_dist.job import records
@@ -19,6 +19,7 @@ from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.status import JobStatus
 from kale_dist.places.following import verdict
 from kale_dist.places.following.follower import Follower, handle_of
+from kale_dist.places.following.warm import WarmPlace
 from kale_dist.wire import CANCEL_GRACE_S
 
 WAIT_S = 0.5
@@ -35,7 +36,7 @@ class FollowedBackend(FolderBackend):
     def __init__(self, place: Place) -> None:
         super().__init__(lambda _: True)
         self.name = place.name
-        self.place = place
+        self.place = cast("Place", WarmPlace(place, self))
         """Where containers run."""
         self._followers: dict[str, Follower] = {}
 

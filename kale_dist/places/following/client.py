@@ -44,11 +44,18 @@ class HeadClient:
     Args:
         connect: Opens a connection to the head's byte server.
         key: The job's secret bytes.
+        prefix: What comes before the paths of requests, for a job in warm pods: `/jobs/<id>`.
     """
 
-    def __init__(self, connect: Callable[[], Connection], key: bytes) -> None:
+    def __init__(self, connect: Callable[[], Connection], key: bytes, prefix: str = "") -> None:
         self._connect = connect
         self._key = key
+        self._prefix = prefix
+
+    def offer(self, job: Mapping[str, Any], packed: bytes) -> dict[str, Any]:
+        """Offer a job to warm pods; see `WarmPods.offer`, which says what both sides send."""
+        described = json.dumps(job).encode()
+        return dict(json.loads(self._ask("POST", "/jobs", len(described).to_bytes(4, "big") + described + packed)))
 
     def missing(self) -> list[str]:
         """Digests of the blobs of the snapshot that the head does not have yet."""
@@ -176,6 +183,7 @@ class HeadClient:
         silence_s: float = _ANSWER_S,
         headers: Mapping[str, str] | None = None,
     ) -> Iterator[tuple[http.client.HTTPResponse, Callable[[], None]]]:
+        path = self._prefix + path
         with contextlib.closing(self._connect()) as connection:
             connection.settimeout(silence_s)
             peer = http.client.HTTPConnection("head")

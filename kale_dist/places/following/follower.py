@@ -22,7 +22,7 @@ from kale_dist.job import records
 from kale_dist.job.backend import JobRef, Look, Part, Place, RunHandle
 from kale_dist.job.reader import JobReader
 from kale_dist.job.records import Record, Run
-from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.job_spec import WARM, JobSpec
 from kale_dist.job.spec.place_settings import PENDING_TIMEOUT_S
 from kale_dist.places.following.client import HeadClient
 from kale_dist.places.following.copy import Clock, HeadReader, RunCopy
@@ -35,6 +35,7 @@ from kale_dist.places.following.verdict import (
     judge_trouble,
     lost_part,
 )
+from kale_dist.places.following.warm import prefix_of
 from kale_dist.wire import SAVE_LIMIT_S, EventKind, FailureCause, StateName, Verdict
 from kale_dist.wire.blobs import FolderStore
 
@@ -117,6 +118,8 @@ class Follower:
         self._place = place
         self._record = record
         self._spec: JobSpec = record.spec
+        # Warm pods that are lost are not made again: the next call makes others.
+        self._max_restarts = 0 if record.spec.kind == WARM else record.spec.policy.max_restarts
         self._key = key
         self._on_lines = on_lines
         self._on_change = on_change
@@ -358,7 +361,9 @@ class Follower:
     def _client(self) -> HeadClient | None:
         """A client of the newest run's head; None if this user has no key."""
         handle = self._handle
-        return None if self._key is None else HeadClient(lambda: self._place.connect(handle), self._key)
+        return (
+            None if self._key is None else HeadClient(lambda: self._place.connect(handle), self._key, prefix_of(handle))
+        )
 
     def _ask_head(self, request: Callable[[HeadClient], None]) -> bool:
         """Send a request to the head; returns whether the head has it."""
@@ -500,7 +505,7 @@ class Follower:
             self._keep_last_words()
         copy = self._copy
         may_go_on = verdict.may_restart and self._key is not None and not records.canceller(self._files)
-        if may_go_on and self._used_restarts() < self._spec.policy.max_restarts:
+        if may_go_on and self._used_restarts() < self._max_restarts:
             self._plan_run(verdict.reason)
             return False
         if not self._fetch_results(verdict):
@@ -704,7 +709,7 @@ class Follower:
             return False
         is_free = self._run.is_suspended
         # A head that comes back counts for itself.
-        if is_free or self.look.returns_head or self._used_restarts() < self._spec.policy.max_restarts:
+        if is_free or self.look.returns_head or self._used_restarts() < self._max_restarts:
             why = "it was suspended, and now it is resumed" if is_free else "its first pod was lost and made again"
             self._plan_run(why, uid=head.uid, is_free=is_free)
             return False

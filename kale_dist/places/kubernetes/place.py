@@ -38,10 +38,11 @@ from kale_dist.places.manifests.settings import (
     SPEC_ANNOTATION,
     SUBMITTED_BY_ANNOTATION,
 )
-from kale_dist.wire import BlockReader, InputFiles, OutcomePart, Source, blobs
+from kale_dist.wire import BlockReader, InputFiles, Order, OutcomePart, Source, blobs
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.url_store import UrlStore
 from kale_dist.wording import listing, show
+from kale_dist.worker.rank import process_state
 
 _BYTES_PORT = PORT + 2
 _GONE_S = 90.0
@@ -71,6 +72,11 @@ class KubernetesPlace:
             cluster, spec, key, run=run, checkpoint=checkpoint, used_restarts=used_restarts
         )
         return self._handle(cluster, spec, made, source, run)
+
+    def order(self, spec: JobSpec, *, run: int, used_restarts: int) -> Order:
+        """The order of a run in warm pods, which serve no metrics of single jobs."""
+        made = submission.order(spec, Source.STREAM, run=run, used_restarts=used_restarts)
+        return dataclasses.replace(made, torch_flags=process_state.read_flags(cuda=spec.cuda), metrics_port=0)
 
     def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
         """Send a snapshot that neither the Secret nor a store holds to the head, which has to run.

@@ -108,8 +108,8 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
 def render(spec: JobSpec) -> str:
     """The object and its Secret as YAML. What the Secret holds in bytes is left out, and named in a comment."""
     source, settings, kind = _source(spec), RunSettings(), kind_of(spec)
-    order = json.dumps(dataclasses.asdict(_order(spec, source)), indent=2).encode()
-    secret = manifests.input_secret(spec, settings, {}, {InputFiles.ORDER: order})
+    made = json.dumps(dataclasses.asdict(order(spec, source)), indent=2).encode()
+    secret = manifests.input_secret(spec, settings, {}, {InputFiles.ORDER: made})
     files = [InputFiles.RUNTIME, InputFiles.KEY, *([InputFiles.SNAPSHOT] if source is Source.INPUT else [])]
     recipe = f"# {for_job.describe(spec.recipe, spec.image)}.\n" if spec.recipe is not None else ""
     return (
@@ -287,7 +287,7 @@ def _source(spec: JobSpec) -> Source:
     return Source.URL if spec.store and not spec.store.startswith(CLAIM_SCHEME) else Source.STREAM
 
 
-def _order(
+def order(
     spec: JobSpec, source: Source, *, run: int = 1, torch_flags: Any = (), note: str = "", used_restarts: int = 0
 ) -> Order:
     """The order that the agents get."""
@@ -333,6 +333,6 @@ def _input(
                 "training starts from the beginning: give a store=, such as 'pvc://claim'"
             )
     flags = process_state.read_flags(cuda=spec.cuda)
-    order = _order(spec, source, run=run, torch_flags=flags, note=note, used_restarts=used_restarts)
-    data[InputFiles.ORDER] = encode_json(order)
+    made = order(spec, source, run=run, torch_flags=flags, note=note, used_restarts=used_restarts)
+    data[InputFiles.ORDER] = encode_json(made)
     return data

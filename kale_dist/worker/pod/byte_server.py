@@ -15,6 +15,8 @@ but for bytes. What fails for another reason comes back as `{"error": sentence}`
     POST /ack                     the notebook has all it wants
     POST /cancel {"grace_s": s, "save": b}   end the job
     POST /tell {"rank": r, "message": {...}}  pass a message on to a rank; -1: to all
+    POST /jobs                    of warm pods: take a job, as `warm.WarmPods.offer` says. Requests about the job, signed with its
+                                  key, are the others of this list, with /jobs/<id> before their paths
 
 A PUT says in `wire.SIZE_HEADER` how large the whole is.
 """
@@ -49,6 +51,7 @@ GATHER_S = 0.02
 """What comes within this time of the last piece of a stream is sent together: each piece costs the notebook's processor alike."""
 
 _MAX_BODY_BYTES = 1 << 20
+_MAX_ORDER_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 20
 _OUTCOME = re.compile(r"outcome-\d{1,6}-\d{1,6}", re.ASCII)
 
@@ -67,6 +70,8 @@ class ByteServer:
         cancel: Ends the job, with a grace in seconds, and whether ranks that can save first.
         tell: Passes a message on to a rank.
         acknowledge: The notebook has all it wants.
+        within: The server of warm pods, which passes this job's requests on; None to listen.
+        prefix: What comes before the paths of these requests.
 
     Raises:
         OSError: The port is taken.
@@ -85,6 +90,8 @@ class ByteServer:
         cancel: Callable[[float, bool], None],
         tell: Callable[[int, dict[str, Any]], None],
         acknowledge: Callable[[], None],
+        within: ByteServer | None = None,
+        prefix: str = "",
     ) -> None:
         self.key = key
         self.files = files
@@ -97,8 +104,17 @@ class ByteServer:
         self.news = threading.Condition()
         """Notified when the files have grown, or a blob has come."""
         self.upload_locks: dict[str, threading.Lock] = {}
+        self.offer: Callable[[bytes], Any] | None = None
+        """Takes a job; None where the pods are not warm."""
+        self._within, self._prefix = within, prefix
+        self.jobs: dict[str, ByteServer] = {}
+        """Of warm pods: the servers of their jobs by what comes before the paths."""
+        if within is not None:
+            self.port: int = within.port
+            within.jobs[prefix] = self
+            return
         self._server = HttpServer(open_port(host, port, 1024), _Request, self)
-        self.port: int = self._server.socket.getsockname()[1]
+        self.port = int(self._server.socket.getsockname()[1])
         self._thread = threading.Thread(target=self._server.serve_forever, args=(3600.0,), daemon=True)
         self._thread.start()
 
@@ -113,8 +129,17 @@ class ByteServer:
             return _part(self.store.path(digest)).stat().st_size
         return 0
 
+    def find(self, path: str) -> tuple[ByteServer, str]:
+        """Whose request it is, and the rest of its path."""
+        prefix = "/".join(path.split("/", 3)[:3])
+        job = self.jobs.get(prefix)
+        return (self, path) if job is None else (job, path.removeprefix(prefix))
+
     def close(self) -> None:
         """Stop listening. Replies under way are cut when the process ends."""
+        if self._within is not None:
+            self._within.jobs.pop(self._prefix, None)
+            return
         # Wakes the thread in `serve_forever`, which else would look for the end only now and then.
         with contextlib.suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)
@@ -153,6 +178,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     wbufsize = -1
     server: HttpServer
+    _owner: ByteServer
 
     def handle_one_request(self) -> None:
         """As the base class, but a connection that breaks just ends."""
@@ -169,11 +195,10 @@ class _Request(http.server.BaseHTTPRequestHandler):
         """Write nothing: stderr is the pod's log."""
 
     def _answer(self) -> None:
-        owner = self.server.owner
-        length = self.headers.get("Content-Length", "0")
-        if not re.fullmatch(r"\d{1,15}", length, re.ASCII) or (
-            self.command == "POST" and int(length) > _MAX_BODY_BYTES
-        ):
+        self._owner, path = self.server.owner.find(self.path)
+        owner = self._owner
+        length, limit = self.headers.get("Content-Length", "0"), _MAX_ORDER_BYTES if owner.offer else _MAX_BODY_BYTES
+        if not re.fullmatch(r"\d{1,15}", length, re.ASCII) or (self.command == "POST" and int(length) > limit):
             self._refuse()
             return
         text, digest, self._left = b"", "", int(length)
@@ -183,7 +208,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
         if not check_request(owner.key, self.command, self.path, digest, self.headers.get(MAC_HEADER, "")):
             self._refuse()
             return
-        target = urllib.parse.urlsplit(self.path)
+        target = urllib.parse.urlsplit(path)
         try:
             self._route(target.path.split("/")[1:], dict(urllib.parse.parse_qsl(target.query)), text)
         except FileNotFoundError:
@@ -206,7 +231,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
             ValueError: It makes no sense.
             FileNotFoundError: There is no such thing.
         """
-        owner = self.server.owner
+        owner = self._owner
         match self.command, *path:
             case "GET", "blobs", digest:
                 self._send_file(_blob(owner.store, digest), int(query.get("offset", "0")))
@@ -226,6 +251,8 @@ class _Request(http.server.BaseHTTPRequestHandler):
             case "POST", "ack":
                 self._reply(200, {})
                 owner.acknowledge()
+            case "POST", "jobs" if owner.offer is not None:
+                self._reply(200, owner.offer(body))
             case "POST", "tell":
                 told = json.loads(body)
                 rank, message = int(told["rank"]), dict(told["message"])
@@ -247,7 +274,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
 
     def _stream(self, writer: JobWriter, line: int, event: int) -> None:
         """Send all blocks from some numbers on, until the job has ended."""
-        owner = self.server.owner
+        owner = self._owner
         self.close_connection = True
         self.send_response_only(200)
         self.send_header("Connection", "close")
@@ -283,7 +310,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
 
     def _take(self, digest: str, offset: int) -> None:
         """Take the body of a PUT, append it, and answer."""
-        owner, whole = self.server.owner, _blob(self.server.owner.store, digest)
+        owner, whole = self._owner, _blob(self._owner.store, digest)
         size, part = int(self.headers.get(SIZE_HEADER, "")), _part(whole)
         with owner.upload_locks.setdefault(digest, threading.Lock()):
             if whole.exists():

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kale_dist import wire
@@ -25,6 +26,7 @@ from kale_dist.worker.pod.head_relays import HeadsRelays
 from kale_dist.worker.pod.mpi import Mpirun
 from kale_dist.worker.pod.pod import Pod
 from kale_dist.worker.pod.prometheus import Gauges, MetricsServer
+from kale_dist.worker.pod.warm import WarmPods
 
 LEAVE_LIMIT_S = 20.0
 """How long relays may take to leave once the job has ended."""
@@ -55,18 +57,20 @@ _KEEP_SAVING_EACH_S = 60.0
 
 
 class Head:
-    """Serves one job.
+    """Serves one job; in warm pods, the one of each job and their own.
 
     Args:
         pod: The pod.
+        within: The head of the warm pods that this job runs in; None where they run only this job.
 
     Raises:
         OSError: A port is taken.
     """
 
-    def __init__(self, pod: Pod) -> None:
+    def __init__(self, pod: Pod, within: Head | None = None) -> None:
         self._pod = pod
-        self._stdout = StdoutCopy()
+        self._within = within
+        self.stdout: StdoutCopy = StdoutCopy() if within is None else within.stdout
         order = pod.order
         self._gauges = Gauges(order.job, order.number_of_processes, order.run - 1) if order.metrics_port else None
         self.writer = JobWriter(
@@ -74,10 +78,11 @@ class Head:
             pod.loop,
             self._notify,
             limit_bytes=POD_LOG_BYTES,
-            stdout=self._stdout,
+            # Blocks there do not say whose they are.
+            stdout=self.stdout if within is None else None,
             observe=(lambda _: None) if self._gauges is None else self._gauges.note,
         )
-        self._server = ByteServer(
+        self.server: ByteServer = ByteServer(
             pod.place.listen,
             pod.order.port + 2,
             key=pod.key,
@@ -88,10 +93,12 @@ class Head:
             cancel=self._cancel,
             tell=self._tell,
             acknowledge=self._acknowledged,
+            within=None if within is None else within.server,
+            prefix=order.prefix,
         )
-        self._relays: HeadsRelays | None = None
-        if order.agents > 1:
-            self._relays = HeadsRelays(
+        self.relays: HeadsRelays | None = None if within is None else within.relays
+        if order.agents > 1 and within is None:
+            self.relays = HeadsRelays(
                 order,
                 pod.key,
                 pod.files,
@@ -99,14 +106,18 @@ class Head:
                 say=self.writer.say,
             )
         self._written: asyncio.Future[None] = pod.loop.create_future()
+        self._released: Callable[[], None] = lambda: None
         mpirun = None
         if order.mpi:
-            mpirun = Mpirun(pod.place.work, self._relays, self._fail)
+            mpirun = Mpirun(pod.place.work, self.relays, self._fail)
         site = Site(
-            order=pod.own_order, loop=pod.loop, pool=pod.pool, writer=self.writer, relays=self._relays, is_limited=True,
+            order=pod.own_order, loop=pod.loop, pool=pod.pool, writer=self.writer, relays=self.relays, is_limited=True,
             mpirun=mpirun,
         )  # fmt: skip
         self._job = JobRun(site)
+        if order.idle_s:
+            self._job = warm = WarmPods(site, pod, functools.partial(Head, within=self))
+            self.server.offer, self._released = warm.offer, warm.release
         self._began_at = time.monotonic()
         self._has_blobs = False
         self._is_acknowledged = False
@@ -122,16 +133,18 @@ class Head:
         self._job.fail(cause, reason)
 
     def _notify(self) -> None:
-        self._server.notify()
-        if self._relays is not None:
-            self._relays.limit(has_room=self.writer.has_room)
+        self.server.notify()
+        if self.relays is not None:
+            self.relays.limit(has_room=self.writer.has_room)
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> int:
         """Serve the job to its end; gives the exit code."""
-        if self._relays is not None:
-            await self._relays.serve(self._job)
+        if self.relays is not None and self._within is None:
+            await self.relays.serve(self._job)
+        elif self.relays is not None:
+            self.relays.begin(self._pod, self._job, self.writer.say)
         self._serve_metrics()
         preparing = asyncio.ensure_future(self._prepare())
         verdict = await self._job.run()
@@ -140,24 +153,29 @@ class Head:
         self.writer.close(lambda: self._written.set_result(None))
         await self._written
         preparing.cancel()
+        if self._within is not None:
+            await asyncio.to_thread(self._put_results_into_store)
+            await self._wait_for_notebook(time.monotonic(), verdict)
+            self.server.close()
+            return 0
         # The pod ends even if something hangs from here on.
         signal.alarm(int(self._pod.order.collect_wait_s + STRAGGLER_LIMIT_S + DRAIN_LIMIT_S + 60))
         message = ending.termination_message(verdict)
         ending.write_termination(self._pod.place.termination_log, message)
         ended_at = time.monotonic()
-        if self._relays is not None and self._is_told_to_end and self._pod.order.returns_head:
+        if self.relays is not None and self._is_told_to_end and self._pod.order.returns_head:
             # Without a goodbye they come back as well, and join the next head.
-            self._relays.close()
-        elif self._relays is not None:
-            self._relays.end()
+            self.relays.close()
+        elif self.relays is not None:
+            self.relays.end()
         await asyncio.to_thread(self._put_results_into_store)
         await self._wait_for_relays(ended_at)
         await self._wait_for_notebook(ended_at, verdict)
-        if self._relays is not None:
-            self._relays.close()
+        if self.relays is not None:
+            self.relays.close()
         limit_s = TERM_DRAIN_LIMIT_S if self._is_told_to_end else DRAIN_LIMIT_S
-        await asyncio.to_thread(self._stdout.drain, limit_s)
-        self._server.close()
+        await asyncio.to_thread(self.stdout.drain, limit_s)
+        self.server.close()
         return ending.exit_code(verdict, told_to_end=self._is_told_to_end)
 
     def _serve_metrics(self) -> None:
@@ -179,9 +197,17 @@ class Head:
         )
         self._job.cancel(FailureCause.SUSPENDED, reason, 0.0 if again else TERM_GRACE_S, save=True)
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether its ranks have ended."""
+        return self._job.verdict is not None
+
     async def _prepare(self) -> None:
         """Bring the input, let the ranks start, then put each checkpoint into the store."""
         order = self._pod.order
+        if order.idle_s:
+            self._job.start()
+            return
         try:
             if order.returns_head:
                 # Before anything that may kill this pod each time.
@@ -193,7 +219,7 @@ class Head:
                     return
                 self._job.used_before = used
                 await asyncio.to_thread(self._keep_restarts)
-            await asyncio.to_thread(pod_input.bring, self._pod, received=self._server.received)
+            await asyncio.to_thread(pod_input.bring, self._pod, received=self.server.received)
             problem = await asyncio.to_thread(pod_input.bring_checkpoint, self._pod)
         except Exception as error:  # noqa: BLE001 - the job cannot start, and has to say why
             told = str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}"
@@ -204,10 +230,11 @@ class Head:
         if order.returns_head and self._pod.files.checkpoint.exists():
             self._kept_checkpoint = self._brought_checkpoint = self._pod.files.checkpoint.stat().st_mtime_ns
         self._has_blobs = True
-        # From here no rank is forked that the job does not need.
-        self._pod.pool.wanted_spares = 0
-        if self._relays is not None:
-            self._relays.deal_blobs()
+        if self._within is None:
+            # From here no rank is forked that the job does not need.
+            self._pod.pool.wanted_spares = 0
+        if self.relays is not None:
+            self.relays.deal_blobs()
         self._job.start()
         while self._store_works:
             await asyncio.sleep(_KEEP_EACH_S)
@@ -235,6 +262,7 @@ class Head:
     def _acknowledged(self) -> None:
         """The notebook has all it wants."""
         self._is_acknowledged = True
+        self._released()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -252,11 +280,11 @@ class Head:
             left -= size
             _, attempt, rank = path.name.split("-")
             for block in wire.encode_outcome(int(attempt), int(rank), path.read_bytes()):
-                self._stdout.offer(block, always=True)
+                self.stdout.offer(block, always=True)
 
     async def _wait_for_relays(self, ended_at: float) -> None:
         """Stay while relays are leaving, or may still come and have to learn of the end."""
-        relays = self._relays
+        relays = self.relays
         while relays is not None:
             waited_s = time.monotonic() - ended_at
             may_come = time.monotonic() - self._began_at < self._pod.order.start_wait_s
@@ -279,7 +307,7 @@ class Head:
                     else ("They are lost; give a store with store='pvc://...' to keep them")
                 )
                 text = f"The results were not fetched within {limit_s:g} s (collect_wait_s). {kept}"
-                self._stdout.say(text)
+                self.stdout.say(text)
                 return
             await asyncio.sleep(_LOOK_EACH_S)
 

@@ -10,7 +10,7 @@ import pathlib
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kale_dist import wire
@@ -19,6 +19,7 @@ from kale_dist.worker.agent.ending import name_ranks
 from kale_dist.worker.agent.job_run import JobRun
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.agent.rank_run import Rank
+from kale_dist.worker.pod.pod import Pod
 from kale_dist.worker.pod.relay_protocol import COUNT, NO_RANK, READ_BYTES, TICKS, Channel, Op, is_signed, sign
 
 LOST_AFTER_S = 1.0
@@ -102,18 +103,39 @@ class HeadsRelays:
         self, order: Order, key: bytes, files: JobFiles, listener: socket.socket, *, say: Callable[[str], None]
     ) -> None:
         self._key = key
-        self._files = files
         self._listener = listener
+        self._refusals = 0
+        self._is_over = False
+        self._job: Mapping[str, Any] = {}
+        """What warm pods run; see `Pod.of_job`."""
+        self._take_up(order, files, say)
+        self._relays = {agent: _Relay(agent, pod_name(order, agent)) for agent in range(1, order.agents)}
+        self._server: asyncio.Server | None = None
+
+    def _take_up(self, order: Order, files: JobFiles, say: Callable[[str], None]) -> None:
+        self._files = files
         self._say = say
         self._may_be_lost = order.policy.max_restarts if order.replaces_pods else 0
         """How often each relay may be lost."""
         self._is_range = len(order.sizes) > 1
-        self._refusals = 0
         self._has_blobs = False
         self._has_room = True
-        self._is_over = False
-        self._relays = {agent: _Relay(agent, pod_name(order, agent)) for agent in range(1, order.agents)}
-        self._server: asyncio.Server | None = None
+
+    def begin(self, pod: Pod, judge: JobRun, say: Callable[[str], None]) -> None:
+        """Have the relays of warm pods serve the next job, or none between two.
+
+        Args:
+            pod: This pod, with the job.
+            judge: As for `serve`.
+            say: As for this class.
+        """
+        self._judge, self._job = judge, pod.job
+        self._take_up(pod.order, pod.files, say)
+        for relay in self._relays.values():
+            relay.far, relay.was_lost, relay.losses = {}, False, 0
+            if relay.channel is not None and pod.job:
+                relay.is_ready = False
+                relay.channel.say(Op.ORDER, job=dict(pod.job))
 
     async def serve(self, job: JobRun) -> None:
         """Begin to accept relays.
@@ -150,6 +172,11 @@ class HeadsRelays:
         """How many were lost, may be made again, and have to learn that the run is over."""
         lost = (relay for relay in self._relays.values() if relay.has_joined and relay.channel is None)
         return sum(not relay.is_dismissed for relay in lost) if self._may_be_lost and not self._is_range else 0
+
+    @property
+    def are_all_there(self) -> bool:
+        """Whether none that has joined is gone."""
+        return all(relay.channel is not None for relay in self._relays.values() if relay.has_joined)
 
     def explain_loss(self) -> str:
         """Which relay is gone, as a sentence; empty if all are there."""
@@ -260,6 +287,8 @@ class HeadsRelays:
             self._lose(relay, relay.channel)
         relay.has_joined, relay.is_leaving, relay.channel = True, False, channel
         channel.say(Op.WELCOME)
+        if self._job:
+            channel.say(Op.ORDER, job=dict(self._job))
         if not self._has_room:
             channel.say(Op.ROOM, is_there=False)
         if self._has_blobs:
@@ -319,7 +348,8 @@ class HeadsRelays:
     async def _take_message(self, relay: _Relay, far: _FarRank | None, message: dict[str, Any]) -> None:
         op = message["op"]
         if op == Op.READY:
-            relay.is_ready = not relay.is_leaving
+            # What it had ready for the job before may have crossed the order of this one.
+            relay.is_ready = not relay.is_leaving and message.get("job") == self._job.get("id")
             self._judge.pod_is_ready()
         elif op == Op.REFUSED:
             told = f"{relay.describe()} cannot run its part: {message['reason']}"

@@ -6,12 +6,16 @@ import asyncio
 import dataclasses
 import os
 import pathlib
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any, Self
 
+from kale_dist import wire
 from kale_dist.wire import JobFiles, Order, PodVariable, ProcessState, Source
 from kale_dist.wire.blobs import FolderStore
+from kale_dist.worker.agent import processes
 from kale_dist.worker.agent.fork_pool import ForkPool
 
 LISTEN_VARIABLE = "KALE_DIST_LISTEN"
@@ -63,21 +67,26 @@ class Pod:
         order: As the input has it.
         key: The job's secret.
         pool: Where its ranks come from.
+        within: The warm pod in which it is one job of several; None where it is the only one.
     """
 
-    def __init__(self, place: PodPlace, order: Order, key: bytes, pool: ForkPool) -> None:
+    def __init__(self, place: PodPlace, order: Order, key: bytes, pool: ForkPool, within: Pod | None = None) -> None:
         self.place = place
         self.key = key
         self.pool = pool
+        self.within = within
+        self.job: Mapping[str, Any] = {}
+        """In a warm pod: what `of_job` was given."""
         self.loop = asyncio.get_running_loop()
         self.files = JobFiles(place.work / "job")
         shared = order.source is Source.FOLDER or (order.source is Source.STREAM and order.store)
-        self.store = FolderStore(order.store if shared else place.work / "blobs")
+        own = FolderStore(order.store if shared else place.work / "blobs")
+        self.store: FolderStore = own if within is None else within.store
         self.order = order
         """As all agents have it."""
         state = ProcessState(
             environment=tuple(os.environ.items()),
-            cwd=os.getcwd(),  # noqa: PTH109 - a text is wanted
+            cwd=self._cwd(),
             sys_path=tuple(sys.path),
             argv=("kale_dist",),
             umask=_umask(),
@@ -90,6 +99,40 @@ class Pod:
         """For the ranks of this pod."""
         limits_s = order.start_wait_s + order.input_wait_s + order.collect_wait_s
         self._over_at = None if order.policy.timeout_s is None else time.monotonic() + order.policy.timeout_s + limits_s
+
+    @classmethod
+    def of_job(cls, warm: Pod, job: Mapping[str, Any]) -> Self:
+        """A warm pod's next job, with a folder and a key of its own. Blobs of the job before stay, so that they need not be sent again.
+
+        Args:
+            warm: The pod.
+            job: `id`, `key` (as `wire.hidden_key` gives it), `order`, and `checkpoint` (digest of the one to resume from, or empty).
+        """
+        place = dataclasses.replace(warm.place, work=warm.place.work / "jobs" / str(job["id"]))
+        place = dataclasses.replace(place, input=place.work / "input")
+        key = wire.hidden_key(warm.key, str(job["id"]), bytes.fromhex(job["key"]))
+        JobFiles(place.work / "job").folder.mkdir(mode=0o700, parents=True)
+        place.input.mkdir(mode=0o700)
+        order = dataclasses.replace(wire.decode(Order, job["order"]), prefix=f"/jobs/{job['id']}")
+        found = cls(place, order, key, warm.pool, warm)
+        found.job = job
+        return found
+
+    def end_job(self, keep: Collection[str]) -> None:
+        """Remove what a warm pod's job has left, but for some blobs. Blocks for a moment."""
+        processes.end_orphans(limit_s=1.0, spare=self.pool.pid)
+        shutil.rmtree(self.place.work, ignore_errors=True)
+        for digest in set(self.store.list()) - set(keep):
+            self.store.delete(digest)
+
+    def _cwd(self) -> str:
+        """The ranks' working folder: where it is the user's home, as in a container, each job of a warm pod has one of its own."""
+        there = os.getcwd()  # noqa: PTH109 - a text is wanted
+        if self.within is None or there != os.environ.get("HOME"):
+            return there
+        own = self.place.work / "home"
+        own.mkdir(exist_ok=True)
+        return str(own)
 
     @property
     def is_overdue(self) -> bool:

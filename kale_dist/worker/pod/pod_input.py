@@ -120,7 +120,7 @@ def fetch(order: Order, key: bytes, store: FolderStore, digest: str) -> None:
 def _receive(order: Order, key: bytes, digest: str, part: pathlib.Path) -> None:
     """Append what is missing of a blob; if it is damaged then, the next try begins again."""
     offset = part.stat().st_size
-    path = f"/blobs/{digest}?offset={offset}"
+    path = f"{order.prefix}/blobs/{digest}?offset={offset}"
     peer = http.client.HTTPConnection(order.head, order.port + 2, timeout=_SILENCE_LIMIT_S)
     with contextlib.closing(peer), part.open("ab") as file:
         peer.request("GET", path, headers={wire.MAC_HEADER: wire.sign_request(key, "GET", path)})

@@ -20,6 +20,7 @@ from kale_dist import wire
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
 from kale_dist.wire import EXIT_LOST_HEAD, EXIT_TOLD_TO_END, Assignment, Attempt, EventKind, Source
+from kale_dist.worker.agent.fork_pool import REFILL_AFTER_S
 from kale_dist.worker.agent.near_rank import End, NearRank
 from kale_dist.worker.agent.usage import UsageWatch
 from kale_dist.worker.pod import mpi, pod_input
@@ -82,9 +83,9 @@ class Relay:
         if head is None:
             sys.stderr.write("kale_dist: the run goes on or has ended without this pod, which has nothing to do\n")
             return 0
-        bringing = asyncio.ensure_future(self._bring(head))
+        self._bringing = asyncio.ensure_future(self._bring(head))
         is_over = await self._serve(head)
-        bringing.cancel()
+        self._bringing.cancel()
         head.close()
         if self._usage is not None:
             self._usage.stop()
@@ -147,6 +148,8 @@ class Relay:
         op = message["op"]
         if op == Op.FETCH:
             self._may_fetch.set()
+        elif op == Op.ORDER:
+            self._begin(head, message["job"])
         elif op == Op.ROOM:
             head.may_send = bool(message["is_there"])
         elif op == Op.SPAWN:
@@ -165,19 +168,34 @@ class Relay:
 
     # -- what the head wants ----------------------------------------------------------------------------------------
 
+    def _begin(self, head: Channel, job: Mapping[str, Any]) -> None:
+        """Serve the next job of warm pods: no rank of the one before is left."""
+        self._bringing.cancel()
+        if self._usage is not None:
+            self._usage.stop()
+        before, warm = self._pod, self._pod.within or self._pod
+        self._pod = Pod.of_job(warm, job)
+        if before is not warm:
+            before.end_job({*before.order.blobs, *self._pod.order.blobs})
+        self._ranks, self._usage, self._is_staged, self._may_fetch = {}, None, False, asyncio.Event()
+        self._bringing = asyncio.ensure_future(self._bring(head))
+
     async def _bring(self, head: Channel) -> None:
         """Get the blobs, have the fork server import torch, and tell the head: others may be ended so that this pod can join."""
+        is_warm = bool(self._pod.order.idle_s)
         try:
             if self._pod.order.source is Source.STREAM:
                 await self._may_fetch.wait()
-            await asyncio.to_thread(pod_input.bring, self._pod)
+            if not is_warm:
+                await asyncio.to_thread(pod_input.bring, self._pod)
         except Exception as error:  # noqa: BLE001 - this pod's ranks cannot start, and it has to say why
             _refuse(head, str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}")
             return
         await self._pod.pool.warm()
-        # From here no rank is forked that the job does not need.
-        self._pod.pool.wanted_spares = 0
-        head.say(Op.READY)
+        if not is_warm and self._pod.within is None:
+            # From here no rank is forked that the job does not need.
+            self._pod.pool.wanted_spares = 0
+        head.say(Op.READY, job=self._pod.job.get("id"))
 
     def _spawn(self, head: Channel, attempt: Attempt) -> None:
         order = self._pod.own_order
@@ -192,6 +210,7 @@ class Relay:
             outcome = self._pod.files.outcome(number, rank)
             self._ranks[rank] = forwarder = _Forwarder(rank, number, process, head, outcome, self._pod.loop)
             process.start(forwarder, Assignment(order=order, attempt=attempt, rank=rank), None, is_limited=True)
+        self._pod.pool.refill(REFILL_AFTER_S)
 
     def _pids(self) -> Mapping[int, int]:
         return {one.process.pid: rank for rank, one in self._ranks.items() if one.process.pid and not one.is_over}

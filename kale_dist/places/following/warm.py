@@ -1,0 +1,253 @@
+"""Warm pods on the notebook's side: a call that wants them runs in a set of pods that is there, or in one made for it.
+
+A set is a job of the kind `warm`, with a record, a follower and an object of its own. A job in it has a record and a key of its own; its
+handle names the set.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import hashlib
+import os
+import pathlib
+import secrets
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kale_dist import strategies, wire
+from kale_dist.errors import BackendError, KaleDistError, say
+from kale_dist.job import interrupts, records
+from kale_dist.job.backend import Backend, Connection, JobRef, NoConnectionError, Place, RunHandle
+from kale_dist.job.reader import JobReader
+from kale_dist.job.records import Record
+from kale_dist.job.spec.job_spec import WARM, Debugging, JobSpec, Policy
+from kale_dist.job.status import JobStatus
+from kale_dist.places.following.client import HeadClient
+from kale_dist.wire import Source, StateName, payload
+from kale_dist.wire.blobs import FolderStore, map_file, pack_blobs
+from kale_dist.worker.agent import processes
+
+_SMALL_BYTES, _MOST_SMALL = 64 << 10, 32
+"""So many blobs of at most this size travel with the order, the others each with a request of its own."""
+
+_WORDS = {"snapshot": "version of kale_dist", "topology": "number_of_processes", "policy": "max_restarts"}
+
+
+def prefix_of(handle: RunHandle) -> str:
+    """What comes before the paths of requests about a job in warm pods; empty for any other job."""
+    return f"/jobs/{handle.get('warm_id')}" if handle.get("warm_id") else ""
+
+
+class WarmPlace:
+    """A place, with warm pods for the calls that want them. What is not here is the place's own.
+
+    Args:
+        place: Where pods run.
+        backend: Submits and follows sets.
+    """
+
+    def __init__(self, place: Place, backend: Backend) -> None:
+        self.inner = place
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if name not in ("look", "listen", "last_words", "describe", "events"):
+            return found
+        return lambda handle, *given: found(_set_of(handle), *given)
+
+    def start(
+        self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None, used_restarts: int = 0
+    ) -> RunHandle:
+        """Give a run to a set that fits, or make one, which gets it once its head runs (`send_input`)."""
+        if spec.keep_warm_s is None or spec.kind == WARM:
+            return self.inner.start(spec, key, run=run, checkpoint=checkpoint, used_restarts=used_restarts)
+        wanted, others = _set_for(spec), list[str]()
+        digest = "" if checkpoint is None else FolderStore(records.blobs_dir()).put([map_file(checkpoint)])
+        ref = JobRef(self.inner.name, f"{spec.cluster.namespace}/{spec.name}".lstrip("/"))
+
+        def handle_in(there: Record, name: str) -> RunHandle:
+            more = {"warm": there.spec.name, "warm_id": name, "used_restarts": str(used_restarts), "checkpoint": digest}
+            place = (*there.place, *more.items())
+            return RunHandle(ref=ref, object=self.inner.object_name(spec.name, run), run=run, spec=spec, place=place)
+
+        for there in self._sets(wanted):
+            if differences := _differences(wanted, there.spec):
+                others.append(f"{there.ref} does not fit: another {', another '.join(differences)}")
+                continue
+            handle = handle_in(there, secrets.token_hex(8))
+            try:
+                if not self._offer(handle, key):
+                    _use(self.inner, there)
+                    return handle
+            except NoConnectionError:
+                raise
+            except BackendError:
+                # It may have ended unseen: followed again, it is known to have, and not asked any more.
+                with contextlib.suppress(KaleDistError):
+                    self._backend.status(JobRef.parse(there.ref))
+        name = f"{WARM}-{''.join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(5))}"
+        made = records.read(
+            self._backend.submit(dataclasses.replace(wanted, name=name), secrets.token_bytes(32)).record_name
+        )
+        say(". ".join([_told(made, self.inner.noun), *others]))
+        _use(self.inner, made)
+        return handle_in(made, name)
+
+    def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
+        """Give a run to the set that was made for it, whose head runs now."""
+        if not prefix_of(handle):
+            self.inner.send_input(handle, key, on_progress)
+        elif not _is_ordered(handle) and (why := self._offer(handle, key)):
+            raise BackendError(f"The warm {self.inner.noun}s {handle.get('warm')} do not take the job: {why}")
+
+    def _offer(self, handle: RunHandle, key: bytes) -> str:
+        """Send a run's order, and before it what is missing of its blobs; returns why it is not taken, empty if it is."""
+        there, spec, name, checkpoint = _set_of(handle), handle.spec, handle.get("warm_id"), handle.get("checkpoint")
+        store, sets_key = FolderStore(records.blobs_dir()), records.read_key(there.ref.record_name) or b""
+        order = self.inner.order(spec, run=handle.run, used_restarts=int(handle.get("used_restarts")))
+        sets_order = self.inner.order(there.spec, run=1, used_restarts=0)
+        order = dataclasses.replace(
+            order, head=sets_order.head, port=sets_order.port, source=Source.STREAM,
+            blobs=(*order.blobs, *([checkpoint] if checkpoint else ())), outcomes_on_stdout=False, returns_head=False,
+            note=f"Runs in the warm {self.inner.noun}s {there.object}",
+        )  # fmt: skip
+        hidden = wire.hidden_key(sets_key, name, key).hex()
+        job = {"id": name, "key": hidden, "order": dataclasses.asdict(order), "checkpoint": checkpoint}
+        head = HeadClient(lambda: self.inner.connect(there), sets_key)
+        small = [digest for digest in order.blobs if store.path(digest).stat().st_size <= _SMALL_BYTES]
+        packed = pack_blobs(store, small[:_MOST_SMALL])
+        while missing := (answer := head.offer(job, packed)).get("missing"):
+            head.upload(store, missing)
+        if "busy" not in answer:
+            _ordered(handle).write_text(name)
+        return str(answer.get("busy", ""))
+
+    def connect(self, handle: RunHandle) -> Connection:
+        """Connect to the head; that of a set knows a job once it has its order."""
+        if prefix_of(handle) and not _is_ordered(handle):
+            raise BackendError(f"The warm {self.inner.noun}s do not have {handle.ref} yet", retryable=True)
+        return self.inner.connect(_set_of(handle))
+
+    def head_output(self, handle: RunHandle, *, follow: bool) -> contextlib.AbstractContextManager[Iterator[bytes]]:
+        """The head's output, in which a set writes nothing of its jobs."""
+        return contextlib.nullcontext(iter(())) if prefix_of(handle) else self.inner.head_output(handle, follow=follow)
+
+    def kill(self, handle: RunHandle, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
+        """End a run's pods. Those of a set only where its head cannot end the job."""
+        if not (prefix_of(handle) and head_leaves):
+            self.inner.kill(_set_of(handle), grace_s, why, head_leaves=head_leaves)
+
+    def remove(self, handle: RunHandle) -> None:
+        """Remove a run's objects; of one in a set nothing but what its head has of it."""
+        if not prefix_of(handle):
+            self.inner.remove(handle)
+        elif not _is_ordered(handle):
+            self.inner.kill(_set_of(handle), 0.0)
+        elif key := records.read_key(handle.ref.record_name):
+            head = HeadClient(lambda: self.connect(handle), key, prefix_of(handle))
+            # The job or the set may have ended.
+            with contextlib.suppress(KaleDistError):
+                head.ack()
+                head.cancel(0.0)
+
+    def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
+        """The jobs of the place, and all sets of this user with their jobs."""
+        found = {status.ref: status for status in self.inner.survey(namespace, labels)}
+        for record in self._records() if not labels else ():
+            is_mine = record.spec.kind == WARM or dict(record.place).get("warm")
+            if is_mine and record.ref not in found and namespace in (None, "*", record.spec.cluster.namespace):
+                found[record.ref] = _seen(record)
+        return sorted(found.values(), key=lambda status: status.created or 0.0)
+
+    def _records(self) -> Iterator[Record]:
+        return (record for record in records.all_records() if record.ref.startswith(f"{self.inner.name}://"))
+
+    def _sets(self, wanted: JobSpec) -> Iterator[Record]:
+        """This user's sets that run, the newest first."""
+        for record in reversed(list(self._records())):
+            is_set = record.spec.kind == WARM and record.spec.cluster.namespace == wanted.cluster.namespace
+            if (
+                is_set
+                and _seen(record).state is StateName.RUNNING
+                and not records.canceller(records.files(record.name))
+            ):
+                yield record
+
+
+def _seen(record: Record) -> JobStatus:
+    return JobReader(record.name, lambda _: True).status()
+
+
+def _set_for(spec: JobSpec) -> JobSpec:
+    """The specification of a set that a job fits: all that its pods are made of, and this library as its snapshot."""
+    return dataclasses.replace(
+        spec, name=WARM, label="warm pods", kind=WARM, topology=dataclasses.replace(spec.topology, sizes=()),
+        threads=None, seed=None, recipe=None, strategy=strategies.DDP(), saves=False, debugging=Debugging(), blobs=(),
+        policy=Policy(max_restarts=spec.policy.max_restarts), snapshot=hashlib.sha256(payload.runtime_zip()).hexdigest(),
+        snapshot_bytes=0, resume="",
+    )  # fmt: skip
+
+
+def _set_of(handle: RunHandle) -> RunHandle:
+    """The handle of the set that a job runs in; of any other run its own."""
+    if not prefix_of(handle):
+        return handle
+    name, (namespace, slash, _) = handle.get("warm"), handle.ref.name.rpartition("/")
+    spec, ref = (
+        dataclasses.replace(_set_for(handle.spec), name=name),
+        JobRef(handle.ref.backend, namespace + slash + name),
+    )
+    return dataclasses.replace(handle, ref=ref, object=name, run=1, spec=spec)
+
+
+def _differences(wanted: JobSpec, there: JobSpec) -> list[str]:
+    """In what a set does not fit, in the words of arguments."""
+    pairs = ((wanted, there), (wanted.cluster, there.cluster))
+    names = ((field.name, one, other) for one, other in pairs for field in dataclasses.fields(one))
+    differing = [name for name, one, other in names if getattr(one, name) != getattr(other, name)]
+    return [_WORDS.get(name, name.removesuffix("_s")) for name in differing if name not in ("name", "cluster")]
+
+
+def _told(made: Record, noun: str) -> str:
+    """What a set holds, for how long, and how it is ended."""
+    spec = made.spec
+    gpus = (spec.resources.gpus or int(spec.cuda)) * spec.topology.number_of_processes
+    queue = f", quota of the queue {spec.cluster.queue}" if spec.cluster.queue else ""
+    return (
+        f"{made.ref} holds {spec.topology.number_of_pods} {noun}s{f', {gpus} GPUs' if gpus else ''}{queue} until it has waited "
+        f"{(spec.keep_warm_s or 0.0) / 60:.3g} min for a call that fits. To end it before: kale-dist cancel {made.ref}"
+    )
+
+
+def _ordered(handle: RunHandle) -> pathlib.Path:
+    """The file that says which id's order the set has."""
+    return records.files(handle.ref.record_name).folder / "ordered"
+
+
+def _is_ordered(handle: RunHandle) -> bool:
+    with contextlib.suppress(OSError):
+        return _ordered(handle).read_text() == handle.get("warm_id")
+    return False
+
+
+def _use(place: Place, there: Record) -> None:
+    """Note that a kernel with a person uses a set, which ends with the last such kernel."""
+    mark = records.files(there.name).folder / f"kernel-{os.getpid()}-{processes.start_time(os.getpid())}"
+    if interrupts.is_interactive() and not mark.exists():
+        mark.touch()
+        atexit.register(_release, place, there, mark)
+
+
+def _release(place: Place, there: Record, mark: pathlib.Path) -> None:
+    mark.unlink(missing_ok=True)
+    others = (other.name.split("-")[1:] for other in mark.parent.glob("kernel-*"))
+    if any(processes.is_running(int(pid), int(start)) for pid, start in others):
+        return
+    handle = RunHandle(ref=JobRef.parse(there.ref), object=there.spec.name, run=1, spec=there.spec, place=there.place)
+    # Where it cannot be reached it ends idle, if it has not ended.
+    with contextlib.suppress(KaleDistError, OSError):
+        HeadClient(lambda: place.connect(handle), records.read_key(there.name) or b"").ack()

@@ -1,0 +1,119 @@
+"""Warm pods: their head takes one job after the other, until none has come for long, a pod is lost, or they are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from kale_dist import wire
+from kale_dist.wire import EventKind, FailureCause, InputFiles, Order, StateName, Verdict
+from kale_dist.wire.blobs import unpack_blobs
+from kale_dist.worker.agent.attempt import Site
+from kale_dist.worker.agent.job_run import JobRun
+from kale_dist.worker.pod.pod import Pod
+
+TURN_S = 5.0
+"""How long the next job waits for the end of one whose ranks have ended, and whose results are being fetched."""
+
+
+class WarmPods(JobRun):
+    """What a head does in the place of attempts where its pods are warm.
+
+    Args:
+        site: Of the set.
+        pod: The head's.
+        make: Makes the head of a job.
+    """
+
+    def __init__(self, site: Site, pod: Pod, make: Callable[[Pod], Any]) -> None:
+        super().__init__(site)
+        self._pod = pod
+        self._make = make
+        self._taken: set[str] = set()
+        self._next: tuple[Pod, Any] | None = None
+        """The job at work, or that begins, and its head."""
+        self._is_released = False
+
+    def offer(self, body: bytes) -> dict[str, Any]:
+        """Take a job, unless there is one, or blobs of it are missing. One that was taken before is not taken again.
+
+        Args:
+            body: Four bytes that say how long the JSON object is that follows, see `Pod.of_job`; then blobs, packed.
+
+        Returns:
+            `missing`, the digests of blobs that have to be sent before it is offered again; or `busy`, why it is not taken.
+        """
+        size = 4 + int.from_bytes(body[:4], "big")
+        job = json.loads(body[4:size])
+        if body[size:]:
+            unpack_blobs(body[size:], self._pod.store.root)
+        offering = self._offer(job, wire.decode(Order, job["order"]))
+        return asyncio.run_coroutine_threadsafe(offering, self._site.loop).result()
+
+    def release(self) -> None:
+        """End when the job at work has ended: the kernels that have used these pods have. Called in a server's thread."""
+        self._is_released = True
+        self._site.loop.call_soon_threadsafe(self._changed.set)
+
+    async def _offer(self, job: dict[str, Any], order: Order) -> dict[str, Any]:
+        # The notebook that gets a result may call again before this head knows that it has all of it.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TURN_S):
+                while self._next is not None and self._next[1].is_ending:  # noqa: ASYNC110 - a moment
+                    await asyncio.sleep(0.01)
+        name, store = str(job["id"]), self._pod.store
+        if name in self._taken:
+            return {"missing": []}
+        if self._stop is not None or self._is_released or self.verdict is not None:
+            return {"busy": "they are ending"}
+        if self._next is not None:
+            return {"busy": f"they run {self._next[0].order.job}"}
+        if not self._taken and name != self.order.job:
+            return {"busy": "they were made for another call"}
+        if missing := [digest for digest in order.blobs if not store.exists(digest)]:
+            return {"missing": missing}
+        self._taken.add(name)
+        pod = Pod.of_job(self._pod, job)
+        if job["checkpoint"]:
+            (pod.place.input / InputFiles.CHECKPOINT).hardlink_to(store.path(job["checkpoint"]))
+        self._next = pod, self._make(pod)
+        self._changed.set()
+        return {"missing": []}
+
+    def cancel(self, cause: FailureCause, reason: str, grace_s: float, *, save: bool = False) -> None:
+        """End the job at work, and then the set."""
+        super().cancel(cause, reason, grace_s, save=save)
+        if self._next is not None:
+            self._next[1].told_to_end()
+
+    async def _run_attempts(self) -> Verdict:
+        """Run one job after the other; returns why there is no further one."""
+        writer, relays, idle_s = self._site.writer, self._site.relays, self.order.idle_s
+        running = functools.partial(writer.event, EventKind.STATE, state=str(StateName.RUNNING), cause="")
+        while True:
+            running(reason="", idle_s=idle_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(idle_s):
+                    while not (self._next or self._stop or self._is_released):
+                        self._changed.clear()
+                        await self._changed.wait()
+            if self._stop is not None:
+                return self._stop
+            if self._next is None:
+                ended = "The kernels that used these pods have ended"
+                return Verdict(
+                    StateName.SUCCEEDED, None, ended if self._is_released else f"No call came for {idle_s:g} s"
+                )
+            pod, head = self._next
+            running(reason=f"Runs {pod.order.job}")
+            await head.run()
+            await asyncio.to_thread(pod.end_job, pod.order.blobs)
+            if relays is not None:
+                relays.begin(self._pod, self, writer.say)
+                if not relays.are_all_there:
+                    return Verdict(StateName.FAILED, FailureCause.LOST, "A pod was lost during the last job")
+            self._next = None

@@ -1,0 +1,174 @@
+"""Warm pods as processes of this machine: jobs one after the other in the same pods, each with its own key, folder and verdict."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from agent_jobs import gone_within
+from plain_jobs import fail_on_last, rank, speak_and_sleep
+from pod_jobs import WarmJob
+
+from kale_dist.errors import BackendError, SnapshotDamagedError
+from kale_dist.wire import EventKind, Policy
+
+
+def leave_traces():
+    """Change whatever a process can change."""
+    import random
+
+    import torch
+    import torch.distributed as dist
+
+    os.environ["LEFT_BEHIND"] = "yes"
+    sys.modules["left_behind"] = torch
+    torch.set_default_dtype(torch.float64)
+    pathlib.Path("left-behind.txt").write_text("yes")
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    shared = torch.zeros(100_000)
+    shared.share_memory_()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("first", dist.get_rank())
+    return total.item(), os.getpid(), child.pid, random.random(), torch.rand(1).item()
+
+
+def look_for_traces():
+    import random
+
+    import torch
+    import torch.distributed as dist
+
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("second", dist.get_rank())
+    found = os.environ.get("LEFT_BEHIND"), "left_behind" in sys.modules, str(torch.get_default_dtype())
+    return *found, pathlib.Path("left-behind.txt").exists(), total.item(), random.random(), torch.rand(1).item()
+
+
+def warm(make, ranks=2, **options):
+    """Warm pods, and the name of the call that they are made for."""
+    pods = make(rank, ranks=ranks, idle_s=options.pop("idle_s", 120.0), replaces_pods=False, **options)
+    pods.put_input()
+    for number in range(pods.number_of_pods):
+        pods.start(number, HOME=str(pods.root / f"pod-{number}-{number}"))
+    pods.until_running()
+    return pods, pods.order.job
+
+
+def test_nothing_of_a_job_is_seen_by_the_next_one_in_the_same_pods(make):
+    pods, name = warm(make)
+    first = WarmJob(pods, leave_traces, job_id=name)
+    assert first.offer()
+    assert (first.follow()["state"], "first 1" in first.text()) == ("succeeded", True)
+    left = [first.outcome(number).value for number in range(2)]
+    first.client.ack()
+    second = WarmJob(pods, look_for_traces, job_id="second")
+    second.offer()
+    assert (second.follow()["state"], "first" in second.text()) == ("succeeded", False)
+    seen = [second.outcome(number).value for number in range(2)]
+    assert [one[:5] for one in seen] == [(None, False, "torch.float32", False, 2.0)] * 2
+    assert {one[5:] for one in seen}.isdisjoint({one[3:] for one in left})
+    for _, pid, child, *_ in left:
+        assert gone_within([pid, child], 0.0)
+    assert not (pods.pods[0].folder / "work" / "jobs" / name).exists()
+    # Its own verdict and key: what one has signed is refused for the other.
+    with pytest.raises(SnapshotDamagedError):
+        second.outcome(0, key=first.key)
+    with pytest.raises(SnapshotDamagedError):
+        second.outcome(0, job=first.order.job)
+    second.client.ack()
+    pods.until(lambda: pods.events(EventKind.STATE)[-1].get("idle_s"))
+    assert [event["reason"] for event in pods.events(EventKind.STATE)] == [
+        "", f"Runs {first.order.job}", "", f"Runs {second.order.job}", ""
+    ]  # fmt: skip
+    assert not list(pathlib.Path("/dev/shm").glob(f"torch_{left[0][1]}_*"))
+
+
+def test_an_order_that_is_sent_again_does_nothing_and_strangers_are_refused(make_bare):
+    pods, name = warm(make_bare, ranks=1)
+    stolen = WarmJob(pods, rank, job_id="stolen")
+    assert "another call" in stolen.offer()["busy"]
+    job = WarmJob(pods, rank, job_id=name)
+    job.offer()
+    assert job.follow()["state"] == "succeeded"
+    head = job.client_of(pods.key, "")
+    assert head.offer(job.described(), b"") == {"missing": []}
+    job.client.ack()
+    assert head.offer(job.described(), b"") == {"missing": []}
+    pods.until(lambda: pods.events(EventKind.STATE)[-1].get("idle_s"))
+    assert len([event for event in pods.events(EventKind.STATE) if event["reason"]]) == 1
+    again = WarmJob(pods, rank, job_id="again")
+    again.offer()
+    end = again.follow()
+    assert end["state"] == "succeeded", (end, again.text())
+    for client in (job.client_of(os.urandom(32), ""), again.client_of(job.key), again.client_of(pods.key)):
+        with pytest.raises(BackendError, match="refused"):
+            client.cancel(0.0)
+
+
+def test_a_failed_job_leaves_the_pods_and_only_what_is_new_is_sent(make_bare):
+    pods, name = warm(make_bare, ranks=2, processes_per_agent=1)
+    job = WarmJob(pods, fail_on_last, job_id=name)
+    job.offer()
+    end = job.follow()
+    assert (end["state"], end["failed_rank"]) == ("failed", 1), (end, job.text())
+    job.client.ack()
+    again = WarmJob(pods, fail_on_last, job_id="again")
+    assert again.offer() == {"missing": []}
+    assert again.follow()["state"] == "failed"
+    again.client.ack()
+
+
+def test_a_second_job_finds_the_pods_busy_and_a_cancel_of_the_set_ends_both(make_bare):
+    pods, name = warm(make_bare, ranks=2)
+    job = WarmJob(pods, speak_and_sleep, job_id=name)
+    job.offer()
+    assert f"they run {job.order.job}" in WarmJob(pods, rank, job_id="other").offer()["busy"]
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(job.follow)
+        pods.until(lambda: "last words" in job.text())
+        job.client_of(pods.key, "").cancel(1.0)
+        assert following.result()["state"] == "cancelled"
+    assert pods.end() == [143, 143] or pods.state()["state"] == "cancelled"
+
+
+def test_warm_pods_end_when_no_call_comes_or_the_kernels_are_gone(make_bare):
+    idle, _ = warm(make_bare, ranks=2, idle_s=0.5)
+    assert idle.end() == [0, 0]
+    assert (idle.state()["state"], idle.pods[0].last_words["state"]) == ("succeeded", "succeeded")
+    released, name = warm(make_bare, ranks=2)
+    job = WarmJob(released, rank, job_id=name)
+    job.offer()
+    assert job.follow()["state"] == "succeeded"
+    job.client_of(released.key, "").ack()
+    job.client.ack()
+    assert released.end() == [0, 0]
+
+
+def test_warm_pods_end_with_a_pod_that_is_lost_while_they_are_idle(make_bare):
+    pods, name = warm(make_bare, ranks=2)
+    job = WarmJob(pods, rank, job_id=name)
+    job.offer()
+    assert job.follow()["state"] == "succeeded"
+    job.client.ack()
+    pods.until(lambda: pods.events(EventKind.STATE)[-1].get("idle_s"))
+    pods.pods[1].process.kill()
+    pods.pods[0].end()
+    assert (pods.state()["state"], pods.state()["cause"]) == ("failed", "lost")
+
+
+def test_a_timeout_ends_only_its_job(make_bare):
+    pods, name = warm(make_bare, ranks=1)
+    job = WarmJob(pods, speak_and_sleep, job_id=name, policy=Policy(timeout_s=0.5, stall_warn_s=None))
+    job.offer()
+    end = job.follow()
+    assert (end["state"], end["cause"]) == ("failed", "timeout")
+    job.client.ack()
+    again = WarmJob(pods, rank, job_id="again")
+    again.offer()
+    assert again.follow()["state"] == "succeeded"
