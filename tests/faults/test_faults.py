@@ -22,7 +22,6 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "faults.md"
 RANK, AGENT, DISK, NOTEBOOK = "a rank", "the agent", "a disk", "a notebook"
 DOCKER, PODS, CLUSTER = "Docker", "pods", "the cluster itself"
 NIGHTLY = True
-UNTRIED = "not seen to pass yet"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,15 +77,15 @@ FAULTS = (
     Fault("the network between two pods is cut for ten seconds", PODS, 150, "The job goes on; no line is lost", pods.network_is_cut),
     Fault("the way from the notebook is cut for ten seconds", PODS, 150, "The job goes on; no line is lost", pods.way_to_the_cluster_is_cut, NIGHTLY),
     Fault("their namespace is deleted", PODS, 150, "The job ends and says so", pods.namespace_is_deleted, NIGHTLY),
-    Fault("a quota is lowered", PODS, 150, "What runs goes on; the next job waits and names the quota", pods.quota_is_lowered, NIGHTLY, UNTRIED),
-    Fault("two users in one namespace", PODS, 180, "Neither touches the other's; a name is taken once", pods.two_users, NIGHTLY, UNTRIED),
+    Fault("a quota is lowered", PODS, 150, "What runs goes on; the next job waits and names the quota", pods.quota_is_lowered, NIGHTLY),
+    Fault("two users in one namespace", PODS, 180, "Neither touches the other's; a name is taken once", pods.two_users, NIGHTLY),
     Fault("the client's certificate expires, and is renewed", PODS, 180, "The job goes on; no line is lost", pods.certificate_expires, NIGHTLY),
     Fault("Ctrl-C at each step of a submission", PODS, 60, "No object, or a job that is listed", pods.interrupted_at_each_step, NIGHTLY, "objects of an interrupted submission were still there after a minute; the cause is not found yet"),
     Fault("killed at each step of a submission", PODS, 60, "No object, or a job that is found by its reference", pods.killed_at_each_step, NIGHTLY),
-    Fault("etcd is stopped for 20 seconds", CLUSTER, 150, "The job goes on; no line is lost", cluster.etcd_is_stopped, NIGHTLY, UNTRIED),
-    Fault("the API server is killed and started again", CLUSTER, 150, "The job goes on; no line is lost", cluster.api_server_is_restarted, NIGHTLY, UNTRIED),
-    Fault("the kubelet is stopped for a minute: the node is NotReady", CLUSTER, 200, "The job goes on; no line is lost", cluster.kubelet_is_stopped, NIGHTLY, UNTRIED),
-    Fault("a pod's containerd-shim is killed", CLUSTER, 150, "The job fails and names the pod", cluster.shim_is_killed, NIGHTLY, UNTRIED),
+    Fault("etcd is stopped for 20 seconds", CLUSTER, 150, "The job goes on; no line is lost", cluster.etcd_is_stopped, NIGHTLY),
+    Fault("the API server is killed and started again", CLUSTER, 150, "The job goes on; no line is lost", cluster.api_server_is_restarted, NIGHTLY),
+    Fault("the kubelet is stopped for a minute: the node is NotReady", CLUSTER, 200, "The job goes on; no line is lost", cluster.kubelet_is_stopped, NIGHTLY),
+    Fault("a pod's containerd-shim is killed", CLUSTER, 150, "The job fails and names the pod", cluster.shim_is_killed, NIGHTLY),
 )  # fmt: skip
 
 

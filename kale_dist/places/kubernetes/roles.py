@@ -60,7 +60,7 @@ _FOR_ALL = (
     Right(
         resource="pods/portforward",
         verbs=("create", "get"),
-        without="Nothing can be sent to pods or fetched from them: snapshots over 600 kB and weights need a store (store=), and "
+        without="Nothing can be sent to pods or fetched from them: snapshots over 500 kB and weights need a store (store=), and "
         "a chatty log arrives with gaps",
     ),
     Right(

@@ -45,7 +45,7 @@ TOUCHED_ANNOTATION = "kale-dist.dev/touched"
 PORT = 23456
 """The first of a pod's three ports; an order's `port`. It is also the operator's default."""
 
-INPUT_BYTES = 600_000
+INPUT_BYTES = 500_000
 """A snapshot up to this size is part of a Secret: with the runtime it stays below 900 kB, and a Secret holds 1 MiB."""
 
 INPUT_FOLDER = "/kale-dist/input"
