@@ -198,13 +198,12 @@ def certificate_expires(scene):
     check_counts(job, 700)
 
 
-CORE = "kubernetes.client.api.core_v1_api:CoreV1Api"
 POINTS = (
     "before kale_dist.job.records:create",
     "before kale_dist.places.kubernetes.objects:create",
     "after kale_dist.places.kubernetes.objects:create",
-    f"before {CORE}.create_namespaced_secret",
-    f"after {CORE}.create_namespaced_secret",
+    "before kale_dist.places.manifests:input_secret",
+    "after kale_dist.places.manifests:input_secret",
     "before kale_dist.job.records:write",
     "after kale_dist.job.records:write",
     "before kale_dist.calls.starting:handle",

@@ -80,7 +80,7 @@ FAULTS = (
     Fault("a quota is lowered", PODS, 150, "What runs goes on; the next job waits and names the quota", pods.quota_is_lowered, NIGHTLY),
     Fault("two users in one namespace", PODS, 180, "Neither touches the other's; a name is taken once", pods.two_users, NIGHTLY),
     Fault("the client's certificate expires, and is renewed", PODS, 180, "The job goes on; no line is lost", pods.certificate_expires, NIGHTLY),
-    Fault("Ctrl-C at each step of a submission", PODS, 60, "No object, or a job that is listed", pods.interrupted_at_each_step, NIGHTLY, "objects of an interrupted submission were still there after a minute; the cause is not found yet"),
+    Fault("Ctrl-C at each step of a submission", PODS, 60, "No object, or a job that is listed", pods.interrupted_at_each_step, NIGHTLY),
     Fault("killed at each step of a submission", PODS, 60, "No object, or a job that is found by its reference", pods.killed_at_each_step, NIGHTLY),
     Fault("etcd is stopped for 20 seconds", CLUSTER, 150, "The job goes on; no line is lost", cluster.etcd_is_stopped, NIGHTLY),
     Fault("the API server is killed and started again", CLUSTER, 150, "The job goes on; no line is lost", cluster.api_server_is_restarted, NIGHTLY),

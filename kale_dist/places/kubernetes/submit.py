@@ -13,6 +13,8 @@ import dataclasses
 import json
 import math
 import pathlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from kale_dist import config
@@ -29,7 +31,7 @@ from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.places.kubernetes.self_pod import SelfPod
-from kale_dist.places.manifests import RunSettings, claim_of, kind_of, owner_of
+from kale_dist.places.manifests import Kind, RunSettings, claim_of, kind_of, owner_of
 from kale_dist.places.manifests.settings import CLAIM_SCHEME, INPUT_BYTES, PORT, STORE_FOLDER
 from kale_dist.wire import InputFiles, Order, Source, encode_json, payload
 from kale_dist.wire.blobs import FolderStore, Store, pack_blobs
@@ -151,35 +153,55 @@ def create(
     source = _place_bytes(cluster, spec, says=run == 1)
     data = _input(spec, key, source, run=run, checkpoint=checkpoint, used_restarts=used_restarts)
     namespace, settings, kind = spec.cluster.namespace, RunSettings(run=run, submitter=cluster.identity), kind_of(spec)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(objects.create, cluster, kind, kind.make(spec, settings))
-        try:
-            made = asked.result()
-        except KeyboardInterrupt:
-            # Once the cluster has answered: the pods of an object alone would wait for their Secret forever.
-            if asked.exception() is None:
-                objects.delete_object(cluster, kind, namespace, asked.result()["metadata"]["name"])
-            raise
-    owner, core = owner_of(made), cluster.core
-    secret: Any = manifests.input_secret(spec, settings, owner, data)
-    services: list[Any] = list(kind.beside(spec, settings, owner))
-    # The Secret last: the pods wait for it.
-    beside: list[tuple[str, Any, Any]] = [
-        *(("services", core.create_namespaced_service, service) for service in services),
-        ("secrets", core.create_namespaced_secret, secret),
-    ]
-    for resource, make, wanted in beside:
-        try:
-            make(namespace, wanted)
-        except BaseException as error:
-            # Alone: the Secret or Service that is in the way may be that of another user's job of another kind.
-            objects.delete_object(cluster, kind, namespace, made["metadata"]["name"])
-            if not isinstance(error, Exception):
-                raise
-            name = wanted["metadata"]["name"]
-            doing = Doing(verb="create", resource=resource, namespace=namespace, name=name, kind=kind.word)
-            raise api.explain(error, doing) from error
+    made = _uninterrupted(cluster, kind, kind.make(spec, settings))
+    try:
+        owner, core = owner_of(made), cluster.core
+        secret: Any = manifests.input_secret(spec, settings, owner, data)
+        services: list[Any] = list(kind.beside(spec, settings, owner))
+        for service in services:
+            with _creating(kind, "services", service):
+                core.create_namespaced_service(namespace, service)
+        # The Secret last: the pods wait for it.
+        with _creating(kind, "secrets", secret):
+            core.create_namespaced_secret(namespace, secret)
+    except BaseException:
+        # Alone: the Secret or Service that is in the way may be that of another user's job of another kind.
+        objects.delete_object(cluster, kind, namespace, made["metadata"]["name"])
+        raise
     return made, source
+
+
+@contextlib.contextmanager
+def _creating(kind: Kind, resource: str, wanted: Any) -> Iterator[None]:
+    """Explain why the cluster refuses what stands beside an object."""
+    try:
+        yield
+    except Exception as error:
+        made = wanted["metadata"]
+        doing = Doing(verb="create", resource=resource, namespace=made["namespace"], name=made["name"], kind=kind.word)
+        raise api.explain(error, doing) from error
+
+
+def _uninterrupted(cluster: Cluster, kind: Kind, wanted: Any) -> Any:
+    """Create an object. On Ctrl-C, delete it once the cluster has answered: its pods alone would wait for their Secret forever."""
+    answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(objects.create(cluster, kind, wanted))
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            answer.set_exception(error)
+
+    thread = threading.Thread(target=ask, name="kale_dist create", daemon=True)
+    try:
+        thread.start()
+        return answer.result()
+    except KeyboardInterrupt:
+        # It may come before the thread runs, and then there is no answer.
+        with contextlib.suppress(TimeoutError):
+            if answer.exception(client.READ_S) is None:
+                objects.delete_object(cluster, kind, wanted["metadata"]["namespace"], wanted["metadata"]["name"])
+        raise
 
 
 # -- settling and checking ----------------------------------------------------------------------------------------------
