@@ -97,6 +97,8 @@ def test_a_training_is_chosen_checked_written_and_run(open_notebook):
     page.keyboard.type("written")
     expect(call).to_contain_text("name='written'")
     press("Tab")
+    expect(field("Resume from")).to_be_focused()
+    press("Tab")
     expect(call).to_be_focused()
     press("Tab")
     expect(buttons[0]).to_be_focused()

@@ -103,7 +103,7 @@ def test_examples_that_do_not_run_use_names_and_arguments_that_exist():
                 match node:
                     case ast.Attribute(value=ast.Name(id="job"), attr=name) if not hasattr(kd.Job, name):
                         wrong.append(f"{page.name}: job.{name}")
-                    case ast.Call(func=ast.Attribute()) if (name := ast.unparse(node.func)).startswith("kd."):
+                    case ast.Call(func=ast.Attribute()) if re.fullmatch(r"kd(\.\w+)+", name := ast.unparse(node.func)):
                         known = _arguments(functools.reduce(getattr, name.split(".")[1:], kd))
                         given = {keyword.arg for keyword in node.keywords if keyword.arg}
                         wrong += [f"{page.name}: {name}({more}=)" for more in given - (known or given)]

@@ -29,7 +29,9 @@ SLOW = (
 def start(kernel, seconds, **options):
     given = ", ".join(f"{name}={value!r}" for name, value in options.items())
     kernel.good(SLOW + f"job = kd.launch(slow, {seconds}, number_of_processes=2, {given})")
-    kernel.good("next(job.logs(follow=True))\nwhile job.status.state.value != 'running': time.sleep(0.02)")
+    kernel.good(
+        "next(job.logs(follow=True))\nwhile job.status.state.value not in ('running', 'succeeded'): time.sleep(0.02)"
+    )
     return [int(pid) for pid in kernel.good(PIDS).split()]
 
 

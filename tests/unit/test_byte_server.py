@@ -373,7 +373,7 @@ def test_a_pod_whose_connection_is_cut_fetches_the_rest(place, tmp_path, monkeyp
 
     monkeypatch.setattr(socket.socket, "sendfile", send)
     theirs = FolderStore(tmp_path / "theirs")
-    order = SimpleNamespace(head="127.0.0.1", port=place.server.port - 2)
+    order = SimpleNamespace(head="127.0.0.1", port=place.server.port - 2, prefix="")
     pod_input.fetch(order, KEY, theirs, digest)
     assert bytes(theirs.open(digest)) == content
     assert sent == [0, 1_000_000, 2_000_000]

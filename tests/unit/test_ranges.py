@@ -41,7 +41,8 @@ def test_on_a_cluster_every_size_that_the_strategy_can_have_is_allowed():
     assert asked(number_of_processes=(2, 9), on=pods(), strategy=halves).request.topology.sizes == (2, 4, 6, 8)
 
 
-def test_the_agents_get_the_sizes():
+def test_the_agents_get_the_sizes(monkeypatch):
+    monkeypatch.delenv("KUBECONFIG", raising=False)
     for given, sizes in [((2, 4), (2, 3, 4)), (3, (3,)), ([2, 2], (2,))]:
         spec = kd.render(**layers(), number_of_processes=given, on=pods()).spec
         assert order_of(spec).sizes == sizes

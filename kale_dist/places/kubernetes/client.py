@@ -252,7 +252,7 @@ def _source_in(secret: str, config: Config, context: str) -> _Source:
         with answers.asking("get", "secrets", own.namespace, secret):
             data = own.core.read_namespaced_secret(secret, own.namespace).data or {}
     except BackendError as error:
-        if answers.status_of(error.__cause__ or error) != answers.NOT_FOUND:
+        if answers.status_of(error.__context__ or error) != answers.NOT_FOUND:
             raise
         problem = f"there is no Secret {secret!r} in the namespace {own.namespace!r}, the one that is configured here"
         make = f"kubectl -n {own.namespace} create secret generic {secret} --from-file={_SECRET_KEYS[0]}=PATH"
