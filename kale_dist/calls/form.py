@@ -177,6 +177,8 @@ def _chosen_place(choice: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
         found["resources"] = resources
     if "volumes" in given:
         found["volumes"] = dict(_volumes(given["volumes"]))
+    if "keep_warm" in given:
+        found["keep_warm"] = given["keep_warm"]
     if on == "kubernetes":
         found |= {field: given[field] for field in _OF_CLUSTERS if field in given}
     return on, found
@@ -446,6 +448,7 @@ def _fields(found: Mapping[str, Sequence[str]], namespace: Mapping[str, Any]) ->
         {"name": "namespace", "label": "Namespace", "hint": "the configured one", "only": ["kubernetes"]},
         {"name": "queue", "label": "Queue", "hint": "none", "only": ["kubernetes"]},
         {"name": "kind", "label": "Kind", "options": kinds, "only": ["kubernetes"]},
+        {"name": "keep_warm", "label": "Keep warm", "hint": "not: ends with its job", "only": elsewhere},
         {"name": "volumes", "label": "Volumes", "hint": "/data=digits", "only": elsewhere, "is_wide": True},
     ]
 

@@ -90,8 +90,15 @@ def test_the_guessed_call_is_one_that_would_run(namespace):
         ),
         ({"on": "docker", "packages": "auto"}, "packages='auto'"),
         (
-            {"on": "kubernetes", "namespace": "team", "queue": "gpus", "kind": "job", "gpus": "2"},
-            "    on=kd.Kubernetes(\n        resources={'gpus': 2},\n        namespace='team',\n        queue='gpus',\n        kind='job',\n",
+            {
+                "on": "kubernetes",
+                "namespace": "team",
+                "queue": "gpus",
+                "kind": "job",
+                "gpus": "2",
+                "keep_warm": "10 min",
+            },
+            "    on=kd.Kubernetes(\n        resources={'gpus': 2},\n        keep_warm='10 min',\n        namespace='team',\n        queue='gpus',\n        kind='job',\n",
         ),
         (
             {"on": "docker", "namespace": "left over", "gpus": "1"},
