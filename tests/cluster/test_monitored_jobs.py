@@ -24,6 +24,7 @@ def test_all_of_it_comes_back_from_pods(namespace, tmp_path):
         callbacks=[stop, ModelCheckpoint("eval/loss"), EMA(0.5), pause],
     )  # fmt: skip
     wait_for(job, lambda status: any(row.source == "eval" for row in status.metrics))
+    wait_for(job, lambda status: status.replicas[0].usage)
     pod = f"{job.name}-master-0"
     text = run_kubectl("get", "--raw", f"/api/v1/namespaces/{namespace}/pods/{pod}:{PORT}/proxy/metrics")
     found = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
