@@ -45,7 +45,7 @@ MEASURED_SOURCES = ("strategy", "pace", "profile")
 """Sources of metrics that the training loop measures by itself: for trackers and tables, not for curves."""
 
 PHASES = ("data", "forward", "backward", "exchange", "optimizer")
-"""Of a training step: what a profile says the time of, in this order."""
+"""The parts of a training step whose times a profile has, in this order."""
 
 
 class EventKind(enum.StrEnum):
@@ -144,9 +144,9 @@ class BatchLoss:
     """The training loss while an epoch runs: the mean over the ranks' latest batches."""
 
     epoch: int
-    """From 1."""
+    """The number of the epoch, from 1."""
     step: int
-    """Of the epoch, from 1."""
+    """The number of the step in its epoch, from 1."""
     steps: int | None
     """How many steps the epoch has; None where the loader's length is not known."""
     loss: float

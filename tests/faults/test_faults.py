@@ -55,7 +55,7 @@ FAULTS = (
     Fault("full: log", DISK, 60, "The rank waits, the status says so; no line is lost", here.log_fills_the_disk, NIGHTLY),
     Fault("full: snapshot", DISK, 30, "The call is refused and leaves nothing", here.snapshot_finds_no_room),
     Fault("full: result", DISK, 30, "The job fails and names the file", here.result_finds_no_room, NIGHTLY),
-    Fault("full: checkpoint", DISK, 120, "The job fails and names the file; the checkpoint before is whole", here.checkpoint_finds_no_room, NIGHTLY),
+    Fault("full: checkpoint", DISK, 120, "The job fails and names the file; the checkpoint before is whole", here.checkpoint_finds_no_room),
     Fault("/dev/shm full", DISK, 100, "The job fails and names shared memory", here.shared_memory_is_full, NIGHTLY),
     Fault("full: registry", DISK, 100, "The image is refused with the registry's answer", here.registry_finds_no_room, NIGHTLY),
     Fault("SIGKILL", NOTEBOOK, 60, "Its jobs end, unless they are detached", here.notebook_is_killed),
