@@ -97,28 +97,32 @@ def frame(label: str, body: str) -> str:
     )
 
 
-def parts(status: JobStatus, now: float | None = None) -> dict[str, str]:
+def parts(status: JobStatus, now: float | None = None, *, shows_ranks: bool = True) -> dict[str, str]:
     """Draw the parts of a job's picture, without frame and log, so that a page can replace each by itself.
 
     Args:
         status: The job's status.
         now: The present time, as for `html`.
+        shows_ranks: Whether to draw `ranks`, the table; that of many ranks takes as long as all else.
 
     Returns:
         `head`, `progress`, `error`, `curves`, `profile`, `ranks` and `notes`, in the order in which they are shown; empty
         texts for absent parts. The curves are data, which the page draws.
     """
-    return _parts(status, now, curves.data(curves.collect(status.metrics, status.losses)), is_frozen=False)
+    drawn = curves.data(curves.collect(status.metrics, status.losses))
+    return _parts(status, now, drawn, is_frozen=False, shows_ranks=shows_ranks)
 
 
-def _parts(status: JobStatus, now: float | None, drawn: str, *, is_frozen: bool) -> dict[str, str]:
+def _parts(
+    status: JobStatus, now: float | None, drawn: str, *, is_frozen: bool, shows_ranks: bool = True
+) -> dict[str, str]:
     return {
         "head": _head(status, now, is_frozen=is_frozen),
         "progress": _progress(status, None if is_frozen else now, is_frozen=is_frozen),
         "error": _error(status),
         "curves": drawn,
         "profile": profile(status),
-        "ranks": _ranks(status, is_frozen=is_frozen),
+        **({"ranks": _ranks(status, is_frozen=is_frozen)} if shows_ranks else {}),
         "notes": _notes(status),
     }
 

@@ -6,7 +6,7 @@
 
 const MAX_LINES = 5000; // kept in the page; all are in the job's log
 const SHOWN_LINES = 1000; // in the document at a time
-const FOLLOWED_LINES = 250; // in the document while it is followed: layout and paint take longer with each line
+const FOLLOWED_LINES = 100; // in the document while it is followed: layout and paint take longer with each line
 
 class LogView {
   constructor(ask, announce) {
