@@ -26,6 +26,9 @@ WORK = f"""
 import kale_dist as kd, subprocess, sys, time
 from kale_dist.wire import EventKind, RankStateName
 from fake_backend import FakeBackend
+from kale_dist.calls import request
+
+request._RANK_BYTES = 0  # a script plays the 1,000
 
 def talk(lines_each_s):
     began = time.monotonic()
@@ -65,7 +68,7 @@ def crowd(run):
 def quiet(run):
     for rank in range(997):
         run.event(EventKind.RANK, rank=rank, state=RankStateName.RUNNING)
-    time.sleep({SECONDS})
+    time.sleep({3 * SECONDS})
 """
 TWO = "kd.launch(talk, {rate}, number_of_processes=2)"
 CROWD = "kd.launch(time.sleep, 0, number_of_processes=256, on=FakeBackend(crowd))"
