@@ -40,8 +40,8 @@ gpu: ## The tests that need a GPU, in nine minutes, and what they measure into b
 nightly: $(VENV)/test.stamp $(VENV)/nightly.stamp ## What takes long and rarely breaks: more browsers and faults, a thousand jobs, the newest PyTorch
 	@LANES=$(LANES) .ci/nightly $(PYTHON) $(SLICE)
 
-stress: $(VENV)/test.stamp ## A thousand jobs in a row: none may hang, abort or leave anything
-	@$(BIN)/python benchmarks/trivial_jobs.py
+stress: $(VENV)/test.stamp ## A thousand jobs in a row: none may hang, abort or leave anything (ARGS="100 kubernetes")
+	@$(BIN)/python benchmarks/trivial_jobs.py $(ARGS)
 
 lint: $(VENV)/lint.stamp $(VENV)/test.stamp ## Style, types and import contracts
 	@$(BIN)/ruff check
