@@ -113,7 +113,9 @@ def keep(page: Any, cell: Any, name: str, *, left_out: int = 8) -> None:
     file = PICTURES / name
     box = cell.bounding_box()
     page.screenshot(path=file, clip={**box, "x": box["x"] + left_out, "width": box["width"] - left_out})
-    Image.open(file).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
+    Image.open(file).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        file, optimize=True
+    )
     print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
 
 
@@ -153,19 +155,20 @@ def half_way(notebook: jupyter_lab.Notebook) -> None:
 
 
 def filled_form(notebook: jupyter_lab.Notebook) -> None:
-    """Draws the form of a call with Docker."""
+    """Draws the form of a call with Docker that resumes from a job of `compare`."""
     cell = notebook.start("kd.form()")
     cell.get_by_label("Where").select_option("docker")
     filled = {
-        "Epochs": "8",
+        "Epochs": "16",
         "Processes": "2",
         "Image": "team/torch:2.13",
-        "Resume from": "train-digits",
+        "Resume from": "digits-3",
         "Keep warm": "10 min",
     }
     for label, text in filled.items():
         cell.get_by_label(label).fill(text)
-    cell.get_by_text("keep_warm='10 min'").wait_for()
+    cell.get_by_role("button", name="Run").and_(cell.locator(":enabled")).wait_for()
+    cell.get_by_text("keep_warm='10 min'").click()
     keep(notebook.page, cell, "form.png")
 
 

@@ -235,7 +235,7 @@ def charts(found: Sequence[curves.Curve]) -> str:
     return (
         f'<div style="margin-top:14px">{legend}<div style="display:grid;gap:12px 20px;'
         f'grid-template-columns:repeat(auto-fit,minmax(min(100%,{least}),1fr))">{lines}</div>'
-        f'<div style="display:flex;flex-wrap:wrap;gap:2px 24px">{values}</div>{more}</div>'
+        f'<div style="display:flex;flex-wrap:wrap;gap:2px 24px;margin-top:{8 if values else 0}px">{values}</div>{more}</div>'
     )
 
 
