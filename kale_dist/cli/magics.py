@@ -83,18 +83,10 @@ class DistributeMagics(Magics):
         if cell is None:
             return self._manage_live(*line.split(maxsplit=1))
         options = parse_argstring(self.distribute, line)
-        given = (
-            options.number_of_processes,
-            options.on,
-            options.cuda,
-            options.set,
-            options.name,
-            options.job,
-            options.no_wait,
-        )
         if options.idle is not None:
             raise UsageError("--idle: it belongs to `%distribute start`")
-        if not any(given) and (self._live is not None or options.ranks is not None):
+        is_of_own = any(given for name, given in vars(options).items() if name != "ranks")
+        if not is_of_own and (self._live is not None or options.ranks is not None):
             job, ranks, text = self._running_live(), _ranks(options.ranks), _plain_python(cell)
             return _explained(lambda: job.run(text, ranks))
         if options.ranks is not None:
@@ -111,18 +103,16 @@ class DistributeMagics(Magics):
             raise UsageError(
                 f"{word!r}: %distribute has the words start, restart and stop, and without one shows the form. {near}".rstrip()
             )
-        if word != "start":
-            if line:
-                raise UsageError(f"{line!r}: %distribute {word} takes no options")
-            job = self._running_live()
-            self._live = _explained(job.restart) if word == "restart" else None
-            if self._live is None:
-                job.stop()
-            say(
-                f"{job.ref} has ended"
-                if self._live is None
-                else f"{self._live.ref} is ready: new processes, without variables"
-            )
+        if word != "start" and line:
+            raise UsageError(f"{line!r}: %distribute {word} takes no options")
+        if word == "restart":
+            self._live = _explained(self._running_live().restart)
+            say(f"{self._live.ref} is ready: new processes, without variables")
+            return
+        if word == "stop":
+            job, self._live = self._running_live(), None
+            job.stop()
+            say(f"{job.ref} has ended")
             return
         if self._live is not None and not self._live.done():
             raise UsageError(
@@ -132,11 +122,9 @@ class DistributeMagics(Magics):
         if options.ranks is not None or options.no_wait:
             raise UsageError("start: --ranks and --no-wait are for cells")
         _check_name(options.job)
-        arguments = {**self._arguments(options), "idle": options.idle}
+        arguments = self._arguments(options)
         with warnings_as_lines():
-            self._live = _explained(
-                lambda: verbs.live(**request.gathered({k: v for k, v in arguments.items() if v is not None}))
-            )
+            self._live = _explained(lambda: verbs.live(**arguments))
         self._keep(self._live, options.job)
         self._live.wait_until_ready()
         count = self._live.spec.topology.number_of_processes
@@ -149,13 +137,15 @@ class DistributeMagics(Magics):
 
     def _arguments(self, options: Any) -> dict[str, Any]:
         """Arguments of a verb, from the options of a magic's line."""
-        return {
+        arguments = {
             "number_of_processes": options.number_of_processes,
             "on": self._namespace.get(options.on, options.on) if options.on not in places.NAMES else options.on,
             "cuda": options.cuda,
             "name": options.name,
+            "idle": options.idle,
             **dict(_assignment(text) for text in options.set),
         }
+        return request.gathered({name: value for name, value in arguments.items() if value is not None})
 
     def _run_as_job(self, options: Any, cell: str) -> Any:
         """Run a cell as a job of its own; gives the values of its last expression, or the job."""
@@ -163,15 +153,7 @@ class DistributeMagics(Magics):
         text = _plain_python(cell)
         names = _named(text, self._namespace)
         with warnings_as_lines():
-            job: Job[Any] = _explained(
-                lambda: verbs.launch(
-                    on_a_rank.cell,
-                    text,
-                    FILENAME,
-                    names,
-                    **request.gathered({k: v for k, v in arguments.items() if v is not None}),
-                )
-            )
+            job: Job[Any] = _explained(lambda: verbs.launch(on_a_rank.cell, text, FILENAME, names, **arguments))
         self._keep(job, options.job)
         if options.no_wait:
             return job

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 
+import nbformat
 import pytest
 from container_work import hang, succeed, waits_a_little
 
@@ -83,21 +84,39 @@ def test_a_run_whose_head_is_lost_is_followed_by_one_in_other_containers(engine,
     assert (job.status.attempt, len(warm_sets())) == (1, 2)
 
 
-def test_warm_containers_that_a_script_made_outlive_it_and_another_process_uses_them(engine, on, plain_image):
-    code = f"""
+def test_warm_containers_outlive_the_commands_that_use_them(engine, on, plain_image, tmp_path):
+    """A script makes them; `kale-dist launch` and `kale-dist run`, each a process of its own, use them at once."""
+    place = f"kd.Docker(image={plain_image!r}, keep_warm='2 min')"
+    script = f"""
         import sys
         sys.path[:0] = {sys.path!r}
         import kale_dist as kd
         from container_work import succeed
         if __name__ == "__main__":
-            kd.launch(succeed, number_of_processes=2, on=kd.Docker(image={plain_image!r}, keep_warm="2 min")).result()
+            kd.launch(succeed, number_of_processes=2, on={place}).result()
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+    cells = [
+        nbformat.v4.new_code_cell(
+            f"import kale_dist as kd\nkd.launch(len, [1], number_of_processes=2, on={place}).result()"
+        )
+    ]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "one.ipynb")
+    (tmp_path / "one.py").write_text("print('runs')")
+    settings = ("--set", "image", plain_image, "--set", "keep_warm", "2 min")
+    command = [sys.executable, "-m", "kale_dist.cli"]
+    said = ""
+    for words in (
+        [sys.executable, "-c", textwrap.dedent(script)],
+        [*command, "launch", "one.py", "-n", "2", "--on", "docker", *settings],
+        [*command, "launch", "one.py", "-n", "2", "--on", "docker", *settings],
+        [*command, "run", "one.ipynb", "-o", "ended.ipynb"],
+    ):
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+        said += ended.stdout + ended.stderr
     [one] = warm_sets()
-    assert one.ref in ended.stderr
+    assert said.count(f"To end it before: kale-dist cancel {one.ref}") == 1
+    assert "keeps running" not in said
     there = names(engine)
     launch(succeed, on).result()
     assert (len(there), names(engine)) == (2, there)
