@@ -218,11 +218,7 @@ def launch(
         The job. `job.result()` is what the function returned on rank 0, `job.results()` on every rank.
 
     Raises:
-        ConfigError: An argument is wrong; nothing was read, written or started.
-        JobExistsError: The name is taken.
-        SnapshotError: Something cannot be sent to other processes; the message names the path to it.
-        StoreError: The disk is full.
-        BackendError: The backend refused.
+        KaleDistError: As for `distribute`.
     """
     raise NotImplementedError  # The decorator reads the signature and does the rest.
 

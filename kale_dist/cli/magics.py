@@ -30,10 +30,6 @@ _IGNORED = re.compile(r"^[ \t]*%matplotlib([ \t].*)?$", re.MULTILINE)
 _MAGIC = re.compile(r"\s*(?:[%!]|[^#'\"=]*=\s*[%!](?!=))|.*[^\s#]\?{1,2}\s*$|\s*\?")
 
 
-def _empty() -> ast.arguments:
-    return ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-
-
 @magics_class
 class DistributeMagics(Magics):
     """`%%distribute`, `%attach`, and commands of the command line: `%jobs`, `%status`, `%logs`, `%cancel`."""
@@ -224,31 +220,15 @@ def load(shell: Any) -> None:
 
 def _named(text: str, namespace: dict[str, Any]) -> Callable[..., Any]:
     """A notebook function with the names and imports of a cell, so that the snapshot contains what the cell uses."""
-    tree = ast.parse(text)
-    found = {
-        node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and node.id in namespace and not hasattr(builtins, node.id)
-    }
-    imports: list[ast.stmt] = []
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import():
-                imports.append(node)
-            case ast.ImportFrom(module=str(module), level=0):
-                imports.append(ast.Import(names=[ast.alias(name=module, asname="_")]))
-            case _:
-                pass
-    value = ast.Return(ast.Tuple([ast.Name(name, ast.Load()) for name in sorted(found)], ast.Load()))
+    nodes = list(ast.walk(ast.parse(text)))
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and not hasattr(builtins, node.id)}
+    imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import)]
+    imports += [f"import {node.module}" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
     # Imported names would hide the notebook's own of that name.
-    body: list[ast.stmt] = [
-        ast.FunctionDef(name="imports", args=_empty(), body=[*imports, ast.Pass()], decorator_list=[]),
-        value,
-    ]
-    function = ast.FunctionDef(name="names", args=_empty(), body=body, decorator_list=[])
-    code = compile(ast.fix_missing_locations(ast.Module([function], [])), FILENAME, "exec")
-    inner = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    made = types.FunctionType(inner, namespace, "names")
+    inner = "\n  ".join([" def imports():", *imports, "pass"])
+    source = f"def names():\n{inner}\n return [{', '.join(sorted(read & namespace.keys()))}]"
+    code = next(one for one in compile(source, FILENAME, "exec").co_consts if isinstance(one, types.CodeType))
+    made = types.FunctionType(code, namespace, "names")
     made.__module__ = "__main__"
     return made
 
