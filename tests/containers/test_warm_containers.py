@@ -6,7 +6,7 @@ import textwrap
 
 import nbformat
 import pytest
-from container_work import hang, succeed, waits_a_little
+from container_work import hang, leaves_and_looks, succeed, waits_a_little
 
 import kale_dist as kd
 from kale_dist.errors import BackendError
@@ -44,13 +44,15 @@ def launch_and_wait_for_ranks(function, on, *arguments, **options):
 
 
 def test_calls_that_fit_use_the_same_containers_and_the_note_says_why_another_does_not(engine, on, capsys):
-    first = launch(succeed, on)
-    first.result()
+    first = launch(leaves_and_looks, on)
+    left = first.results()
     there = names(engine)
     [one] = warm_sets()
     assert f"kale-dist cancel {one.ref}" in capsys.readouterr().err
-    second = launch(succeed, on, timeout_s=60, seed=7)
-    second.result()
+    second = launch(leaves_and_looks, on, timeout_s=60)
+    seen = second.results()
+    assert [one for one, _ in seen] == [[False] * 4] * 2
+    assert {number for _, number in seen}.isdisjoint({number for _, number in left})
     assert (names(engine), len(there)) == (there, 2)
     first.delete()
     assert second.status.state is StateName.SUCCEEDED
