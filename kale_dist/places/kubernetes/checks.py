@@ -168,7 +168,7 @@ def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Findin
     # So does Trainer's webhook of a runtime that does not exist.
     has_no_runtime = any(item.name == "runtime" for item in found)
     found = [item for item in found if not (has_no_runtime and item.name == "webhook")]
-    found += missing_rights(cluster, kind, namespace.granted)
+    found += missing_rights(cluster, kind, namespace.granted, connects=bool(spec.keep_warm_s) or spec.kind == "live")
     # The pods of both kinds may be refused alike.
     by_name = {(item.name, item.trouble.sentence): item for item in found}
     return tuple(sorted(by_name.values(), key=lambda item: not item.is_fatal))
@@ -220,8 +220,10 @@ def _covers(rule: Any, group: str, resource: str, verb: str) -> bool:
     )
 
 
-def missing_rights(cluster: Cluster, kind: Kind, allowed: frozenset[str]) -> Iterator[Finding]:
-    """The rights that this user lacks, with what does not work without each."""
+def missing_rights(
+    cluster: Cluster, kind: Kind, allowed: frozenset[str], *, connects: bool = False
+) -> Iterator[Finding]:
+    """The rights that this user lacks, with what does not work without each. Warm pods and live ranks need a connection to pods."""
     missing = [
         (right, verbs)
         for right in roles.rights(kind)
@@ -234,9 +236,10 @@ def missing_rights(cluster: Cluster, kind: Kind, allowed: frozenset[str]) -> Ite
         who, what = cluster.identity or "You", f"{', '.join(verbs)} {right.resource}"
         sentence = f"{who} may not {what} in the namespace {cluster.namespace!r}"
         remedy = f"{right.without}. {grants}"
-        if right.is_needed:
+        is_needed = right.is_needed or (connects and right.resource == "pods/portforward")
+        if is_needed:
             remedy, granted = f"{right.without}. {granted}", "The Role above grants it, too"
-        yield Finding(name="rights", trouble=Trouble(sentence=sentence, remedy=remedy), is_fatal=right.is_needed)
+        yield Finding(name="rights", trouble=Trouble(sentence=sentence, remedy=remedy), is_fatal=is_needed)
 
 
 # -- dry runs ------------------------------------------------------------------------------------------------------------
