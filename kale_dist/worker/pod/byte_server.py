@@ -172,8 +172,9 @@ class BlobServer:
         """Host and port of another relay, from which this one fetches as long as that answers; None for the head."""
         self.coming: dict[str, tuple[pathlib.Path, int]] = {}
         """Blobs that are being fetched, by their digests: the file that grows, and how large it will be."""
-        self.port: int | None = None
-        """Where it serves; None where there is no other relay."""
+        self.is_over = threading.Event()
+        """Nothing more is to be fetched."""
+        self.port = 0
 
     def listen(self, host: str) -> None:
         """Begin to serve, at an address; empty for all."""
@@ -182,7 +183,7 @@ class BlobServer:
         threading.Thread(target=server.serve_forever, args=(3600.0,), daemon=True).start()
 
     def find(self, path: str) -> tuple[BlobServer, str]:
-        """As of `ByteServer`: it serves the jobs of warm pods alike."""
+        """As that of `ByteServer`, for all jobs of warm pods."""
         return self, path
 
 

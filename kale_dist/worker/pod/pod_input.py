@@ -122,13 +122,13 @@ def fetch(order: Order, key: bytes, store: FolderStore, digest: str, server: Blo
             try:
                 is_whole = _receive(relay or (order.head, order.port + 2), order.prefix, server, digest, part)
             except (OSError, http.client.HTTPException) as error:
-                if relay:
-                    server.source = None
-                    continue
-                tried += 1
+                server.source = None
+                tried += relay is None
                 if tried == _TRIES:
                     raise StoreError(f"Blob {digest} could not be fetched from {order.head}: {error}.") from error
-                time.sleep(2 ** (tried - 1))
+                server.is_over.wait(2 ** (tried - 1) if tried else 0)
+            if server.is_over.is_set() and not is_whole:
+                raise StoreError(f"Blob {digest} is no longer needed: this pod's part of the job is over.")
     server.coming.pop(digest, None)
 
 
