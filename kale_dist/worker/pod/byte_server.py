@@ -419,18 +419,14 @@ class _BlobRequest(_Request):
     def _route(self, path: list[str], query: dict[str, str], body: bytes) -> None:
         if (self.command, path[0], len(path)) != ("GET", "blobs", 2) or body:
             raise FileNotFoundError
-        offset, whole, until = (
-            int(query.get("offset", "0")),
-            _blob(self._owner.store, path[1]),
-            time.monotonic() + _COMING_WAIT_S,
-        )
+        offset, whole = int(query.get("offset", "0")), _blob(self._owner.store, path[1])
+        until = time.monotonic() + _COMING_WAIT_S
         while True:
             is_late = time.monotonic() >= until
             part, size = self._owner.coming.get(path[1], (whole, 0))
             try:
                 if part == whole or is_late or part.stat().st_size > offset:
-                    self._send_file(part, offset, size)
-                    return
+                    return self._send_file(part, offset, size)
             except FileNotFoundError:
                 # It is whole in this moment, or the relay has not heard of it yet.
                 if is_late:

@@ -152,8 +152,7 @@ class Relay:
     def _take_message(self, head: Channel, rank: int, message: dict[str, Any]) -> None:
         op = message["op"]
         if op == Op.FETCH:
-            source = message.get("source")
-            self._server.source = source and (str(source[0]), int(source[1]))
+            self._server.source = message.get("source") and tuple(message["source"])
             self._may_fetch.set()
         elif op == Op.ORDER:
             self._begin(head, message["job"])
