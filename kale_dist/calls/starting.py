@@ -232,7 +232,8 @@ def _say_what_runs(targets: weights.Targets | weights.Unmade | None) -> None:
     for job in known_jobs:
         mine, (line, number) = inside(job).targets, _runs_of_cells.get(job, (None, run))
         with contextlib.suppress(KaleDistError):
-            if targets is not None and mine is not None and mine.model is targets.model and not job.done():
+            both = isinstance(targets, weights.Targets) and isinstance(mine, weights.Targets)
+            if both and mine.model is targets.model and not job.done():  # type: ignore[union-attr]
                 same_model.append(job.ref)
             # A loop of one cell starts several jobs on purpose.
             elif number != run and line == users_line() and not job.done():

@@ -56,11 +56,6 @@ class Unmade:
 
     training: Training
 
-    @property
-    def model(self) -> Any:
-        """The function."""
-        return self.training.model
-
     def make(self) -> Targets:
         """Call them."""
         from kale_dist.worker.training.parts import objects_of

@@ -75,6 +75,8 @@ class FullySharded(Replica):
             parts.move()
             super().prepare(parts, stack)
             return
+        # What undoes this needs them, also if it fails on its way.
+        self.parts = parts
         _write_data(stack)
         mesh = DeviceMesh.from_group(parts.column.world, parts.group.device.type)
         modules = dict(model.named_modules())
@@ -297,7 +299,8 @@ class _Unit:
         state: Any = self._state
         # One group a unit before torch 2.13.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001
-        for group in groups:
+        # The outermost has none where all weights are in other units.
+        for group in filter(None, groups):
             group.post_backward = self._agreed(group)
 
     def gather(self, output: Tensor, given: Tensor) -> None:

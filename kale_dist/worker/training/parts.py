@@ -5,17 +5,22 @@ A folder of parts is what `torch.distributed.checkpoint` writes. It is whole onc
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import pathlib
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from kale_dist import strategies
@@ -32,6 +37,11 @@ from kale_dist.worker.training.trained import Trained
 
 REST = "rest"
 """The file in a checkpoint's folder of parts that holds all but the tensors of model and optimizer."""
+
+_M_MMAP_THRESHOLD = -3
+
+_NAMED = 3
+"""Names that an error lists."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +96,10 @@ def make(training: Training, group: Group) -> Made:
     """
     if not training.makes_model:
         return Made(training=training, recipe=None, folders=None)
+    if training.in_parts:
+        # Else glibc keeps freed memory of this size: gathered units together would take what the whole model takes.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     before = generator_states()
     seed_generators(group.send(torch.initial_seed() if training.seed is None else training.seed))
     recipe = Recipe(training.model) if training.in_parts and not group.is_alone else None
@@ -256,7 +270,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def metadata(folder: pathlib.Path) -> Mapping[str, Any]:
     """Names and sizes of what a folder of parts holds."""
-    return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return FileSystemReader(folder).read_metadata().state_dict_metadata
 
 
 def size(folder: pathlib.Path) -> int:
@@ -272,10 +286,13 @@ def save(folder: pathlib.Path, states: Mapping[str, Tensor], group: Group) -> No
         StoreError: It cannot be written.
     """
     try:
-        dcp.save(
-            dict(states), storage_writer=dcp.FileSystemWriter(folder), process_group=group.world, no_dist=group.is_alone
-        )
-    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+        writer = FileSystemWriter(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            state_dict_saver.save(
+                dict(states), storage_writer=writer, process_group=group.world, no_dist=group.is_alone
+            )
+    except (OSError, RuntimeError, CheckpointException) as error:
         raise StoreError(f"{folder} could not be written: {_reason(error)}. All ranks write there") from error
 
 
@@ -298,7 +315,7 @@ def load(path: pathlib.Path, wanted: Mapping[str, Tensor], group: Group | None) 
             folder.joinpath("model.safetensors").symlink_to(path.absolute())
         try:
             if (folder / ".metadata").exists():
-                reader: Any = dcp.FileSystemReader(folder)
+                reader: Any = FileSystemReader(folder)
                 states = dict(wanted)
             else:
                 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -307,17 +324,21 @@ def load(path: pathlib.Path, wanted: Mapping[str, Tensor], group: Group | None) 
                 states = {name.removeprefix("model."): value for name, value in wanted.items()}
             known = reader.read_metadata().state_dict_metadata
             _check(path, states, known)
-            dcp.load(
-                states, storage_reader=reader, process_group=None if group is None else group.world, no_dist=is_alone
-            )
-        except (OSError, RuntimeError, ImportError, dcp.api.CheckpointException) as error:
+            world = None if group is None else group.world
+            with warnings.catch_warnings():
+                # It warns of being alone.
+                warnings.simplefilter("ignore", UserWarning)
+                state_dict_loader.load(states, storage_reader=reader, process_group=world, no_dist=is_alone)
+        except (OSError, RuntimeError, ImportError, CheckpointException) as error:
             raise StoreError(f"The weights at {path} could not be read: {_reason(error)}") from error
 
 
 def _check(path: pathlib.Path, states: Mapping[str, Tensor], known: Mapping[str, Any]) -> None:
     if missing := sorted(states.keys() - known.keys()):
         there = f"there are {len(known)} others, such as {min(known)}" if known else "there are none"
-        raise KaleDistError(f"{path} has no weights {', '.join(missing[:3])}{' ...' * (len(missing) > 3)}: {there}")
+        raise KaleDistError(
+            f"{path} has no weights {', '.join(missing[:_NAMED])}{' ...' * (len(missing) > _NAMED)}: {there}"
+        )
     for name, value in states.items():
         if (saved := getattr(known[name], "size", None)) != value.size():
             raise KaleDistError(

@@ -44,7 +44,7 @@ class _Operation:
             generator.set_state(now)
 
 
-class Recipe(TorchDispatchMode):
+class Recipe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """How the tensors of a model come about.
 
     Args:
@@ -52,12 +52,12 @@ class Recipe(TorchDispatchMode):
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._operations: dict[int, list[_Operation]] = {}
         """The storage of each tensor to all operations, in their order, on it and on what was computed with it."""
         self._count = 0
         # Functions of `torch.nn.init` do nothing where this is true.
-        torch.Tensor.is_meta = property(lambda _: False)  # type: ignore[assignment,misc]
+        torch.Tensor.is_meta = property(lambda _: False)  # type: ignore[assignment]
         try:
             with self:
                 self.made = make()
@@ -70,12 +70,10 @@ class Recipe(TorchDispatchMode):
             real: Tensor = _values(self._operations[_key(tensor)], tensor)
         return real
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        is_back = (
-            function is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu"
-        )
+        is_back = str(function) == "aten._to_copy.default" and kwargs.get("device") == _CPU
         if any(map(_is_empty, given)) and (torch.Tag.data_dependent_output in function.tags or is_back):
             # The constructor decides by values.
             return function(*tree_map(self._real, args), **kwargs)
@@ -85,7 +83,7 @@ class Recipe(TorchDispatchMode):
         if is_constant:
             out = args[0].to(_META)
         else:
-            elsewhere = {"device": _META} if is_factory else {}
+            elsewhere: dict[str, Any] = {"device": _META} if is_factory else {}
             elsewhere |= {"generator": None} if kwargs.get("generator") is not None else {}
             out = function(*args, **{**kwargs, **elsewhere})
         empty = [one for one in (*given, *tree_leaves(out)) if isinstance(one, Tensor) and _is_empty(one)]
