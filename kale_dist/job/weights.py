@@ -83,7 +83,8 @@ def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObj
     if trained.model is not None:
         warning = f"{ref} gives a new model object, the notebook's own is as it was: {trained.reason}"
         return TrainedObjects(model=trained.model, optimizer=None, warnings=(warning,))
-    if trained.parts:
+    if trained.model_state is None:
+        # The values were read from a folder of parts.
         return TrainedObjects(model=targets.model, optimizer=None)
     problem = mismatch(targets.model, trained.model_state)
     if problem:
