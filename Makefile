@@ -19,6 +19,7 @@ help: ## What there is to make
 	@echo "  LANES=...        how many tests run at once (2): make test LANES=0 ARGS='--pdb'"
 	@echo "  SLICE=...        one slice of the nightly, 0 to 10: make nightly SLICE=3"
 	@echo "  PYTHON=...       another interpreter than python3"
+	@echo "  REPOSITORY=...   where a release's README has its pictures: make release REPOSITORY=https://github.com/me/kale_dist"
 	@echo "  TORCH_INDEX=...  where PyTorch comes from, such as https://download.pytorch.org/whl/cu128"
 
 demo: $(VENV)/demo.stamp ## Train on handwritten digits with two processes, from a notebook
@@ -39,8 +40,8 @@ gpu: ## The tests that need a GPU, in nine minutes, and what they measure into b
 nightly: $(VENV)/test.stamp $(VENV)/nightly.stamp ## What takes long and rarely breaks: more browsers and faults, a thousand jobs, the newest PyTorch
 	@LANES=$(LANES) .ci/nightly $(PYTHON) $(SLICE)
 
-stress: $(VENV)/test.stamp ## A thousand jobs in a row: none may hang, abort or leave anything
-	@$(BIN)/python benchmarks/trivial_jobs.py
+stress: $(VENV)/test.stamp ## A thousand jobs in a row: none may hang, abort or leave anything (ARGS="100 kubernetes")
+	@$(BIN)/python benchmarks/trivial_jobs.py $(ARGS)
 
 lint: $(VENV)/lint.stamp $(VENV)/test.stamp ## Style, types and import contracts
 	@$(BIN)/ruff check
@@ -61,8 +62,8 @@ dist: $(VENV)/lint.stamp ## The wheel and the source archive, into dist, as they
 	@$(BIN)/python -m build --outdir dist >/dev/null
 	@$(BIN)/twine check --strict dist/*
 
-release: dist docs ## Build and check what a release has, and write its notes; a person uploads it
-	@.ci/release $(VENV)
+release: $(VENV)/lint.stamp docs ## Build and check what a release has, and write its notes; a person uploads it
+	@.ci/release $(VENV) $(REPOSITORY)
 
 bench: $(VENV)/test.stamp ## Time to the first training step, against torchrun
 	@$(BIN)/python benchmarks/launch.py

@@ -2,12 +2,14 @@
 
 Run it with `python benchmarks/many_pods.py [workers]` against a test cluster with nodes that exist only in its API
 (`cluster with kwok 249`: 996 workers of 4 cores find room, 3 stay pending). The first pod is a real head that waits for the others;
-theirs are said to run, and nothing runs in them. So it is the following that is measured, not results.
+theirs are said to run, and nothing runs in them. So it is the following that is measured, not results. Five workers are evicted by the
+eviction API. One gets the status of a pod whose image is missing, because no kubelet tries to pull an image there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import statistics
@@ -48,17 +50,17 @@ requests: Counter[str] = Counter()
 def count_requests() -> None:
     """Count what this process asks of the API server."""
     rest: Any = client._TimedRest  # noqa: SLF001 - there is no public place to count
-    plain = rest.request
+    plain = rest._send  # noqa: SLF001
 
-    def request(self: Any, method: str, url: str, **options: Any) -> Any:
+    def send(self: Any, method: str, url: str, options: dict[str, Any]) -> Any:
         path = url.partition("?")[0].rpartition("/namespaces/")[2].partition("/")[2]
         watch = (
             " (watch)" if "watch=true" in url.lower() or dict(options.get("query_params") or ()).get("watch") else ""
         )
         requests[f"{method} {path.partition('/')[0]}{watch}"] += 1
-        return plain(self, method, url, **options)
+        return plain(self, method, url, options)
 
-    rest.request = request
+    rest._send = send  # noqa: SLF001
 
 
 def memory_mib() -> float:
@@ -85,7 +87,7 @@ def until(condition: Callable[[], bool], limit_s: float = 300.0) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError
-        time.sleep(0.5)
+        time.sleep(2)
 
 
 def measure(namespace: str, workers: int) -> None:
@@ -136,12 +138,50 @@ def follow(job: kd.Job[Any], namespace: str, fits: int, before: float) -> None:
         f"{len(html) / 1e3:.0f} kB",
     )
     print(view.text(status))
+    if fits > 20:  # noqa: PLR2004 - the large job
+        break_pods(job, namespace)
     with told("cancel"):
         job.cancel()
     with told("until it is cancelled"), contextlib.suppress(kd.KaleDistError):
         job.wait(timeout=120)
     with told("delete"):
         job.delete()
+
+
+def break_pods(job: kd.Job[Any], namespace: str) -> None:
+    """Evict some pods, and let one lack its image."""
+
+    def uids() -> dict[str, str]:
+        found = subprocess.check_output(
+            ["kubectl", "-n", namespace, "get", "pods", "-o", r"jsonpath={range .items[*]}{.metadata.name} {.metadata.uid}{'\n'}{end}"],
+            text=True,
+        )  # fmt: skip
+        return dict(line.split() for line in found.splitlines())
+
+    evicted, before = [f"{job.name}-worker-{number}" for number in range(10, 15)], uids()
+    with told("5 pods evicted, until they are made again"):
+        for name in evicted:
+            body = {
+                "apiVersion": "policy/v1",
+                "kind": "Eviction",
+                "metadata": {"name": name, "namespace": namespace},
+            }
+            path = f"/api/v1/namespaces/{namespace}/pods/{name}/eviction"
+            subprocess.run(["kubectl", "create", "--raw", path, "-f", "-"], input=json.dumps(body), text=True, check=True, capture_output=True)  # fmt: skip
+        until(lambda: job.done() or not {(name, before[name]) for name in evicted} & uids().items())
+        time.sleep(5)
+    print(job.status.state, job.status.reason)
+    waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "team/missing:1"'}
+    container = {"name": "pytorch", "image": "team/missing:1", "imageID": "", "ready": False, "restartCount": 0}
+    lacks = {"status": {"phase": "Pending", "containerStatuses": [{**container, "state": {"waiting": waiting}}]}}
+    with told("a pod lacks its image"):
+        subprocess.run(
+            ["kubectl", "-n", namespace, "patch", "pod", f"{job.name}-worker-5", "--subresource=status", "--type=merge", "-p", json.dumps(lacks)],
+            check=True,
+        )  # fmt: skip
+        with contextlib.suppress(TimeoutError):
+            until(lambda: "team/missing" in job.status.reason, 30)
+    print(job.status.state, job.status.reason)
 
 
 def main() -> None:

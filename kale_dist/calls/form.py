@@ -344,7 +344,7 @@ class LauncherForm(anywidget.AnyWidget):
 
     def _ask_for_claims(self) -> None:
         self._asked_for_claims = True
-        self.claims_said = "The cluster is asked"
+        self.claims_said = "Asking the cluster"
         threading.Thread(target=self._list_claims, name="kale_dist claims", daemon=True).start()
 
     def _list_claims(self) -> None:
@@ -434,12 +434,8 @@ def _fields(found: Mapping[str, Sequence[str]], namespace: Mapping[str, Any]) ->
         },
         {"name": "strategy", "label": "Strategy", "options": [["", "ddp"], *_strategies()]},
         {"name": "name", "label": "Name", "hint": "from the model's class"},
-        {
-            "name": "resume_from",
-            "label": "Resume from",
-            "hint": "a job's name, or a checkpoint's path",
-            "is_wide": True,
-        },
+        {"name": "resume_from", "label": "Resume from", "hint": "a job, or a file"},
+        {"name": "keep_warm", "label": "Keep warm", "hint": "not: ends with its job", "only": elsewhere},
         {"name": "image", "label": "Image", "hint": "registry/name:tag", "only": elsewhere, "is_wide": True},
         {"name": "packages", "label": "Packages", "hint": "einops, timm==1.0", "only": elsewhere, "is_wide": True},
         {"name": "cpu", "label": "Cores each", "hint": f"{DEFAULT_CPU:g}", "only": elsewhere},
@@ -448,7 +444,6 @@ def _fields(found: Mapping[str, Sequence[str]], namespace: Mapping[str, Any]) ->
         {"name": "namespace", "label": "Namespace", "hint": "the configured one", "only": ["kubernetes"]},
         {"name": "queue", "label": "Queue", "hint": "none", "only": ["kubernetes"]},
         {"name": "kind", "label": "Kind", "options": kinds, "only": ["kubernetes"]},
-        {"name": "keep_warm", "label": "Keep warm", "hint": "not: ends with its job", "only": elsewhere},
         {"name": "volumes", "label": "Volumes", "hint": "/data=digits", "only": elsewhere, "is_wide": True},
     ]
 

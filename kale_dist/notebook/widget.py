@@ -1,6 +1,6 @@
 """A job as a live widget: the parts of its picture (`view`), updated one by one, its live log, and buttons.
 
-A thread polls the job and sends changes: lines at most thirty times a second, the rest four times, and nothing while no
+A thread polls the job and sends changes: lines at most fifty times a second, the rest four times, and nothing while no
 page shows the widget. Clicks arrive as messages. The kernel handles them while a cell runs if kernel and front end have
 subshells, else after the cell.
 """
@@ -11,6 +11,7 @@ import collections
 import contextlib
 import contextvars
 import functools
+import itertools
 import math
 import pathlib
 import threading
@@ -37,7 +38,7 @@ KEPT_LINES = 5000
 MAX_DOWNLOAD_BYTES = 64 << 20
 """The end of a longer log is downloaded."""
 
-_LINES_EACH_S = 0.03
+_LINES_EACH_S = 0.02
 _PARTS_EACH_S = 0.25
 _MOST_OF_A_CORE = 0.05
 """Pictures of very many metrics, each of which takes long to draw, are drawn less often."""
@@ -56,8 +57,6 @@ _NO_WIDGETS = (
 )
 STATIC = pathlib.Path(__file__).parent / "static"
 """Scripts and styles of the pages, the form's too."""
-
-_PARTS = ("head", "progress", "error", "curves", "profile", "ranks", "notes")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -229,19 +228,19 @@ class JobWidget(anywidget.AnyWidget):
             if status.is_final:
                 # Read after the final status, so that the last lines are there.
                 self._read_log()
-            found, drawn_before = view.parts(status, time.time()), self._pictured_at
+            drawn_before = self._pictured_at
+            is_few = len(status.replicas) <= _MANY_RANKS or status.is_final
+            shows_ranks = is_few or time.monotonic() - self._ranked_at >= _TABLE_EACH_S
+            self._ranked_at = time.monotonic() if shows_ranks else self._ranked_at
+            found = view.parts(status, time.time(), shows_ranks=shows_ranks)
             with self.hold_sync():
                 self.ref = facts.clean(status.ref)
                 self.name = facts.name(status)
                 self.state = status.state.value
                 self.world_size = len(status.replicas)
                 self.plan_word = "Copy YAML" if self._job.ref.startswith("kubernetes") else "Copy plan"
-                is_few = len(status.replicas) <= _MANY_RANKS or status.is_final
-                shows_ranks = is_few or time.monotonic() - self._ranked_at >= _TABLE_EACH_S
-                self._ranked_at = time.monotonic() if shows_ranks else self._ranked_at
-                for part in _PARTS:
-                    if part != "ranks" or shows_ranks:
-                        setattr(self, part, found[part])
+                for part, drawn in found.items():
+                    setattr(self, part, drawn)
                 is_new = self._status is None or status.state is not self._status.state
                 if is_new or time.monotonic() - self._pictured_at >= _PICTURE_EACH_S:
                     self._pictured_at = time.monotonic()
@@ -267,13 +266,11 @@ class JobWidget(anywidget.AnyWidget):
         """Send the kept lines from this number on."""
         oldest = self._next - len(self._lines)
         first = max(first, oldest)
-        lines = [
-            (line.rank, line.prefix, facts.log_text(line))
-            for index, line in enumerate(self._lines, oldest)
-            if index >= first
-        ]
+        # From the end: a deque counts to its middle slowly, and the new lines of a flood are its last ones.
+        fresh = itertools.islice(reversed(self._lines), self._next - first)
+        lines = [(line.rank, line.prefix, facts.log_text(line)) for line in fresh]
         if lines:
-            self.send({"first": first, "lines": lines})
+            self.send({"first": first, "lines": lines[::-1]})
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 

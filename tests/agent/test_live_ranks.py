@@ -137,6 +137,7 @@ def test_an_error_frees_the_ranks_that_wait_and_shows_the_cells_lines(live):
 
 WRAPPED = """
 import torch, torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 from torch.nn.parallel import DistributedDataParallel
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -178,6 +179,20 @@ def test_wrapped_models_and_subgroups_go_on_after_each_kind_of_wait(live):
             == ["3.0"] * 4
         )
         ranks.values("sharded(torch.ones(2, 8)).sum().backward()")
+
+
+def test_a_model_whose_first_backward_pass_was_broken_off_goes_on(live):
+    ranks = live()
+    for made in ("", ", find_unused_parameters=True", ", static_graph=True"):
+        ranks.values(
+            f"{WRAPPED.partition('part =')[0].replace('(4, 4))', f'(4, 4){made})')}\nmodel.register_comm_hook(model.process_group, hooks.fp16_compress_hook)"
+        )
+        answers = ranks.run("if rank: raise KeyError('gone')\nmodel(torch.ones(2, 4)).sum().backward()")
+        assert answers[0]["is_freed"]
+        assert all(answer["ok"] for answer in ranks.repair())
+        for _ in range(3):
+            step = "model.zero_grad()\nmodel(torch.ones(2, 4) * rank).sum().backward()\nmodel.module.weight.grad[0, 0].item()"
+            assert ranks.values(step) == ["1.0"] * 2
 
 
 def test_a_rank_that_works_is_not_ended_by_the_error_of_another(live):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import json
 import os
@@ -96,6 +97,7 @@ class PlayedRelay:
     def __init__(self, agent, key=KEY):
         self.agent = agent
         self.key = key
+        self.serves = ["127.0.0.1", id(self)]
 
     async def next(self):
         frame = await asyncio.wait_for(self.channel.read(), 10)
@@ -111,7 +113,8 @@ class PlayedRelay:
         self.channel.say(Op.HELLO, agent=self.agent, version=wire.VERSION, nonce="mine")
         challenge = await self.next()
         assert is_signed(challenge["mac"], KEY, "head", self.agent, "mine", challenge["nonce"])
-        self.channel.say(Op.PROOF, mac=sign(self.key, "relay", self.agent, "mine", challenge["nonce"]))
+        proof = sign(self.key, "relay", self.agent, "mine", challenge["nonce"])
+        self.channel.say(Op.PROOF, mac=proof, serves=self.serves)
         return self
 
     def put(self, *lines):
@@ -312,7 +315,7 @@ def test_a_relay_that_is_told_to_end_says_so_and_is_let_go_when_it_has_no_rank(t
 def test_a_relay_that_is_told_to_end_in_the_moment_in_which_it_has_joined_says_so(tmp_path):
     async def scene(head):
         order = dataclasses.replace(head.order, source=Source.STREAM)
-        mine = Relay(SimpleNamespace(order=order, key=KEY, place=SimpleNamespace(pod=1)))
+        mine = Relay(SimpleNamespace(order=order, key=KEY, place=SimpleNamespace(pod=1), store=None))
         join = mine._join
 
         async def interrupted():
@@ -345,6 +348,29 @@ def test_a_peer_without_the_key_is_refused_and_that_is_said(tmp_path):
         await until(lambda: head.relays.connected == 1)
 
     play(tmp_path, 2, scene)
+
+
+def test_each_pod_passes_the_blobs_on_to_two_others_at_most(tmp_path):
+    async def scene(head):
+        early = [await PlayedRelay(agent).join(head) for agent in range(1, 8)]
+        for one in early:
+            assert (await one.next())["op"] == Op.WELCOME
+        head.relays.deal_blobs()
+        sources = [(await one.next())["source"] for one in early]
+        assert sources[:3] == [None, None, early[0].serves]
+        for one in early[2:4]:
+            one.channel.close()
+        await until(lambda: head.relays.connected == 5)
+        # Pods that come late, or again, are told of one that is there.
+        late = [await PlayedRelay(agent).join(head) for agent in (3, 4, *range(8, 20))]
+        for one in late:
+            assert (await one.next())["op"] == Op.WELCOME
+            sources.append((await one.next())["source"])
+            assert sources[-1] not in [gone.serves for gone in early[2:4]]
+        told = collections.Counter(map(str, sources))
+        assert max(told.values()) == told["None"] == 2
+
+    play(tmp_path, 20, scene)
 
 
 # -- a head that does not read ----------------------------------------------------------------------------------------

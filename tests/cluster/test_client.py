@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from fake_api import FakeApi, status
@@ -192,18 +193,37 @@ def test_an_old_server_does_not_say_who_asks(monkeypatch, tmp_path):
         assert (found.identity, found.namespace) == ("", "team")
 
 
-def test_a_busy_server_is_reported_at_once(monkeypatch, tmp_path):
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_busy_server_is_asked_again_when_it_says(method, monkeypatch, tmp_path):
+    path, pod = "/api/v1/namespaces/team/pods", {"metadata": {"name": "x"}, "spec": {"containers": []}}
+    with FakeApi().running() as api:
+        monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path / "config")))
+        found = client.connect()
+        api.answer(method, path, 429, status(429, "slow down", "TooManyRequests"), Retry_After="2")
+        api.answer(method, path, 429, b"Too many requests, please try again later.", Retry_After="1")
+        api.answer(method, path, 201, {"items": []} if method == "GET" else pod)
+        began = time.monotonic()
+        found.core.list_namespaced_pod("team") if method == "GET" else found.core.create_namespaced_pod("team", pod)
+        assert time.monotonic() - began >= 3
+        asked = [body for verb, where, body in api.asked if (verb, where) == (method, path)]
+        assert len(asked) == 3
+        assert len(set(asked)) == 1
+
+
+@pytest.mark.parametrize(("wished", "times"), [("3600", 1), ("2", 2)])
+def test_a_server_that_stays_busy_is_reported(wished, times, monkeypatch, tmp_path):
+    monkeypatch.setattr(client, "_BUSY_S", 3.5)
     with FakeApi().running() as api:
         monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path / "config")))
         found = client.connect()
         path = "/api/v1/namespaces/team/pods"
-        api.answer("GET", path, 429, status(429, "slow down", "TooManyRequests"), Retry_After="30")
+        api.answer("GET", path, 429, status(429, "slow down", "TooManyRequests"), Retry_After=wished)
         with pytest.raises(Exception, match=r"429") as caught:
             found.core.list_namespaced_pod("team")
         said = answers.explain(caught.value, Doing(verb="list", resource="pods", namespace="team"))
         assert said.retryable
-        assert "Try again in 30 s" in str(said)
-        assert [asked[1] for asked in api.asked].count(path) == 1
+        assert f"Try again in {wished} s" in str(said)
+        assert [asked[1] for asked in api.asked].count(path) == times
 
 
 def test_answers_are_not_written_into_logs(kubeconfig, caplog):

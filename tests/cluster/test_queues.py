@@ -5,7 +5,8 @@ import uuid
 
 import pytest
 from on_cluster import make_claim, pods_in, run_kubectl, wait_for
-from rank_work import summed, waits_the_first_time
+from rank_work import batches_of, number_steps, summed, waits_the_first_time
+from trainings import summing
 
 import kale_dist as kd
 from kale_dist import cli
@@ -95,3 +96,38 @@ def test_a_kind_that_kueue_does_not_hold_back_is_warned_of(queue, kept, on):
         job = kd.launch(summed, 2, number_of_processes=2, on=on)
     assert job.results(150) == [6.0, 6.0]
     job.delete()
+
+
+@pytest.mark.parametrize(("word", "store"), [("pytorch", True), ("job", True), ("pytorch", False)])
+def test_a_training_that_is_suspended_within_an_epoch_resumes_at_the_very_step(queue, kept, word, store, namespace):
+    on = pods_in(namespace, kind=word, queue="team", **({"store": "pvc://kept/runs"} if store else {}))
+    job = kd.distribute(
+        *summing(1600, lr=0.01), number_steps, epochs=1, train_args=(0.2, {0}), seed=1, threads=1, number_of_processes=2,
+        on=on,
+    )  # fmt: skip
+    wait_for(job, lambda status: len(batches_of(job)) > 30)
+    hold(queue, "HoldAndDrain")
+    wait_for(job, lambda status: status.state is StateName.PENDING)
+    run_kubectl(
+        "-n", namespace, "wait", "--for=delete", "pods", "-l", f"kale-dist.dev/object={job.name}", "--timeout=90s"
+    )
+    before = len(batches_of(job))
+    hold(queue, "None")
+    assert job.wait(150).state is StateName.SUCCEEDED, [str(line) for line in job.logs()]
+    # Each batch once: none is lost, none is trained twice.
+    assert [number for *_, number in batches_of(job)] == list(range(100))
+    assert 30 < before < 100
+    job.delete()
+
+
+def test_what_a_set_of_warm_pods_holds_of_a_queue_is_said_and_seen(queue, namespace, capsys):
+    job = kd.launch(summed, 2, number_of_processes=2, on=pods_in(namespace, queue="team", keep_warm="3 min"))
+    assert job.results(150) == [6.0, 6.0]
+    [held] = [one for one in kd.jobs() if one.name.startswith("warm-")]
+    assert f"{held.ref} holds 2 pods, quota of the queue team until" in capsys.readouterr().err
+    # It is an object of the queue like others: the next job waits for its quota.
+    other = kd.launch(summed, 2, number_of_processes=2, on=pods_in(namespace, queue="team"))
+    wait_for(other, lambda status: "queued in Kueue's queue team" in status.reason)
+    kd.attach(held.ref).cancel()
+    assert other.results(150) == [6.0, 6.0]
+    other.delete()

@@ -181,3 +181,20 @@ def test_ranks_that_have_died_say_so_and_restart_as_another_job(kernel):
     assert "%distribute restart" in reply.traceback
     assert not kernel("%distribute restart").error
     assert cell(kernel, "1").out == "ranks 0-3: 1\n"
+
+
+def test_before_an_idle_end_a_line_comes_into_the_last_cell_and_short_cells_keep_the_ranks(kernel):
+    kernel.good("%distribute stop")
+    assert not kernel("%distribute start -n 1 --idle 5s --set threads=1").error
+    for _ in range(8):
+        assert cell(kernel, "1").out == "rank 0: 1\n"
+        time.sleep(1)
+    last = kernel.send("%%distribute\n2")
+    kernel.finish(last)
+    kernel.good("1")
+    while "They end in" not in (told := kernel.client.get_iopub_msg(timeout=30))["content"].get("text", ""):
+        pass
+    assert told["parent_header"]["msg_id"] == last
+    kernel.good("import time; time.sleep(6)")
+    assert "have run no cell for 5 s" in cell(kernel, "1").traceback
+    assert not kernel("%distribute start -n 4 --set threads=1 --job live").error

@@ -19,7 +19,7 @@ from kale_dist.wire import BlockReader, EventBlock, EventKind, JobFiles, LineBlo
 from kale_dist.wire.blobs import FolderStore, digest_of
 from kale_dist.worker.agent.writer import JobWriter
 from kale_dist.worker.pod import byte_server, pod_input
-from kale_dist.worker.pod.byte_server import ByteServer
+from kale_dist.worker.pod.byte_server import BlobServer, ByteServer
 
 KEY = b"k" * 32
 
@@ -364,12 +364,12 @@ def test_a_pod_whose_connection_is_cut_fetches_the_rest(place, tmp_path, monkeyp
     monkeypatch.setattr(pod_input.time, "sleep", lambda _: None)
     plain = socket.socket.sendfile
 
-    def send(connection, file, offset=0):
+    def send(connection, file, offset, count):
         sent.append(offset)
         if len(sent) < 3:
             plain(connection, file, offset, 1_000_000)
             raise ConnectionResetError
-        plain(connection, file, offset)
+        plain(connection, file, offset, count)
 
     monkeypatch.setattr(socket.socket, "sendfile", send)
     theirs = FolderStore(tmp_path / "theirs")
@@ -379,6 +379,137 @@ def test_a_pod_whose_connection_is_cut_fetches_the_rest(place, tmp_path, monkeyp
     assert sent == [0, 1_000_000, 2_000_000]
     assert theirs.list() == [digest]
     assert len(list(theirs.root.iterdir())) == 1
+
+
+# -- from one relay to the next ---------------------------------------------------------------------------------------
+
+
+class Sent:
+    """What the head has sent: from which byte on, and how many."""
+
+    def __init__(self, monkeypatch):
+        self.parts = []
+        plain = socket.socket.sendfile
+
+        def send(connection, file, offset, count):
+            self.parts.append((offset, count))
+            plain(connection, file, offset, count)
+
+        monkeypatch.setattr(socket.socket, "sendfile", send)
+
+
+def dying_relay(answer):
+    """The address of a relay that sends this, and is gone."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        connection, _ = listener.accept()
+        listener.close()
+        connection.recv(4096)
+        connection.sendall(answer)
+        connection.close()
+
+    threading.Thread(target=serve).start()
+    return listener.getsockname()
+
+
+def fetched(place, folder, digest, source):
+    """What a relay gets that is to fetch a blob from another one, and whether it still would."""
+    order = SimpleNamespace(head="127.0.0.1", port=place.server.port - 2, prefix="")
+    server = BlobServer(KEY, FolderStore(folder))
+    server.source = source
+    pod_input.fetch(order, KEY, server.store, digest, server)
+    assert server.coming == {}
+    return bytes(server.store.open(digest)), server.source
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(lambda data: b"", id="says nothing"),
+        pytest.param(lambda data: b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", id="has it not"),
+        pytest.param(lambda data: with_head(data[:1_000_000], len(data), len(data)), id="dies within its answer"),
+        pytest.param(lambda data: with_head(data[:1_000_000], 1_000_000, len(data)), id="dies when it has sent all that it has"),
+    ],
+)  # fmt: skip
+def test_the_head_sends_only_what_the_relay_that_is_gone_has_not_sent(place, tmp_path, monkeypatch, answer):
+    data = os.urandom(3_000_000)
+    digest, sent = place.store.put([data]), Sent(monkeypatch)
+    got, source = fetched(place, tmp_path / "theirs", digest, dying_relay(answer(data)))
+    assert (got, source) == (data, None)
+    there = 1_000_000 if len(answer(data)) > 1_000_000 else 0
+    assert sent.parts == [(there, 3_000_000 - there)]
+
+
+def with_head(data, length, size):
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n%s: %d\r\n\r\n" % (length, wire.SIZE_HEADER.encode(), size) + data
+
+
+def test_wrong_bytes_of_a_relay_are_refused_and_come_from_the_head(place, tmp_path, monkeypatch):
+    data = os.urandom(3_000_000)
+    digest, sent = place.store.put([data]), Sent(monkeypatch)
+    wrong = with_head(bytes(len(data)), len(data), len(data))
+    assert fetched(place, tmp_path / "theirs", digest, dying_relay(wrong)) == (data, None)
+    assert sent.parts == [(0, 3_000_000)]
+
+
+def test_a_relay_that_cannot_be_reached_is_left_out(place, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        gone = listener.getsockname()
+    digest = place.store.put([b"small"])
+    assert fetched(place, tmp_path / "theirs", digest, gone) == (b"small", None)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3_000_000])
+def test_a_relay_passes_on_what_it_has_of_a_blob_that_is_coming(place, tmp_path, monkeypatch, size):
+    monkeypatch.setattr(byte_server, "_COMING_WAIT_S", 0.1)
+    data = os.urandom(size)
+    digest, near = digest_of([data]), BlobServer(KEY, FolderStore(tmp_path / "near"))
+    near.listen("127.0.0.1")
+    near.store.root.mkdir()
+    near.coming = {digest: byte_server.NOT_YET}
+    got = []
+    far = threading.Thread(
+        target=lambda: got.append(fetched(place, tmp_path / "far", digest, ("127.0.0.1", near.port)))
+    )
+    far.start()
+    part = near.store.root / "part"
+    with part.open("wb", buffering=0) as file:
+        for start in range(0, size, 500_000):
+            file.write(data[start : start + 500_000])
+            near.coming[digest] = part, size
+            time.sleep(0.05)
+    assert not got or size
+    part.rename(near.store.path(digest))
+    del near.coming[digest]
+    far.join(20)
+    # The head does not have it at all.
+    assert got == [(data, ("127.0.0.1", near.port))]
+
+
+def test_a_relay_serves_blobs_to_those_with_the_key_and_nothing_else(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(byte_server, "_COMING_WAIT_S", 0.0)
+    digest, near = digest_of([b"x"]), BlobServer(KEY, FolderStore(tmp_path / "near"))
+    near.listen("127.0.0.1")
+    place.server.close()
+    place.server.port, port = near.port, place.server.port
+    near.store.put([b"x"])
+    assert place.ask("GET", f"/blobs/{digest}") == (200, b"x")
+    assert place.ask("GET", f"/blobs/{digest}", key=b"n" * 32) == (403, b"")
+    assert place.ask("GET", "/blobs/..%2fkey")[0] == 400
+    for method, path in (
+        ("GET", "/stream"),
+        ("PUT", f"/blobs/{digest}"),
+        ("POST", "/cancel"),
+        ("GET", "/files/checkpoint"),
+        ("GET", "/"),
+    ):
+        assert place.ask(method, path, b"" if method != "GET" else None)[0] == 404
+    assert place.ask("GET", f"/blobs/{digest_of([b'other'])}")[0] == 404
+    place.server.port = port
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_a_wrong_digest_is_refused_and_the_blob_can_come_again(place):

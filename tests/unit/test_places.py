@@ -247,7 +247,7 @@ def test_an_image_may_be_left_open():
 
 
 @pytest.mark.parametrize(
-    "value", ["pvc://results", "pvc://results/a/b", "s3://bucket/a", "hdfs://me@host:9000/a", "gs://b"]
+    "value", ["pvc://results", "pvc://results/a/b", "s3://bucket/a", "hdfs://me@host:9000/a", "hdfs:///a", "gs://b"]
 )
 def test_stores_that_pods_reach(value):
     assert asked(store=value).store == value
@@ -259,6 +259,7 @@ def test_stores_that_pods_reach(value):
     [
         "results", "/data", "file:///data", "memory://a", "pvc://",
         "pvc://A", "pvc://a/../b", "s3://", "://a", 3, "https://[a",
+        "s3:///jobs", "s3://...", "gs:// /a",
     ],
 )  # fmt: skip
 def test_stores_that_pods_do_not_reach(value, refused):

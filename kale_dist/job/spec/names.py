@@ -25,6 +25,7 @@ _VALID = re.compile(r"[a-z](?:[a-z0-9-]*[a-z0-9])?", re.ASCII)
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _WORD = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
+_OF_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss")
 _DATA_KEY = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 _HOST = r"(?:[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?(?:\.[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?)*|\[[0-9a-fA-F:]+\])"
 _PATH = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
@@ -195,6 +196,9 @@ def check_store(argument: str, value: Any) -> str:
         raise ConfigError(argument, "this URL holds a password", remedy)
     if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/"):
         raise ConfigError(argument, f"{shorten(value)} names no store", example)
+    # Other systems' addresses may begin with a folder: hdfs:///jobs.
+    if scheme in _OF_BUCKETS and not re.fullmatch(r"[\w.@:-]*\w[\w.@:-]*", rest.partition("/")[0]):
+        raise ConfigError(argument, f"{shorten(value)} names no bucket", example)
     if scheme in ("file", "local", "memory"):
         raise ConfigError(argument, f"{shorten(value)} is on this machine, and pods do not see it", example)
     if scheme == "pvc":

@@ -70,6 +70,8 @@ def clean(text: str) -> str:
 
     Escape sequences are removed; other control characters, and halves of surrogate pairs, become `\xNN`.
     """
+    if text.isprintable():
+        return text
     text = _ESCAPE_SEQUENCES.sub("", text)
     # A progress bar overwrites its line: its final state follows the last carriage return.
     text = text.rstrip("\r").rpartition("\r")[2]

@@ -97,28 +97,32 @@ def frame(label: str, body: str) -> str:
     )
 
 
-def parts(status: JobStatus, now: float | None = None) -> dict[str, str]:
+def parts(status: JobStatus, now: float | None = None, *, shows_ranks: bool = True) -> dict[str, str]:
     """Draw the parts of a job's picture, without frame and log, so that a page can replace each by itself.
 
     Args:
         status: The job's status.
         now: The present time, as for `html`.
+        shows_ranks: Whether to draw `ranks`, the table; that of many ranks takes as long as all else.
 
     Returns:
         `head`, `progress`, `error`, `curves`, `profile`, `ranks` and `notes`, in the order in which they are shown; empty
         texts for absent parts. The curves are data, which the page draws.
     """
-    return _parts(status, now, curves.data(curves.collect(status.metrics, status.losses)), is_frozen=False)
+    drawn = curves.data(curves.collect(status.metrics, status.losses))
+    return _parts(status, now, drawn, is_frozen=False, shows_ranks=shows_ranks)
 
 
-def _parts(status: JobStatus, now: float | None, drawn: str, *, is_frozen: bool) -> dict[str, str]:
+def _parts(
+    status: JobStatus, now: float | None, drawn: str, *, is_frozen: bool, shows_ranks: bool = True
+) -> dict[str, str]:
     return {
         "head": _head(status, now, is_frozen=is_frozen),
         "progress": _progress(status, None if is_frozen else now, is_frozen=is_frozen),
         "error": _error(status),
         "curves": drawn,
         "profile": profile(status),
-        "ranks": _ranks(status, is_frozen=is_frozen),
+        **({"ranks": _ranks(status, is_frozen=is_frozen)} if shows_ranks else {}),
         "notes": _notes(status),
     }
 
@@ -181,7 +185,7 @@ def _progress(status: JobStatus, now: float | None, *, is_frozen: bool) -> str:
         f'<div role="progressbar" aria-label="Progress" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{percent}" '
         'style="flex:1 1 180px;height:8px;border-radius:4px;background:rgba(128,128,128,.22);overflow:hidden">'
         f'<div style="width:{percent}%;height:100%;border-radius:4px;background:{colour}"></div></div>'
-        f'<span style="{_MUTED};{_FIGURES};white-space:nowrap">{_text(words)}</span></div>'
+        f'<span style="{_MUTED};{_FIGURES}">{_text(words)}</span></div>'
     )
 
 
@@ -234,7 +238,7 @@ def _entry(one: curves.Series, label: str, value: str = "") -> str:
     """Draw what a legend says of a line."""
     dot = _dot(f"{one.colour}80" if one.is_faint else one.colour) if len(one.points) > 1 else ""
     words = f'<span style="{_MUTED}">{_text(label)}</span>' if label else ""
-    figure = f'<span style="{_FIGURES};font-weight:600">{value}</span>' if value else ""
+    figure = f'<span style="{_FIGURES};font-weight:600;white-space:nowrap">{value}</span>' if value else ""
     return f'<span style="display:inline-flex;align-items:center;gap:5px">{dot}{words} {figure}</span> '
 
 
@@ -246,7 +250,8 @@ def _figure(curve: curves.Curve, *, is_alone: bool) -> str:
         if one.label and (is_alone or len(curve.series) == 1 or not one.is_faint)
     )
     return (
-        '<div style="min-width:0"><div style="display:flex;flex-wrap:wrap;justify-content:space-between;gap:0 12px;'
+        '<div style="display:flex;flex-direction:column;justify-content:space-between;min-width:0">'
+        '<div style="display:flex;flex-wrap:wrap;justify-content:space-between;gap:0 12px;'
         f'margin-bottom:3px"><span style="font-weight:600;overflow-wrap:break-word;min-width:0">{_text(curve.name)}</span>'
         f'<span style="{_LEGEND}">{values}</span></div>{curves.svg(curve)}</div>'
     )
@@ -291,7 +296,7 @@ def table(
         height: The greatest height in pixels.
         colours: The colour of a dot before the second column's text, by this text; None for no dots.
     """
-    cell = f"padding:3px 16px 3px 0;border:0;border-bottom:{_LINE};color:inherit;vertical-align:top;text-align:"
+    cell = f"padding:3px 12px 3px 0;border:0;border-bottom:{_LINE};color:inherit;vertical-align:top;text-align:"
     # The number of a rank or a trial names its row: it is the row's header.
     sides = ["left", *("right" if numeric else "left" for numeric in found.numeric[1:])]
     sides[-1] += ";padding-right:2px"
@@ -308,7 +313,7 @@ def table(
             f'<tr style="background:none{";font-weight:600" if name == bold else ""}">',
             f'<th scope="row" style="{cell}left;font-weight:inherit">{_text(name)}</th>',
             *(
-                f'<td style="{cell}{side};{_WIDE if title in ("remark", "reason") else "white-space:nowrap"}">{value}</td>'
+                f'<td style="{cell}{side};{_WIDE if title in ("remark", "reason", "last metrics") else "white-space:nowrap"}">{value}</td>'
                 for title, side, value in zip(found.titles[1:], sides[1:], shown, strict=True)
             ),
             "</tr>",

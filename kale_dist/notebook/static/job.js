@@ -6,7 +6,7 @@
 
 const MAX_LINES = 5000; // kept in the page; all are in the job's log
 const SHOWN_LINES = 1000; // in the document at a time
-const FOLLOWED_LINES = 250; // in the document while it is followed: layout and paint take longer with each line
+const FOLLOWED_LINES = 100; // in the document while it is followed: layout and paint take longer with each line
 
 class LogView {
   constructor(ask, announce) {
@@ -31,7 +31,7 @@ class LogView {
       announce("The lines shown were copied");
     } }, "Copy");
     const download = element("button", { type: "button", onclick: () => ask("download") }, "Download");
-    this.bar = element("div", { class: "kd-bar" }, this.rank, this.search, this.follow, copied, download, this.count);
+    this.bar = element("div", { class: "kd-bar", hidden: true }, this.rank, this.search, this.follow, copied, download, this.count);
     this.node = element("div", { class: "kd-log" }, this.bar, this.box);
     this.box.append(this.empty);
     this.box.addEventListener("wheel", (event) => event.deltaY < 0 && this.setFollow(false), { passive: true });
@@ -163,6 +163,7 @@ class LogView {
   tell(found) {
     const filtered = this.choice.rank !== "" || this.choice.search !== "";
     const full = this.lines.length === MAX_LINES; // there may be more before them
+    this.bar.hidden = !this.lines.length;
     const lines = `${full ? "the last " : ""}${this.lines.length.toLocaleString("en")} line${this.lines.length === 1 ? "" : "s"}`;
     this.count.textContent = filtered ? `${(found ?? this.matching().length).toLocaleString("en")} of ${lines}` : lines;
     this.count.title = full ? "Download has all of them" : "";

@@ -12,6 +12,7 @@ import pathlib
 import re
 import shutil
 import threading
+import time
 import types
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
@@ -37,6 +38,9 @@ from kale_dist.wording import closest
 CONNECT_S = 10.0
 READ_S = 60.0
 """Limits of a request whose caller names none."""
+
+_BUSY_S = 20.0
+"""How long a request is sent again to an API server that has too many (429), as often as its `Retry-After` says."""
 
 _POOL = 64
 """Connections kept open: each watch and each log that is read takes one, and requests come beside them."""
@@ -161,19 +165,29 @@ def _unchecked(api: _Api) -> _Api:
 
 
 class _TimedRest(rest.RESTClientObject):
-    """Gives each request a limit; the client's own have none, and wait forever behind a silent proxy."""
+    """Gives each request a limit, since the client's own wait forever behind a silent proxy, and waits for a server that is busy."""
 
-    def request(  # type: ignore[override]
-        self, method: str, url: str, *, _request_timeout: Any = None, **options: Any
-    ) -> Any:
-        timeout = (CONNECT_S, READ_S) if _request_timeout is None else _request_timeout
+    def request(self, method: str, url: str, *, _request_timeout: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        options["_request_timeout"] = (CONNECT_S, READ_S) if _request_timeout is None else _request_timeout
+        deadline = time.monotonic() + _BUSY_S
+        while (answer := self._send(method, url, options)).status == HTTPStatus.TOO_MANY_REQUESTS:
+            # Nothing was done yet: the server refuses before it reads what is asked, so a POST can be sent again, too.
+            wished = answer.headers.get("Retry-After", "")
+            pause_s = max(1, int(wished)) if wished.isdecimal() else 1
+            if time.monotonic() + pause_s > deadline:
+                break
+            answer.response.drain_conn()
+            time.sleep(pause_s)
+        return answer
+
+    def _send(self, method: str, url: str, options: dict[str, Any]) -> Any:
         try:
-            return super().request(method, url, _request_timeout=timeout, **options)  # type: ignore[no-untyped-call]
+            return super().request(method, url, **options)  # type: ignore[no-untyped-call]
         except (urllib3.exceptions.HTTPError, OSError):
             # urllib3 repeats what only reads, when a kept connection turns out to be closed. So does a review, by POST.
             if method != "POST" or not _REVIEW.search(url):
                 raise
-            return super().request(method, url, _request_timeout=timeout, **options)  # type: ignore[no-untyped-call]
+            return super().request(method, url, **options)  # type: ignore[no-untyped-call]
 
 
 class _Client(client.ApiClient):
@@ -302,7 +316,7 @@ def _open(source: _Source) -> Cluster:
         except (ConfigException, OSError) as error:
             raise BackendUnavailableError(f"The pod's service account cannot be used: {error}") from error
     configuration.connection_pool_maxsize = _POOL
-    # The caller decides how long to wait. Otherwise urllib3 asks again by itself, and sleeps as long as a 429 says.
+    # `_TimedRest` decides how long to wait. Otherwise urllib3 asks again by itself, and sleeps as long as a 429 says.
     configuration.retries = urllib3.Retry(
         total=1, connect=1, read=1, redirect=0, status=0, other=0, respect_retry_after_header=False
     )

@@ -51,6 +51,9 @@ LATER_LOOKS_S = 2.0
 STALL_CHECK_S = 1.0
 """How often it is checked whether something has moved."""
 
+END_NOTICE_S = 300.0
+"""How long before their end live ranks without a cell say so."""
+
 VISITED_WAIT_S = 3600.0
 """How long a rank waits in its debugger for the next line of a person who has come: GPUs are not held for a night."""
 
@@ -95,6 +98,8 @@ class HangWatch:
         self._moved_at = time.monotonic()
         self._has_warned = False
         self._idle_since = time.monotonic()
+        self._idle_moves = 0
+        self._has_told_end = False
         self._said_waiting: list[int] = []
         self._in_first_step = False
         self._tasks = [loop.create_task(self._watch_progress())]
@@ -218,9 +223,19 @@ class HangWatch:
     def _watch_idleness(self, *, is_idle: bool) -> None:
         """End live ranks that have run no cell for long."""
         now, limit_s = time.monotonic(), self._ranks[0].idle_s
-        if not is_idle or limit_s is None:
-            self._idle_since = now
-        elif now - self._idle_since >= limit_s:
+        # A cell may begin and end between two looks.
+        moves, self._idle_moves = self._idle_moves, self._writer.moves.total()
+        if not is_idle or limit_s is None or moves != self._idle_moves:
+            self._idle_since, self._has_told_end = now, False
+            return
+        left_s = self._idle_since + limit_s - now
+        if 0 < left_s <= min(END_NOTICE_S, limit_s / 2) and not self._has_told_end:
+            self._has_told_end = True
+            # With the hour, because a text is noted once.
+            since = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - limit_s + left_s))
+            text = f"The live ranks have run no cell since {since}. They end in {left_s / 60:.2g} min if none comes"
+            self._writer.event(EventKind.NOTE, text=text, warns=True)
+        if now - self._idle_since >= limit_s:
             self._idle_since = now
             text = f"The live ranks have run no cell for {limit_s:g} s, and end"
             self._writer.say(text)

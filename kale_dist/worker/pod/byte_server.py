@@ -18,7 +18,8 @@ but for bytes. What fails for another reason comes back as `{"error": sentence}`
     POST /jobs                    of warm pods: take a job, as `warm.WarmPods.offer` says. Requests about the job, signed with its
                                   key, are the others of this list, with /jobs/<id> before their paths
 
-A PUT says in `wire.SIZE_HEADER` how large the whole is.
+A PUT says in `wire.SIZE_HEADER` how large the whole is, and so does the answer with bytes. A relay's server answers `GET /blobs/<digest>`
+alone, and sends what there is so far of a blob that it is fetching itself.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ SILENCE_LIMIT_S = 60.0
 
 GATHER_S = 0.02
 """What comes within this time of the last piece of a stream is sent together: each piece costs the notebook's processor alike."""
+
+NOT_YET = pathlib.Path(os.devnull), 1 << 62
+"""A blob that is coming, and of which nothing is known: an empty file, and a size that says that there is more."""
+
+_COMING_WAIT_S = 5.0
+"""Who asks a relay for more of a blob than it has waits so long before it has to ask again."""
 
 _MAX_BODY_BYTES = 1 << 20
 _MAX_ORDER_BYTES = 4 << 20
@@ -148,6 +155,37 @@ class ByteServer:
         self._thread.join()
 
 
+class BlobServer:
+    """What a relay fetches, and serves to other relays until its process ends.
+
+    Args:
+        key: The pods' secret.
+        store: Where the blobs are.
+    """
+
+    offer = None
+
+    def __init__(self, key: bytes, store: FolderStore) -> None:
+        self.key = key
+        self.store = store
+        self.source: tuple[str, int] | None = None
+        """Host and port of another relay, from which this one fetches as long as that answers; None for the head."""
+        self.coming: dict[str, tuple[pathlib.Path, int]] = {}
+        """Blobs that are being fetched, by their digests: the file that grows, and how large it will be."""
+        self.port: int | None = None
+        """Where it serves; None where there is no other relay."""
+
+    def listen(self, host: str) -> None:
+        """Begin to serve, at an address; empty for all."""
+        server = HttpServer(open_port(host, 0, 1024), _BlobRequest, self)
+        self.port = int(server.socket.getsockname()[1])
+        threading.Thread(target=server.serve_forever, args=(3600.0,), daemon=True).start()
+
+    def find(self, path: str) -> tuple[BlobServer, str]:
+        """As of `ByteServer`: it serves the jobs of warm pods alike."""
+        return self, path
+
+
 class HttpServer(http.server.ThreadingHTTPServer):
     """Threads for requests on a socket that listens already.
 
@@ -178,7 +216,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     wbufsize = -1
     server: HttpServer
-    _owner: ByteServer
+    _owner: Any
 
     def handle_one_request(self) -> None:
         """As the base class, but a connection that breaks just ends."""
@@ -231,7 +269,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
             ValueError: It makes no sense.
             FileNotFoundError: There is no such thing.
         """
-        owner = self._owner
+        owner: ByteServer = self._owner
         match self.command, *path:
             case "GET", "blobs", digest:
                 self._send_file(_blob(owner.store, digest), int(query.get("offset", "0")))
@@ -347,29 +385,56 @@ class _Request(http.server.BaseHTTPRequestHandler):
         self._reply(201, {"received": size, "complete": True})
         owner.notify()
 
-    def _send_file(self, path: pathlib.Path, offset: int = 0) -> None:
+    def _send_file(self, path: pathlib.Path, offset: int = 0, whole: int = 0) -> None:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if not 0 <= offset <= size:
                 raise ValueError(f"there are no bytes from {offset} on")
-            self._head(200, size - offset)
+            self._head(200, size - offset, whole or size)
             self.wfile.flush()
-            self.connection.sendfile(file, offset)
+            if offset < size:
+                self.connection.sendfile(file, offset, size - offset)
 
     def _reply(self, code: int, answer: Any) -> None:
         data = json.dumps(answer).encode()
         self._head(code, len(data))
         self.wfile.write(data)
 
-    def _head(self, code: int, size: int) -> None:
+    def _head(self, code: int, size: int, whole: int = 0) -> None:
         self.send_response_only(code)
         self.send_header("Content-Length", str(size))
+        self.send_header(SIZE_HEADER, str(whole))
         self.end_headers()
 
     def _refuse(self) -> None:
         """Answer 403 and end the connection, whose body has not been read."""
         self.close_connection = True
         self.wfile.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
+class _BlobRequest(_Request):
+    """One connection to a relay."""
+
+    def _route(self, path: list[str], query: dict[str, str], body: bytes) -> None:
+        if (self.command, path[0], len(path)) != ("GET", "blobs", 2) or body:
+            raise FileNotFoundError
+        offset, whole, until = (
+            int(query.get("offset", "0")),
+            _blob(self._owner.store, path[1]),
+            time.monotonic() + _COMING_WAIT_S,
+        )
+        while True:
+            is_late = time.monotonic() >= until
+            part, size = self._owner.coming.get(path[1], (whole, 0))
+            try:
+                if part == whole or is_late or part.stat().st_size > offset:
+                    self._send_file(part, offset, size)
+                    return
+            except FileNotFoundError:
+                # It is whole in this moment, or the relay has not heard of it yet.
+                if is_late:
+                    raise
+            time.sleep(GATHER_S)
 
 
 class _LogSender:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import json
@@ -119,6 +120,8 @@ class HeadsRelays:
         """How often each relay may be lost."""
         self._is_range = len(order.sizes) > 1
         self._has_blobs = False
+        self._sources = collections.deque[Channel | None]((None, None))
+        """Who passes the blobs on to the next relays: each pod to two others. None is the head."""
         self._has_room = True
 
     def begin(self, pod: Pod, judge: JobRun, say: Callable[[str], None]) -> None:
@@ -190,7 +193,15 @@ class HeadsRelays:
         self._has_blobs = True
         for relay in self._relays.values():
             if relay.channel is not None:
-                relay.channel.say(Op.FETCH)
+                self._deal_to(relay.channel)
+
+    def _deal_to(self, channel: Channel) -> None:
+        source = None
+        while self._sources and (source := self._sources.popleft()) is not None and not source.is_open:
+            source = None
+        channel.say(Op.FETCH, source=source and source.serves)
+        if channel.serves:
+            self._sources.extend((channel, channel))
 
     def limit(self, *, has_room: bool) -> None:
         """Have relays send lines and events only while there is room for them."""
@@ -286,13 +297,14 @@ class HeadsRelays:
             # Its pod was made again, and the end of the old one is not known here yet.
             self._lose(relay, relay.channel)
         relay.has_joined, relay.is_leaving, relay.channel = True, False, channel
+        channel.serves = proof.get("serves")
         channel.say(Op.WELCOME)
         if self._job:
             channel.say(Op.ORDER, job=dict(self._job))
         if not self._has_room:
             channel.say(Op.ROOM, is_there=False)
         if self._has_blobs:
-            channel.say(Op.FETCH)
+            self._deal_to(channel)
         return relay
 
     async def _listen(self, relay: _Relay, channel: Channel) -> None:

@@ -15,12 +15,15 @@ from kale_dist.errors import ContractError, StoreError
 from kale_dist.snapshot import loading
 from kale_dist.wire import InputFiles, Order, Source
 from kale_dist.wire.blobs import FolderStore, digest_of, fresh, unpack_blobs
+from kale_dist.worker.pod.byte_server import NOT_YET, BlobServer
 from kale_dist.worker.pod.pod import Pod
 
 _LOOK_EACH_S = 0.2
 _TRIES = 7
 """After the first one a pause of one second, which doubles: a minute in all."""
 _SILENCE_LIMIT_S = 30.0
+_RELAY_SILENCE_LIMIT_S = 10.0
+"""The same for another relay: the head has the blobs as well."""
 _PIECE_BYTES = 1 << 20
 
 
@@ -30,12 +33,13 @@ def missing(pod: Pod) -> list[str]:
     return [digest for digest in needed if not pod.store.exists(digest)]
 
 
-def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0) -> None:
+def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0, server: BlobServer | None = None) -> None:
     """Get all blobs of a job and check that this pod can load them; returns when all are there.
 
     Args:
         pod: The pod.
         received: Bytes of a blob that have come so far, of those that the notebook streams.
+        server: As for `fetch`.
 
     Raises:
         StoreError: They cannot be fetched; a sentence says why.
@@ -53,8 +57,12 @@ def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0) -> None:
         case Source.STREAM if pod.place.pod == 0:
             _wait(pod, "the notebook", received)
         case Source.STREAM:
-            for digest in missing(pod):
-                fetch(pod.order, pod.key, pod.store, digest)
+            absent, pods = missing(pod), pod.within or pod
+            if server is not None:
+                server.coming = dict.fromkeys(absent, NOT_YET)
+            for digest in absent:
+                # Warm pods have blobs in common: what serves them need not have heard of this job yet.
+                fetch(pods.order, pods.key, pod.store, digest, server)
     if absent := missing(pod):
         raise StoreError(f"{len(absent)} of the {len(order.blobs)} parts of the snapshot are missing: {absent[0]}")
     if found := loading.version_differences(pod.store, order.snapshot):
@@ -91,51 +99,63 @@ def _download(pod: Pod) -> None:
         pod.store.put([source.open(digest)])
 
 
-def fetch(order: Order, key: bytes, store: FolderStore, digest: str) -> None:
-    """Fetch a blob from the head. If the connection is cut, the next try asks for the rest.
+def fetch(order: Order, key: bytes, store: FolderStore, digest: str, server: BlobServer | None = None) -> None:
+    """Fetch a blob from another relay, as long as that answers, or the head. If the connection is cut, the rest is asked for.
 
     Args:
         order: The job.
         key: Its secret.
         store: Where the blob goes.
         digest: The blob's.
+        server: Knows the other relay, and passes the blob on while it comes.
 
     Raises:
         StoreError: It cannot be fetched.
     """
+    server = server or BlobServer(key, store)
     store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     with fresh(store.path(digest)) as part:
         part.touch()
-        for tried in range(_TRIES):
+        tried, is_whole = 0, False
+        while not is_whole:
+            relay = server.source
             try:
-                _receive(order, key, digest, part)
+                is_whole = _receive(relay or (order.head, order.port + 2), order.prefix, server, digest, part)
             except (OSError, http.client.HTTPException) as error:
-                if tried + 1 == _TRIES:
+                if relay:
+                    server.source = None
+                    continue
+                tried += 1
+                if tried == _TRIES:
                     raise StoreError(f"Blob {digest} could not be fetched from {order.head}: {error}.") from error
-                time.sleep(2**tried)
-            else:
-                return
+                time.sleep(2 ** (tried - 1))
+    server.coming.pop(digest, None)
 
 
-def _receive(order: Order, key: bytes, digest: str, part: pathlib.Path) -> None:
-    """Append what is missing of a blob; if it is damaged then, the next try begins again."""
+def _receive(peer: tuple[str, int], prefix: str, server: BlobServer, digest: str, part: pathlib.Path) -> bool:
+    """Append what a peer has of the rest of a blob; returns whether that is all. If it is damaged then, the next try begins again."""
     offset = part.stat().st_size
-    path = f"{order.prefix}/blobs/{digest}?offset={offset}"
-    peer = http.client.HTTPConnection(order.head, order.port + 2, timeout=_SILENCE_LIMIT_S)
-    with contextlib.closing(peer), part.open("ab") as file:
-        peer.request("GET", path, headers={wire.MAC_HEADER: wire.sign_request(key, "GET", path)})
-        answer = peer.getresponse()
+    path = f"{prefix}/blobs/{digest}?offset={offset}"
+    limit_s = _RELAY_SILENCE_LIMIT_S if peer == server.source else _SILENCE_LIMIT_S
+    connection = http.client.HTTPConnection(*peer, timeout=limit_s)
+    with contextlib.closing(connection), part.open("ab") as file:
+        connection.request("GET", path, headers={wire.MAC_HEADER: wire.sign_request(server.key, "GET", path)})
+        answer = connection.getresponse()
         if answer.status != http.client.OK:
             raise http.client.HTTPException(f"status {answer.status}")
-        total = offset + int(answer.headers["Content-Length"])
+        end, whole = offset + int(answer.headers["Content-Length"]), int(answer.headers[wire.SIZE_HEADER])
+        server.coming[digest] = part, whole
         shutil.copyfileobj(answer, file, _PIECE_BYTES)
-    if (size := part.stat().st_size) < total:
-        raise http.client.HTTPException(f"the connection was cut after {size:,} of {total:,} bytes")
+    if (size := part.stat().st_size) < end:
+        raise http.client.HTTPException(f"the connection was cut after {size:,} of {whole:,} bytes")
+    if size < whole:
+        return False
     with part.open("rb") as file:
         if digest_of(iter(lambda: file.read(_PIECE_BYTES), b"")) != digest:
             part.write_bytes(b"")
             raise http.client.HTTPException("what came is damaged")
     part.chmod(0o444)
+    return True
 
 
 # -- the store: checkpoints and results --------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from kale_dist.worker.agent.fork_pool import REFILL_AFTER_S
 from kale_dist.worker.agent.near_rank import End, NearRank
 from kale_dist.worker.agent.usage import UsageWatch
 from kale_dist.worker.pod import mpi, pod_input
+from kale_dist.worker.pod.byte_server import BlobServer
 from kale_dist.worker.pod.pod import Pod, Problem
 from kale_dist.worker.pod.relay_protocol import COUNT, TICKS, Channel, Op, is_signed, sign
 
@@ -36,6 +37,7 @@ BODY_S = 0.03
 HELD_BYTES = 1 << 20
 """This much may wait for the connection; then lines and events stay in their ranks' pipes."""
 
+_HEAD_AND_ONE = 2
 _ANSWER_S = 20.0
 _PART_BYTES = 256 << 10
 
@@ -54,6 +56,7 @@ class Relay:
         self._ranks: dict[int, _Forwarder] = {}
         self._usage: UsageWatch | None = None
         self._may_fetch = asyncio.Event()
+        self._server = BlobServer(pod.key, pod.store)
         self._is_told_to_end = False
         self._is_staged = False
 
@@ -75,6 +78,8 @@ class Relay:
         """
         if self._is_told_to_end:
             return EXIT_TOLD_TO_END
+        if self._pod.order.agents > _HEAD_AND_ONE:
+            self._server.listen(self._pod.place.listen)
         self._joining = asyncio.ensure_future(self._join())
         try:
             head = await self._joining
@@ -131,7 +136,8 @@ class Relay:
         theirs = str(challenge.get("nonce"))
         if not is_signed(challenge.get("mac"), key, "head", agent, ours, theirs):
             return {}
-        channel.say(Op.PROOF, mac=sign(key, "relay", agent, ours, theirs))
+        serves = self._server.port and (self._pod.place.listen or channel.own_host, self._server.port)
+        channel.say(Op.PROOF, mac=sign(key, "relay", agent, ours, theirs), serves=serves)
         return await channel.read_from_stranger()
 
     async def _serve(self, head: Channel) -> bool:
@@ -147,6 +153,8 @@ class Relay:
     def _take_message(self, head: Channel, rank: int, message: dict[str, Any]) -> None:
         op = message["op"]
         if op == Op.FETCH:
+            source = message.get("source")
+            self._server.source = source and (str(source[0]), int(source[1]))
             self._may_fetch.set()
         elif op == Op.ORDER:
             self._begin(head, message["job"])
@@ -187,7 +195,7 @@ class Relay:
             if self._pod.order.source is Source.STREAM:
                 await self._may_fetch.wait()
             if not is_warm:
-                await asyncio.to_thread(pod_input.bring, self._pod)
+                await asyncio.to_thread(pod_input.bring, self._pod, server=self._server)
         except Exception as error:  # noqa: BLE001 - this pod's ranks cannot start, and it has to say why
             _refuse(head, str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}")
             return

@@ -6,7 +6,7 @@ head sends only `M`. Before anything else:
 
     relay  {"op": "hello", "agent": n, "version": v, "nonce": a}
     head   {"op": "challenge", "nonce": b, "mac": ...}     so that a relay runs nothing for a head without the key
-    relay  {"op": "proof", "mac": ...}
+    relay  {"op": "proof", "mac": ..., "serves": address of its blobs}
     head   {"op": "welcome"}, or {"op": "over"} where the run is over, or its pod was lost too often
 
 A pod that was made again says the same, and takes the place of the one before it.
@@ -49,7 +49,7 @@ class Op(enum.StrEnum):
     WELCOME = "welcome"
     OVER = "over"
     FETCH = "fetch"
-    """Head to relay: it has the blobs, which may be fetched there."""
+    """Head to relay: it has the blobs, which may be fetched there, or first from the relay that serves at `source`."""
     READY = "ready"
     """Relay to head: it has the blobs (in warm pods those of `job`), and its fork server has imported torch."""
     REFUSED = "refused"
@@ -97,6 +97,9 @@ class Channel:
         self.may_send = True
         """Whether the head has room for lines and events, as it has said."""
         self.peer_host = str(writer.get_extra_info("peername")[0])
+        self.own_host = str(writer.get_extra_info("sockname")[0])
+        self.serves: object = None
+        """Host and port where the relay serves blobs to others, as it has said."""
         connection: socket.socket = writer.get_extra_info("socket")
         for level, name, value in (
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

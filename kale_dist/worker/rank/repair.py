@@ -47,8 +47,9 @@ def renew(store: Any, generation: int) -> None:
         Exception: This torch has no such calls.
     """
     import torch
-    from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, _register_comm_hook
     from torch.distributed import distributed_c10d as c10d
+    from torch.nn.parallel import DistributedDataParallel
 
     kind: Any = ProcessGroup.BackendType
     gloo: Any = ProcessGroupGloo
@@ -59,6 +60,16 @@ def renew(store: Any, generation: int) -> None:
         prefix = PrefixStore(f"kale_dist/repair/{generation}/{group.group_name}", store)
         backend = gloo(prefix, group.rank(), group.size(), options)
         group._register_backend(torch.device("cpu"), kind(_FIRST_TYPE + generation), backend)  # noqa: SLF001
+    # Where a backward pass was broken off, ranks may differ in what their models exchange next: that aborts the process.
+    for model in [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]:
+        parameters, expect_sparse = model._build_params_for_reducer()  # noqa: SLF001
+        names = model._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
+        model._ddp_init_helper(parameters, expect_sparse, names, model.static_graph)  # noqa: SLF001
+        if model.static_graph:
+            model.reducer._set_static_graph()  # noqa: SLF001
+            model._static_graph_delay_allreduce_enqueued = False  # noqa: SLF001
+        for hook, state in model._comm_hooks:  # noqa: SLF001
+            _register_comm_hook(model.reducer, state, hook)
 
 
 def counts() -> dict[str, int]:
