@@ -11,6 +11,8 @@ from trainings import summing
 import kale_dist as kd
 from kale_dist import cli
 from kale_dist.errors import KaleDistWarning
+from kale_dist.job import records
+from kale_dist.job.spec.job_spec import WARM
 from kale_dist.places.kubernetes import objects
 from kale_dist.places.manifests import KINDS
 from kale_dist.wire import StateName
@@ -123,7 +125,7 @@ def test_a_training_that_is_suspended_within_an_epoch_resumes_at_the_very_step(q
 def test_what_a_set_of_warm_pods_holds_of_a_queue_is_said_and_seen(queue, namespace, capsys):
     job = kd.launch(summed, 2, number_of_processes=2, on=pods_in(namespace, queue="team", keep_warm="3 min"))
     assert job.results(150) == [6.0, 6.0]
-    [held] = [one for one in kd.jobs() if one.name.startswith("warm-")]
+    [held] = [one for one in records.all_records() if one.spec.kind == WARM and one.spec.cluster.namespace == namespace]
     assert f"{held.ref} holds 2 pods, quota of the queue team until" in capsys.readouterr().err
     # It is an object of the queue like others: the next job waits for its quota.
     other = kd.launch(summed, 2, number_of_processes=2, on=pods_in(namespace, queue="team"))
