@@ -219,11 +219,7 @@ def launch(
         The job. `job.result()` is what the function returned on rank 0, `job.results()` on every rank.
 
     Raises:
-        ConfigError: An argument is wrong; nothing was read, written or started.
-        JobExistsError: The name is taken.
-        SnapshotError: Something cannot be sent to other processes; the message names the path to it.
-        StoreError: The disk is full.
-        BackendError: The backend refused.
+        KaleDistError: As for `distribute`.
     """
     raise NotImplementedError  # The decorator reads the signature and does the rest.
 
@@ -246,29 +242,12 @@ def live(
 ) -> LiveJob:
     """Start ranks that run cells one after another, in the same processes: `job.run(source)`, or `%%distribute` in a notebook.
 
-    Returns at once; the first cell waits for the ranks.
-
-    Args:
-        number_of_processes: As for `launch`.
-        cuda: Likewise.
-        name: Likewise.
-        on: Likewise.
-        environment: Likewise.
-        threads: Likewise.
-        seed: Likewise.
-        timeout_s: Likewise; of all cells together.
-        stall_warn_s: Likewise; counted while a cell runs.
-        stall_timeout_s: Likewise.
-        idle: The ranks end when they have run no cell for this long: seconds, or text such as `"30 min"`. None: never on this
-            machine, elsewhere after 30 minutes.
+    Returns at once; the first cell waits for the ranks. Arguments and errors are those of `launch`. `timeout_s` is that of all cells
+    together, `stall_warn_s` and `stall_timeout_s` count while a cell runs, and with `idle` (seconds, or text such as `"30 min"`) the
+    ranks end when they have run no cell for this long. None: never on this machine, elsewhere after 30 minutes.
 
     Returns:
         The job. In a `with` statement it stops at the end of the block.
-
-    Raises:
-        ConfigError: An argument is wrong; nothing was started.
-        JobExistsError: The name is taken.
-        BackendError: The backend refused.
     """
     raise NotImplementedError  # The decorator reads the signature and does the rest.
 

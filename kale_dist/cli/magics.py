@@ -30,10 +30,6 @@ _IGNORED = re.compile(r"^[ \t]*%matplotlib([ \t].*)?$", re.MULTILINE)
 _MAGIC = re.compile(r"\s*(?:[%!]|[^#'\"=]*=\s*[%!](?!=))|.*[^\s#]\?{1,2}\s*$|\s*\?")
 
 
-def _empty() -> ast.arguments:
-    return ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-
-
 @magics_class
 class DistributeMagics(Magics):
     """`%%distribute`, `%attach`, and commands of the command line: `%jobs`, `%status`, `%logs`, `%cancel`."""
@@ -83,18 +79,10 @@ class DistributeMagics(Magics):
         if cell is None:
             return self._manage_live(*line.split(maxsplit=1))
         options = parse_argstring(self.distribute, line)
-        given = (
-            options.number_of_processes,
-            options.on,
-            options.cuda,
-            options.set,
-            options.name,
-            options.job,
-            options.no_wait,
-        )
         if options.idle is not None:
             raise UsageError("--idle: it belongs to `%distribute start`")
-        if not any(given) and (self._live is not None or options.ranks is not None):
+        is_of_own = any(given for name, given in vars(options).items() if name != "ranks")
+        if not is_of_own and (self._live is not None or options.ranks is not None):
             job, ranks, text = self._running_live(), _ranks(options.ranks), _plain_python(cell)
             return _explained(lambda: job.run(text, ranks))
         if options.ranks is not None:
@@ -111,18 +99,16 @@ class DistributeMagics(Magics):
             raise UsageError(
                 f"{word!r}: %distribute has the words start, restart and stop, and without one shows the form. {near}".rstrip()
             )
-        if word != "start":
-            if line:
-                raise UsageError(f"{line!r}: %distribute {word} takes no options")
-            job = self._running_live()
-            self._live = _explained(job.restart) if word == "restart" else None
-            if self._live is None:
-                job.stop()
-            say(
-                f"{job.ref} has ended"
-                if self._live is None
-                else f"{self._live.ref} is ready: new processes, without variables"
-            )
+        if word != "start" and line:
+            raise UsageError(f"{line!r}: %distribute {word} takes no options")
+        if word == "restart":
+            self._live = _explained(self._running_live().restart)
+            say(f"{self._live.ref} is ready: new processes, without variables")
+            return
+        if word == "stop":
+            job, self._live = self._running_live(), None
+            job.stop()
+            say(f"{job.ref} has ended")
             return
         if self._live is not None and not self._live.done():
             raise UsageError(
@@ -132,11 +118,9 @@ class DistributeMagics(Magics):
         if options.ranks is not None or options.no_wait:
             raise UsageError("start: --ranks and --no-wait are for cells")
         _check_name(options.job)
-        arguments = {**self._arguments(options), "idle": options.idle}
+        arguments = self._arguments(options)
         with warnings_as_lines():
-            self._live = _explained(
-                lambda: verbs.live(**request.gathered({k: v for k, v in arguments.items() if v is not None}))
-            )
+            self._live = _explained(lambda: verbs.live(**arguments))
         self._keep(self._live, options.job)
         self._live.wait_until_ready()
         count = self._live.spec.topology.number_of_processes
@@ -149,13 +133,15 @@ class DistributeMagics(Magics):
 
     def _arguments(self, options: Any) -> dict[str, Any]:
         """Arguments of a verb, from the options of a magic's line."""
-        return {
+        arguments = {
             "number_of_processes": options.number_of_processes,
             "on": self._namespace.get(options.on, options.on) if options.on not in places.NAMES else options.on,
             "cuda": options.cuda,
             "name": options.name,
+            "idle": options.idle,
             **dict(_assignment(text) for text in options.set),
         }
+        return request.gathered({name: value for name, value in arguments.items() if value is not None})
 
     def _run_as_job(self, options: Any, cell: str) -> Any:
         """Run a cell as a job of its own; gives the values of its last expression, or the job."""
@@ -163,15 +149,7 @@ class DistributeMagics(Magics):
         text = _plain_python(cell)
         names = _named(text, self._namespace)
         with warnings_as_lines():
-            job: Job[Any] = _explained(
-                lambda: verbs.launch(
-                    on_a_rank.cell,
-                    text,
-                    FILENAME,
-                    names,
-                    **request.gathered({k: v for k, v in arguments.items() if v is not None}),
-                )
-            )
+            job: Job[Any] = _explained(lambda: verbs.launch(on_a_rank.cell, text, FILENAME, names, **arguments))
         self._keep(job, options.job)
         if options.no_wait:
             return job
@@ -242,31 +220,15 @@ def load(shell: Any) -> None:
 
 def _named(text: str, namespace: dict[str, Any]) -> Callable[..., Any]:
     """A notebook function with the names and imports of a cell, so that the snapshot contains what the cell uses."""
-    tree = ast.parse(text)
-    found = {
-        node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and node.id in namespace and not hasattr(builtins, node.id)
-    }
-    imports: list[ast.stmt] = []
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import():
-                imports.append(node)
-            case ast.ImportFrom(module=str(module), level=0):
-                imports.append(ast.Import(names=[ast.alias(name=module, asname="_")]))
-            case _:
-                pass
-    value = ast.Return(ast.Tuple([ast.Name(name, ast.Load()) for name in sorted(found)], ast.Load()))
+    nodes = list(ast.walk(ast.parse(text)))
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and not hasattr(builtins, node.id)}
+    imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import)]
+    imports += [f"import {node.module}" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
     # Imported names would hide the notebook's own of that name.
-    body: list[ast.stmt] = [
-        ast.FunctionDef(name="imports", args=_empty(), body=[*imports, ast.Pass()], decorator_list=[]),
-        value,
-    ]
-    function = ast.FunctionDef(name="names", args=_empty(), body=body, decorator_list=[])
-    code = compile(ast.fix_missing_locations(ast.Module([function], [])), FILENAME, "exec")
-    inner = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    made = types.FunctionType(inner, namespace, "names")
+    inner = "\n  ".join([" def imports():", *imports, "pass"])
+    source = f"def names():\n{inner}\n return [{', '.join(sorted(read & namespace.keys()))}]"
+    code = next(one for one in compile(source, FILENAME, "exec").co_consts if isinstance(one, types.CodeType))
+    made = types.FunctionType(code, namespace, "names")
     made.__module__ = "__main__"
     return made
 

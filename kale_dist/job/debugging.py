@@ -21,8 +21,6 @@ from kale_dist.job.status import Breakpoint, JobStatus
 _WAKE = signal.SIGURG
 """Ends a prompt. By default it does nothing, so one that comes too late is harmless."""
 
-_HELP = "`n` next line, `c` continue, `q` end the job, `h` all commands"
-
 
 class Prompts:
     """The prompts of one job.
@@ -30,11 +28,13 @@ class Prompts:
     Args:
         backend: Where the job runs.
         ref: The job.
+        ends: What `q` ends.
     """
 
-    def __init__(self, backend: Backend, ref: JobRef) -> None:
+    def __init__(self, backend: Backend, ref: JobRef, ends: str) -> None:
         self._backend = backend
         self._ref = ref
+        self._help = f"`n` next line, `c` continue, `q` end the {ends}, `h` all commands"
         self._asked: Breakpoint | None = None
         self._now: Breakpoint | None = None
         """What the newest status says of the rank that is debugged."""
@@ -91,7 +91,7 @@ class Prompts:
                 if there.prompt == answered:
                     continue
                 if not answered:
-                    say(f"Rank {rank} waits in breakpoint() at {there.where}. {_HELP}")
+                    say(f"Rank {rank} waits in breakpoint() at {there.where}. {self._help}")
                     self._backend.tell(self._ref, rank, {})
                 elif there.typed != line:
                     say(f"Another debugger of rank {rank} was first, and typed {there.typed!r}")

@@ -124,7 +124,7 @@ class Job(Generic[R]):
         self._again = again
         self._track = track
         self._watcher = watch.watcher(backend)
-        self._prompts = debugging.Prompts(backend, ref)
+        self._prompts = debugging.Prompts(backend, ref, "cell" if spec.kind == "live" else "job")
         self._inside = Inside(
             files=outcomes.files,
             key=outcomes.key,

@@ -18,6 +18,7 @@ from kale_dist.calls import verbs
 from kale_dist.errors import JobNotFoundError, KaleDistError
 from kale_dist.job import records
 from kale_dist.job.handle import Job
+from kale_dist.job.spec.job_spec import WARM
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts, plain
 
@@ -139,7 +140,8 @@ class KernelJobs:
                     with contextlib.suppress(KaleDistError):
                         record = records.read(folder.name)
                         self._seen.add(folder.name)
-                        if record.kernel_pid == pid:
+                        # Warm pods outlive the notebook; the note at their creation says how they are ended.
+                        if record.kernel_pid == pid and record.spec.kind != WARM:
                             job = verbs.attach(record.ref)
                             self._jobs[job] = threading.Thread(target=self._write_log, args=(job,), daemon=True)
                             self._jobs[job].start()

@@ -50,10 +50,11 @@ def test_a_function_uses_the_ranks_own_names_and_its_large_ones_do_not_travel(li
     assert "From the notebook: used\n" in capfd.readouterr().err
 
 
-def test_the_repair_that_is_one_too_many_asks_for_a_restart_after_which_all_is_right(live, monkeypatch):
-    monkeypatch.setattr(live_job, "MOST_REPAIRS", 2)
+@pytest.mark.parametrize("most", [2, pytest.param(live_job.MOST_REPAIRS, marks=pytest.mark.nightly)])
+def test_the_repair_that_is_one_too_many_asks_for_a_restart_after_which_all_is_right(live, monkeypatch, most):
+    monkeypatch.setattr(live_job, "MOST_REPAIRS", most)
     live.run(SUM)
-    for _ in range(2):
+    for _ in range(most):
         with pytest.raises(CellError, match="Rank 1: KeyError"):
             live.run(FAILS)
         assert repr(live.run(SUM)) == "ranks 0-1: 2.0"

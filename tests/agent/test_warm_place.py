@@ -170,12 +170,13 @@ def test_calls_that_fit_use_the_same_pods_and_the_note_says_why_another_does_not
     assert {str(one), str(second)} <= {status.ref for status in calls.backend.survey()}
 
 
-def test_a_cancelled_job_leaves_its_pods_and_one_beside_another_gets_others(calls):
+def test_a_cancelled_job_leaves_its_pods_and_one_beside_another_gets_others(calls, capsys):
     running = calls.call(speak_and_sleep)
     calls.until(running, lambda status: status.state is StateName.RUNNING)
     beside = calls.call(rank)
     end = calls.end(beside)
     assert (end.state, len(calls.sets)) == (StateName.SUCCEEDED, 2), end
+    assert f"does not take this job: they run {running.name}" in capsys.readouterr().err
     calls.backend.cancel(running, grace_s=0.5, save=False)
     assert calls.end(running).state is StateName.CANCELLED
     assert not any(calls.backend.status(one).is_final for one in calls.sets)

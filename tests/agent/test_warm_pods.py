@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from agent_jobs import gone_within
+from agent_jobs import descriptors, gone_within
 from plain_jobs import fail_on_last, rank, speak_and_sleep
 from pod_jobs import WarmJob
 
@@ -50,6 +50,21 @@ def look_for_traces():
     return *found, pathlib.Path("left-behind.txt").exists(), total.item(), random.random(), torch.rand(1).item()
 
 
+def look_and_leave(number):
+    return look_for_traces(), leave_traces(), os.getpid(), number
+
+
+def held_by(pids):
+    """Descriptors, threads, children and kB of each process."""
+    found = []
+    for pid in pids:
+        status = pathlib.Path(f"/proc/{pid}/status").read_text()
+        threads, kilobytes = (int(status.partition(f"\n{name}:")[2].split()[0]) for name in ("Threads", "VmRSS"))
+        children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        found.append((descriptors(pid), threads, len(children), kilobytes))
+    return found
+
+
 def warm(make, ranks=2, **options):
     """Warm pods, and the name of the call that they are made for."""
     pods = make(rank, ranks=ranks, idle_s=options.pop("idle_s", 120.0), replaces_pods=False, **options)
@@ -87,6 +102,38 @@ def test_nothing_of_a_job_is_seen_by_the_next_one_in_the_same_pods(make):
         "", f"Runs {first.order.job}", "", f"Runs {second.order.job}", ""
     ]  # fmt: skip
     assert not list(pathlib.Path("/dev/shm").glob(f"torch_{left[0][1]}_*"))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_two_hundred_jobs_leave_nothing_in_the_pods(make):
+    """Neither for the next one, nor in the memory of the head and of the relay."""
+    pods, name = warm(make)
+    pids = [pod.process.pid for pod in pods.pods]
+    ended, held, seeds = [], [], set()
+    for number in range(200):
+        job = WarmJob(pods, look_and_leave, number, job_id=f"{name}" if not number else f"job-{number}")
+        job.offer()
+        assert job.follow()["state"] == "succeeded", (number, job.text())
+        for rank_ in range(2):
+            traces, left, pid, given = job.outcome(rank_).value
+            assert (traces[:5], given) == ((None, False, "torch.float32", False, 2.0), number)
+            seeds.update(left[3:])
+            ended.append(pid)
+        job.client.ack()
+        pods.until(lambda: pods.events(EventKind.STATE)[-1].get("idle_s"))
+        assert not [one for pid in ended[-2:] for one in pathlib.Path("/dev/shm").glob(f"torch_{pid}_*")]
+        held.append(held_by(pids))
+    assert len(seeds) == 800
+    for place in range(2):
+        rows = [one[place] for one in held]
+        for kind, slack in ((0, 4), (1, 2), (2, 2), (3, 4096)):
+            assert max(row[kind] for row in rows[-20:]) <= max(row[kind] for row in rows[20:60]) + slack, (
+                place,
+                kind,
+                rows[::20],
+            )
+    assert not list(pods.pods[0].folder.glob("work/jobs/*"))
 
 
 def test_an_order_that_is_sent_again_does_nothing_and_strangers_are_refused(make_bare):

@@ -1,6 +1,8 @@
 """Live ranks in two pods of a PyTorchJob, through the API server."""
 
 import statistics
+import subprocess
+import sys
 import time
 
 import pytest
@@ -13,6 +15,13 @@ from kale_dist.errors import CellError
 pytestmark = [pytest.mark.usefixtures("jobs_end"), pytest.mark.nightly]
 
 SUM = "import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nx.item()"
+OTHER = f"""
+import sys, kale_dist as kd, __main__
+__main__.mine = "of this process"
+live = kd.attach(sys.argv[1])
+print(live.run({SUM!r}))
+print(live.run("theirs = 7\\nworld_size, mine == 'of this process'"))
+"""
 
 
 def test_cells_errors_names_and_a_restart(namespace, monkeypatch):
@@ -41,10 +50,13 @@ def test_cells_errors_names_and_a_restart(namespace, monkeypatch):
         assert repr(live.run("'before' in globals()")) == "ranks 0-3: False"
         print(f"a restart and its first cell: {time.monotonic() - began:.1f} s")
         assert repr(live.run(SUM)) == "ranks 0-3: 4.0"
-        # Another process of the user: names, numbers and a broken group are read in the job's events.
+        # Another process of the user, such as a restarted kernel: names, numbers and a broken group are read in the job's events.
         with pytest.raises(CellError):
             live.run("mine = rank\nif rank == 3: 1 / 0\ndist.barrier()")
-        other = kd.attach(live.ref)
-        assert other is live
+        ended = subprocess.run(
+            [sys.executable, "-c", OTHER, live.ref], capture_output=True, text=True, timeout=100, check=True
+        )
+        assert ended.stdout.splitlines() == ["ranks 0-3: 4.0", "ranks 0-3: (4, False)"]
+        assert repr(live.run("theirs")) == "ranks 0-3: 7"
     assert live.status.state == "succeeded"
     live.delete()

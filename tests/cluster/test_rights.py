@@ -98,3 +98,15 @@ def test_without_patch_and_delete_a_running_job_can_be_cancelled_and_not_deleted
         job.result(60)
     with pytest.raises(BackendError, match="may not delete pytorchjobs"):
         job.delete()
+
+
+def test_without_any_connection_warm_pods_and_live_ranks_are_refused(become, namespace, plain_image):
+    become(PORT_FORWARD)
+    for call in (
+        lambda: kd.launch(
+            bytes_of, 1, number_of_processes=1, on=pods_in(namespace, image=plain_image, keep_warm="1 min")
+        ),
+        lambda: kd.live(1, on=pods_in(namespace, image=plain_image)),
+    ):
+        with pytest.raises(BackendError, match=r"may not create, get pods/portforward(.|\n)*keep_warm"):
+            call()

@@ -17,6 +17,25 @@ def summed(factor):
     return value.item() * factor
 
 
+def leaves_and_looks():
+    """What is seen of a job before in the same containers; then leaves what the next one must not see."""
+    import random
+    import subprocess
+    import sys
+
+    child = "sleep 321"
+    commands = [
+        path.read_bytes().replace(b"\0", b" ").decode() for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
+    ]
+    seen = [
+        "LEFT" in os.environ, "left" in sys.modules, pathlib.Path("left.txt").exists(), child in " ".join(commands)
+    ]  # fmt: skip
+    os.environ["LEFT"], sys.modules["left"] = "yes", sys
+    pathlib.Path("left.txt").write_text("yes")
+    subprocess.Popen(child.split(), start_new_session=True)
+    return seen, random.random()
+
+
 def succeed():
     print(f"rank {kd.context().rank} of 2")
 

@@ -4,8 +4,9 @@ import subprocess
 import sys
 import textwrap
 
+import nbformat
 import pytest
-from container_work import hang, succeed, waits_a_little
+from container_work import hang, leaves_and_looks, succeed, waits_a_little
 
 import kale_dist as kd
 from kale_dist.errors import BackendError
@@ -43,13 +44,15 @@ def launch_and_wait_for_ranks(function, on, *arguments, **options):
 
 
 def test_calls_that_fit_use_the_same_containers_and_the_note_says_why_another_does_not(engine, on, capsys):
-    first = launch(succeed, on)
-    first.result()
+    first = launch(leaves_and_looks, on)
+    left = first.results()
     there = names(engine)
     [one] = warm_sets()
     assert f"kale-dist cancel {one.ref}" in capsys.readouterr().err
-    second = launch(succeed, on, timeout_s=60, seed=7)
-    second.result()
+    second = launch(leaves_and_looks, on, timeout_s=60)
+    seen = second.results()
+    assert [one for one, _ in seen] == [[False] * 4] * 2
+    assert {number for _, number in seen}.isdisjoint({number for _, number in left})
     assert (names(engine), len(there)) == (there, 2)
     first.delete()
     assert second.status.state is StateName.SUCCEEDED
@@ -83,21 +86,39 @@ def test_a_run_whose_head_is_lost_is_followed_by_one_in_other_containers(engine,
     assert (job.status.attempt, len(warm_sets())) == (1, 2)
 
 
-def test_warm_containers_that_a_script_made_outlive_it_and_another_process_uses_them(engine, on, plain_image):
-    code = f"""
+def test_warm_containers_outlive_the_commands_that_use_them(engine, on, plain_image, tmp_path):
+    """A script makes them; `kale-dist launch` and `kale-dist run`, each a process of its own, use them at once."""
+    place = f"kd.Docker(image={plain_image!r}, keep_warm='2 min')"
+    script = f"""
         import sys
         sys.path[:0] = {sys.path!r}
         import kale_dist as kd
         from container_work import succeed
         if __name__ == "__main__":
-            kd.launch(succeed, number_of_processes=2, on=kd.Docker(image={plain_image!r}, keep_warm="2 min")).result()
+            kd.launch(succeed, number_of_processes=2, on={place}).result()
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+    cells = [
+        nbformat.v4.new_code_cell(
+            f"import kale_dist as kd\nkd.launch(len, [1], number_of_processes=2, on={place}).result()"
+        )
+    ]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "one.ipynb")
+    (tmp_path / "one.py").write_text("print('runs')")
+    settings = ("--set", "image", plain_image, "--set", "keep_warm", "2 min")
+    command = [sys.executable, "-m", "kale_dist.cli"]
+    said = ""
+    for words in (
+        [sys.executable, "-c", textwrap.dedent(script)],
+        [*command, "launch", "one.py", "-n", "2", "--on", "docker", *settings],
+        [*command, "launch", "one.py", "-n", "2", "--on", "docker", *settings],
+        [*command, "run", "one.ipynb", "-o", "ended.ipynb"],
+    ):
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+        said += ended.stdout + ended.stderr
     [one] = warm_sets()
-    assert one.ref in ended.stderr
+    assert said.count(f"To end it before: kale-dist cancel {one.ref}") == 1
+    assert "keeps running" not in said
     there = names(engine)
     launch(succeed, on).result()
     assert (len(there), names(engine)) == (2, there)

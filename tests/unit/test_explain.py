@@ -227,6 +227,15 @@ def test_rights_that_are_missing_are_granted_by_one_role_that_is_printed_once():
     assert "kind: Role\n" in str(next(finding.trouble for finding in found if finding.is_fatal))
 
 
+def test_warm_pods_and_live_ranks_need_a_connection_to_pods():
+    cluster, kind = types.SimpleNamespace(namespace="team", identity="ann"), KINDS["pytorch"]
+    allowed = frozenset(f"{verb} {right.resource}" for right in checks.roles.rights(kind) for verb in right.verbs)
+    allowed -= {"create pods/portforward"}
+    for connects in (False, True):
+        [finding] = checks.missing_rights(cluster, kind, allowed, connects=connects)
+        assert ("pods/portforward" in finding.trouble.sentence, finding.is_fatal) == (True, connects)
+
+
 def test_a_scheduler_that_does_not_come_is_named():
     assert "volcano" in explain.progress(_pod(node="", scheduler="volcano"), _view())
     assert pod_view({"metadata": {"name": "x"}, "spec": {"schedulerName": "default-scheduler"}}).scheduler == ""

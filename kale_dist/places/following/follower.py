@@ -10,6 +10,7 @@ from the last checkpoint, as long as `max_restarts` allows it; a run after a sus
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import pathlib
@@ -65,6 +66,7 @@ MAX_PODS, MAX_LINES, MAX_BYTES = 3, 20, 1 << 14
 """How many failed pods have their last output copied into the log, and how much of it: the first that failed say why."""
 
 _NAMED = 5
+_ACK_S = 5.0
 _MIB = 1 << 20
 FIRST_SIGNAL = 128
 """Pods with an exit code from here on may be made again: a signal has ended them, or they had lost the head."""
@@ -503,7 +505,7 @@ class Follower:
             self._reader.stop()
         if verdict.state is StateName.FAILED:
             self._keep_last_words()
-        copy = self._copy
+        copy, join = self._copy, self._thread.join
         may_go_on = verdict.may_restart and self._key is not None and not records.canceller(self._files)
         if may_go_on and self._used_restarts() < self._max_restarts:
             self._plan_run(verdict.reason)
@@ -513,6 +515,8 @@ class Follower:
         left = self._end_pods(verdict)
         if left is None:
             return False
+        # A command exits once the job has ended; the head, and in warm pods the next job, waits to hear that the results are here.
+        atexit.register(join, _ACK_S)
         if copy.verdict is not None and copy.verdict.reason == verdict.reason:
             copy.release(note=left)
         else:
@@ -522,6 +526,7 @@ class Follower:
             copy.release(events, note=left)
         if self._head_runs:
             self._ask_head(HeadClient.ack)
+        atexit.unregister(join)
         return True
 
     @property

@@ -80,9 +80,10 @@ class WarmPlace:
                 continue
             handle = handle_in(there, secrets.token_hex(8))
             try:
-                if not self._offer(handle, key):
+                if not (why := self._offer(handle, key)):
                     _use(self.inner, there)
                     return handle
+                others.append(f"{there.ref} does not take this job: {why}")
             except NoConnectionError:
                 raise
             except BackendError:

@@ -60,8 +60,8 @@ _FOR_ALL = (
     Right(
         resource="pods/portforward",
         verbs=("create", "get"),
-        without="Nothing can be sent to pods or fetched from them: snapshots over 500 kB and weights need a store (store=), and "
-        "a chatty log arrives with gaps",
+        without="Nothing can be sent to pods or fetched from them: snapshots over 500 kB and weights need a store (store=), a "
+        "chatty log arrives with gaps, and there are no warm pods (keep_warm) and live ranks",
     ),
     Right(
         resource="events",
