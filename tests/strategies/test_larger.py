@@ -90,6 +90,7 @@ def test_weights_are_read_from_safetensors(tmp_path):
             assert value.equal(given.state_dict()[name]), name
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_lost_does_not_lose_the_parts(tmp_path):
     mark = tmp_path / "lost"
 
