@@ -17,7 +17,7 @@ help: ## What there is to make
 	@echo
 	@echo "  ARGS=...         more arguments for pytest: make test ARGS='-k sharding -x'"
 	@echo "  LANES=...        how many tests run at once (2): make test LANES=0 ARGS='--pdb'"
-	@echo "  SLICE=...        one slice of the nightly, 0 to 10: make nightly SLICE=3"
+	@echo "  SLICE=...        one slice of the nightly, 0 to 11: make nightly SLICE=3"
 	@echo "  PYTHON=...       another interpreter than python3"
 	@echo "  REPOSITORY=...   where a release's README has its pictures: make release REPOSITORY=https://github.com/me/kale_dist"
 	@echo "  TORCH_INDEX=...  where PyTorch comes from, such as https://download.pytorch.org/whl/cu128"
@@ -37,7 +37,7 @@ gpu: PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu: ## The tests that need a GPU, in nine minutes, and what they measure into build/gpu; installs nothing
 	@$(PYTHON) tests/gpu/run.py --out build/gpu $(ARGS)
 
-nightly: $(VENV)/test.stamp $(VENV)/nightly.stamp ## What takes long and rarely breaks: more browsers and faults, a thousand jobs, the newest PyTorch
+nightly: $(VENV)/test.stamp $(VENV)/nightly.stamp ## What takes long and rarely breaks: more browsers and faults, a thousand jobs, the newest and oldest PyTorch
 	@LANES=$(LANES) .ci/nightly $(PYTHON) $(SLICE)
 
 stress: $(VENV)/test.stamp ## A thousand jobs in a row: none may hang, abort or leave anything (ARGS="100 kubernetes")

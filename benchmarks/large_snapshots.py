@@ -30,6 +30,7 @@ import torch
 
 from kale_dist import wire
 from kale_dist.places.following.client import HeadClient
+from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import BlockReader, EventBlock, EventKind, InputFiles, JobFiles, Order, PodVariable, Policy, Source
 from kale_dist.wire.blobs import FolderStore
@@ -147,11 +148,8 @@ class Pods:
             time.sleep(0.1)
         self._follower.start()
 
-    def end(self, tensors: int) -> list[list[int]]:
+    def end(self) -> list[list[int]]:
         """What the ranks have returned, once all has ended."""
-        from kale_dist.snapshot import outcome
-
-        del tensors
         self._follower.join()
         found = []
         for rank in range(len(self.processes)):
@@ -192,7 +190,7 @@ def measure(asked: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
     try:
         pods.wait_for_pods()
         pods.client.upload(pods.store, pods.blobs)
-        (bare,) = pods.end(0)
+        (bare,) = pods.end()
     finally:
         pods.kill()
     model = [torch.full((count,), number) + torch.rand(count) for number in range(asked.tensors)]
@@ -208,7 +206,7 @@ def measure(asked: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
             while not pods.running_at:
                 time.sleep(0.01)
         sent = [(written_bytes(pid) - was - pods.size) / pods.size for pid, was in zip(pids, before, strict=True)]
-        ranks = pods.end(asked.tensors)
+        ranks = pods.end()
     finally:
         pods.kill()
     return {

@@ -140,9 +140,10 @@ def follow(job: kd.Job[Any], namespace: str, fits: int, before: float) -> None:
     print(view.text(status))
     if fits > 20:  # noqa: PLR2004 - the large job
         break_pods(job, namespace)
-    with told("cancel"):
-        job.cancel()
-    with told("until it is cancelled"), contextlib.suppress(kd.KaleDistError):
+    else:
+        with told("cancel"):
+            job.cancel()
+    with told("until it has ended"), contextlib.suppress(kd.KaleDistError):
         job.wait(timeout=120)
     with told("delete"):
         job.delete()
@@ -150,27 +151,6 @@ def follow(job: kd.Job[Any], namespace: str, fits: int, before: float) -> None:
 
 def break_pods(job: kd.Job[Any], namespace: str) -> None:
     """Evict some pods, and let one lack its image."""
-
-    def uids() -> dict[str, str]:
-        found = subprocess.check_output(
-            ["kubectl", "-n", namespace, "get", "pods", "-o", r"jsonpath={range .items[*]}{.metadata.name} {.metadata.uid}{'\n'}{end}"],
-            text=True,
-        )  # fmt: skip
-        return dict(line.split() for line in found.splitlines())
-
-    evicted, before = [f"{job.name}-worker-{number}" for number in range(10, 15)], uids()
-    with told("5 pods evicted, until they are made again"):
-        for name in evicted:
-            body = {
-                "apiVersion": "policy/v1",
-                "kind": "Eviction",
-                "metadata": {"name": name, "namespace": namespace},
-            }
-            path = f"/api/v1/namespaces/{namespace}/pods/{name}/eviction"
-            subprocess.run(["kubectl", "create", "--raw", path, "-f", "-"], input=json.dumps(body), text=True, check=True, capture_output=True)  # fmt: skip
-        until(lambda: job.done() or not {(name, before[name]) for name in evicted} & uids().items())
-        time.sleep(5)
-    print(job.status.state, job.status.reason)
     waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "team/missing:1"'}
     container = {"name": "pytorch", "image": "team/missing:1", "imageID": "", "ready": False, "restartCount": 0}
     lacks = {"status": {"phase": "Pending", "containerStatuses": [{**container, "state": {"waiting": waiting}}]}}
@@ -181,6 +161,18 @@ def break_pods(job: kd.Job[Any], namespace: str) -> None:
         )  # fmt: skip
         with contextlib.suppress(TimeoutError):
             until(lambda: "team/missing" in job.status.reason, 30)
+    print(job.status.state, job.status.reason)
+    evicted = [f"{job.name}-worker-{number}" for number in range(10, 15)]
+    with told("5 pods evicted, until the job has failed"):
+        for name in evicted:
+            body = {
+                "apiVersion": "policy/v1",
+                "kind": "Eviction",
+                "metadata": {"name": name, "namespace": namespace},
+            }
+            path = f"/api/v1/namespaces/{namespace}/pods/{name}/eviction"
+            subprocess.run(["kubectl", "create", "--raw", path, "-f", "-"], input=json.dumps(body), text=True, check=True, capture_output=True)  # fmt: skip
+        until(job.done)
     print(job.status.state, job.status.reason)
 
 

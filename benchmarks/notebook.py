@@ -2,7 +2,8 @@
 
 Beside it the same lines without a widget: printed by the cell that follows the job. (Appended to an `ipywidgets.Output`
 they were not through after two minutes.) Run it with `.venv/bin/python benchmarks/notebook.py` after `make test`, on a machine
-that is else idle. It needs Debian's chromium. Aims: 99 of 100 lines within 40 ms, and 6 % of a core for the kernel,
+that is else idle. `benchmarks/notebook.py quiet` is of 1,000 ranks that print nothing: how late the page's own timers are.
+It needs Debian's chromium. Aims: 99 of 100 lines within 40 ms, and 6 % of a core for the kernel,
 at 1,000 lines a second and 256 ranks with curves within the epoch.
 """
 
@@ -25,6 +26,9 @@ WORK = f"""
 import kale_dist as kd, subprocess, sys, time
 from kale_dist.wire import EventKind, RankStateName
 from fake_backend import FakeBackend
+from kale_dist.calls import request
+
+request._RANK_BYTES = 0  # a script plays the 1,000
 
 def talk(lines_each_s):
     began = time.monotonic()
@@ -60,9 +64,15 @@ def crowd(run):
         for tenth in range(10):
             run.event(EventKind.LOSS, epoch=1, step=10 * step + tenth, steps=10000, loss=1 / (step + tenth / 10))
             time.sleep(0.1)
+
+def quiet(run):
+    for rank in range(997):
+        run.event(EventKind.RANK, rank=rank, state=RankStateName.RUNNING)
+    time.sleep({3 * SECONDS})
 """
 TWO = "kd.launch(talk, {rate}, number_of_processes=2)"
 CROWD = "kd.launch(time.sleep, 0, number_of_processes=256, on=FakeBackend(crowd))"
+QUIET = "kd.launch(time.sleep, 0, number_of_processes=1000, on=FakeBackend(quiet))"
 WIDGET = "job = {call}\njob"
 PRINT = "job = {call}\nfor line in job.logs(follow=True): print(line)"
 CASES = {
@@ -71,6 +81,7 @@ CASES = {
     "the same, printed by the cell": (TWO.format(rate=500), PRINT),
     "256 ranks, 1,000 lines a second": (CROWD, WIDGET),
 }
+SILENT = "1,000 ranks, no lines"
 LISTEN = """cell => {
     const seen = new Set();
     const note = (text, now) => {
@@ -87,6 +98,15 @@ LISTEN = """cell => {
         // A cell's plain output is one text that is replaced: what is new is at its end.
         for (const place of new Set(changes.map((change) => change.target))) note(place.textContent.slice(-20000), now);
     }).observe(cell, {childList: true, subtree: true, characterData: true});
+}"""
+
+TICK = """cell => {
+    const late = window.late = [];
+    const tick = () => {
+        const due = performance.now() + 20;
+        setTimeout(() => late === window.late && (late.push((performance.now() - due) / 1000), tick()), 20);
+    };
+    tick();
 }"""
 
 
@@ -111,13 +131,13 @@ def used_by_kernel(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(notebook: jupyter_lab.Notebook, pid: int, code: str) -> Figures:
-    """Run a cell that shows a job, and look at its lines in the page."""
+def measure(notebook: jupyter_lab.Notebook, pid: int, code: str, listen: str) -> Figures:
+    """Run a cell that shows a job, and look at its lines in the page, or at the page's timers."""
     cell = notebook.start(code)
     cell.locator(".jp-OutputArea-output").first.wait_for(state="attached", timeout=60_000)
     # What nobody sees is sent nothing.
     cell.evaluate("cell => cell.scrollIntoView()")
-    cell.get_by_text("line=").first.wait_for()
+    (cell.get_by_text("line=").first if listen == LISTEN else cell.get_by_text("997 running")).wait_for()
     client = notebook.page.context.new_cdp_session(notebook.page)
     client.send("Performance.enable")
 
@@ -125,7 +145,7 @@ def measure(notebook: jupyter_lab.Notebook, pid: int, code: str) -> Figures:
         found = client.send("Performance.getMetrics")["metrics"]
         return float(next(one["value"] for one in found if one["name"] == "TaskDuration"))
 
-    cell.evaluate(LISTEN)
+    cell.evaluate(listen)
     seconds = SECONDS - 4.0
     kernel, page = used_by_kernel(pid), used_by_page()
     notebook.page.wait_for_timeout(1000 * seconds)
@@ -147,10 +167,12 @@ def main() -> None:
         notebook.run_cell(0)
         notebook.wait_idle()
         pid = int(notebook.value("import os; print(os.getpid())"))
-        found: dict[str, list[Figures]] = {case: [] for case in CASES}
+        cases = {SILENT: (QUIET, WIDGET)} if sys.argv[1:] == ["quiet"] else CASES
+        found: dict[str, list[Figures]] = {case: [] for case in cases}
         for _ in range(ROUNDS):
-            for case, (call, shown) in CASES.items():
-                found[case].append(measure(notebook, pid, shown.format(call=call)))
+            for case, (call, shown) in cases.items():
+                listen = TICK if case == SILENT else LISTEN
+                found[case].append(measure(notebook, pid, shown.format(call=call), listen))
         for case, figures in found.items():
             lines, p50, p99, kernel, page = (statistics.median(column) for column in zip(*figures, strict=True))
             shares = "".join(f"{100 * share:9.1f} % core" for share in (kernel, page))

@@ -3,7 +3,7 @@
 Run it with `python benchmarks/trivial_jobs.py [jobs] [local | docker | kubernetes]` (1,000 and local if left out; elsewhere
 `KALE_DIST_IMAGE` and `KALE_DIST_NAMESPACE` say where). Every second job destroys the process group before its
 DistributedDataParallel model dies, the others after; under other launchers the first order hangs or aborts up to a third of such
-jobs with torch 2.13 and gloo. What is held is counted in this process, its agent and all below, after a tenth of the jobs and at the end.
+jobs with torch 2.13 and gloo. What is held is counted in this process, its agent and all below, after each tenth of the jobs.
 """
 
 from __future__ import annotations
@@ -111,26 +111,20 @@ def main(jobs: int, where: str) -> int:
     """Run and print; gives 1 if anything went wrong."""
     place = PLACES[where]()
     outcomes: Counter[str] = Counter()
-    seconds, before = [], None
+    seconds, found = [], []
     for number in range(1, jobs + 1):
         start = time.monotonic()
         outcomes[run_one(place, number)] += 1
         seconds.append(time.monotonic() - start)
-        if number == max(1, jobs // 10):
+        if number % max(1, jobs // 10) == 0:
             time.sleep(5)
-            before = held(where)
-            print(f"after {number}: {before[0]}, {before[1]:.0f} MiB", flush=True)
-    time.sleep(5)
-    after = held(where)
-    print(f"after {jobs}: {after[0]}, {after[1]:.0f} MiB")
+            found.append(held(where))
+            print(f"after {number}: {found[-1][0]}, {found[-1][1]:.0f} MiB", flush=True)
     print(
         f"{jobs} jobs of {RANKS} ranks, {where}: {dict(outcomes)}; median {statistics.median(seconds):.3f} s, max {max(seconds):.3f} s"
     )
-    is_flat = (
-        before is not None
-        and after[1] <= before[1] + GROWTH_MIB
-        and all(count <= before[0][name] for name, count in after[0].items())
-    )
+    (first, first_mib), (last, last_mib) = found[0], found[-1]
+    is_flat = last_mib <= first_mib + GROWTH_MIB and all(count <= first[name] for name, count in last.items())
     return int(outcomes != {"succeeded": jobs} or not is_flat)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -89,6 +90,7 @@ def main() -> None:
     axes.set(xlabel="step", ylabel="loss of rank 0", ylim=(0, None), xlim=(0, max(whole) + 1))
     axes.legend(fontsize=8)
     figure.savefig(PICTURE, dpi=150)
+    Image.open(PICTURE).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(PICTURE, optimize=True)
     worst = max(abs(whole[step] - value) for attempt in attempts for step, value in attempt.items())
     print(f"{PICTURE}: {PICTURE.stat().st_size / 1000:.0f} kB; largest difference of a loss {worst}")
 

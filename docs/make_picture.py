@@ -1,12 +1,14 @@
-"""Make docs/pictures in a real JupyterLab: a training of digits half way, one that failed, jobs compared, and the form.
+"""Make docs/pictures in a real JupyterLab: trainings of digits in several states, a sweep, the form.
 
-Run it with `.venv/bin/python docs/make_picture.py` after `make test`. It needs Debian's chromium.
+Run it with `.venv/bin/python docs/make_picture.py` after `make test`, with the names of some pictures for these alone. It needs
+Debian's chromium. What a cluster says is played.
 """
 
 from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from PIL import Image
@@ -20,6 +22,8 @@ SETUP = """
 import time
 import kale_dist as kd
 import torch
+from fake_backend import FakeBackend
+from kale_dist.wire import EventKind, StateName
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -53,6 +57,14 @@ def broken_step(model, data_loader, criterion, optimizer, device, args):
         loss = criterion(model(x), y) * args["weight"]
         loss.backward()
         optimizer.step()
+
+def full(run):
+    reason = ("Pod digits-master-0 waits: it asks for 8 nvidia.com/gpu and no node has that many free (0/3 nodes are available: "
+        "3 Insufficient nvidia.com/gpu). Ask for fewer GPUs a pod (processes_per_pod=, gpus in resources=), or wait until other jobs end.")
+    run.event(EventKind.STATE, state=StateName.PENDING, reason=reason)
+    run.cancelled.wait()
+
+cluster = FakeBackend(full)
 """
 CALL = """job = kd.distribute(
     model, train_loader, criterion, optimizer, train_step,
@@ -84,6 +96,14 @@ SWEPT = """def call(trial):
 sweep = kd.sweep(call, metric="eval/accuracy", direction="maximize", trials=10, name="lr")
 sweep.wait()
 sweep"""
+PENDING = """job = kd.distribute(
+    model, train_loader, criterion, optimizer, number_of_processes=2, on=cluster, name="digits",
+)
+job"""
+PROFILED = """job = kd.distribute(
+    model, train_loader, criterion, optimizer, number_of_processes=2, profile=10, name="profiled",
+)
+job"""
 HALF_WAY = """() => Number(document.querySelector('.kd-job [role=progressbar]')?.ariaValueNow) >= 62"""
 
 
@@ -93,39 +113,88 @@ def keep(page: Any, cell: Any, name: str, *, left_out: int = 8) -> None:
     file = PICTURES / name
     box = cell.bounding_box()
     page.screenshot(path=file, clip={**box, "x": box["x"] + left_out, "width": box["width"] - left_out})
-    Image.open(file).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
+    Image.open(file).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        file, optimize=True
+    )
     print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
 
 
+def widget(name: str, code: str) -> Callable[[jupyter_lab.Notebook], None]:
+    """Draws a job's view, once it has this state."""
+    state, _, _ = name.partition("-")
+
+    def draw(notebook: jupyter_lab.Notebook) -> None:
+        cell = notebook.start(code)
+        cell.locator(f".kd-job[data-state={state}]").wait_for(timeout=300_000)
+        notebook.page.wait_for_timeout(1000)
+        keep(notebook.page, cell, f"{name.rpartition('-')[2]}.png")
+        notebook.value("job.cancel(); job.wait()")
+
+    return draw
+
+
+def output(name: str, code: str, sign: str) -> Callable[[jupyter_lab.Notebook], None]:
+    """Draws what is below a cell, once it has this text."""
+
+    def draw(notebook: jupyter_lab.Notebook) -> None:
+        cell = notebook.start(code)
+        cell.get_by_text(sign).first.wait_for(timeout=300_000)
+        keep(notebook.page, cell.locator(".jp-OutputArea-output").last, f"{name}.png", left_out=0)
+
+    return draw
+
+
+def half_way(notebook: jupyter_lab.Notebook) -> None:
+    """Draws a training that runs, with the pointer on a chart."""
+    cell = notebook.start(CALL)
+    notebook.page.wait_for_function(HALF_WAY, timeout=300_000)
+    # One pointer for all charts.
+    cell.locator(".kd-frame").first.hover(position={"x": 220, "y": 60})
+    keep(notebook.page, cell, "job.png")
+    notebook.value("job.cancel(); job.wait()")
+
+
+def filled_form(notebook: jupyter_lab.Notebook) -> None:
+    """Draws the form of a call with Docker that resumes from a job of `compare`."""
+    cell = notebook.start("kd.form()")
+    cell.get_by_label("Where").select_option("docker")
+    filled = {
+        "Epochs": "16",
+        "Processes": "2",
+        "Image": "team/torch:2.13",
+        "Resume from": "digits-3",
+        "Keep warm": "10 min",
+    }
+    for label, text in filled.items():
+        cell.get_by_label(label).fill(text)
+    cell.get_by_role("button", name="Run").and_(cell.locator(":enabled")).wait_for()
+    cell.get_by_text("keep_warm='10 min'").click()
+    keep(notebook.page, cell, "form.png")
+
+
+PICTURES_OF: dict[str, Callable[[jupyter_lab.Notebook], None]] = {
+    "job": half_way,
+    "failed": widget("failed", FAILS),
+    "pending": widget("pending", PENDING),
+    "profile": widget("succeeded-profile", PROFILED),
+    "compare": output("compare", COMPARED, "The same in all"),
+    "jobs": output("jobs", "kd.jobs()", "digits-3"),
+    "sweep": output("sweep", SWEPT, "10 of 10 trials"),
+    "form": filled_form,
+}
+
+
 def main() -> None:
-    """Make all pictures."""
+    """Make all pictures, or those that are named."""
     PICTURES.mkdir(exist_ok=True)
     with jupyter_lab.lab_and_browser() as (server, browser):
         context = browser.new_context(viewport={"width": 960, "height": 1100}, device_scale_factor=1.5)
-        content = jupyter_lab.new_notebook([CALL, FAILS, COMPARED, SWEPT, "kd.form()"])
-        notebook = jupyter_lab.Notebook(server, context, "digits.ipynb", content)
+        notebook = jupyter_lab.Notebook(server, context, "digits.ipynb", jupyter_lab.new_notebook([]))
+        notebook.page.set_default_timeout(120_000)
         notebook.value(SETUP)
-        job = notebook.run_cell(0)
-        notebook.page.wait_for_function(HALF_WAY, timeout=120_000)
-        # One pointer for all charts.
-        job.locator(".kd-frame").first.hover(position={"x": 220, "y": 60})
-        keep(notebook.page, job, "job.png")
-        notebook.value("job.cancel(); job.wait()")
-        failed = notebook.run_cell(1)
-        failed.locator(".kd-job[data-state=failed]").wait_for(timeout=120_000)
-        notebook.page.wait_for_timeout(1000)
-        keep(notebook.page, failed, "failed.png")
-        compared = notebook.run_cell(2)
-        compared.get_by_role("group", name="Comparison of jobs").wait_for(timeout=300_000)
-        keep(notebook.page, compared.locator(".jp-OutputArea-output").last, "compare.png", left_out=0)
-        swept = notebook.run_cell(3)
-        swept.get_by_role("group", name="Sweep lr").get_by_text("10 of 10 trials").wait_for(timeout=300_000)
-        keep(notebook.page, swept.locator(".jp-OutputArea-output").last, "sweep.png", left_out=0)
-        form = notebook.run_cell(4)
-        form.get_by_label("Epochs").fill("8")
-        form.get_by_label("Processes").fill("2")
-        form.get_by_text("number_of_processes=2").wait_for()
-        keep(notebook.page, form, "form.png")
+        notebook.page.add_style_tag(content=".jp-cell-toolbar { display: none !important; }")
+        for name in sys.argv[1:] or PICTURES_OF:
+            PICTURES_OF[name](notebook)
         notebook.close()
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kale_dist.sweeps import sweep
     from kale_dist.wire.context import context, report
     from kale_dist.worker.training.data.lazy_dataset import dataset
+    from kale_dist.worker.training.parts import pretrained
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ __all__ = [
     "jobs",
     "launch",
     "live",
+    "pretrained",
     "render",
     "report",
     "run_notebook",
@@ -78,6 +80,7 @@ _HOMES = {
     "jobs": "calls.verbs",
     "launch": "calls.verbs",
     "live": "calls.verbs",
+    "pretrained": "worker.training.parts",
     "render": "calls.verbs",
     "report": "wire.context",
     "run_notebook": "runner.execution",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kale_dist import config, places, strategies
 from kale_dist.calls import image_checks, save_to, training_checks
+from kale_dist.calls.checks import title
 from kale_dist.calls.options import Options
 from kale_dist.calls.resuming import Continued, Earlier
 from kale_dist.errors import ConfigError
@@ -162,14 +163,17 @@ def checked(
     if function is not None:
         what, training, label = function, None, function.label
     else:
-        target, volumes = save_to.find(given["save_to"], volumes, backend.name)
-        settled = {"strategy": strategies.resolve(given["strategy"]), "save_to": target}
+        strategy = strategies.resolve(given["strategy"])
+        in_parts = strategy.word == "fsdp" and Training.is_made_by(given["model"])
+        target, volumes = save_to.find(given["save_to"], volumes, backend.name, in_parts=in_parts)
+        settled = {"strategy": strategy, "save_to": target}
         what = training = Training(
             **{**{field.name: given[field.name] for field in dataclasses.fields(Training)}, **settled}
         )
         training_checks.check(training)
         model = training.model
-        label = f"train {' '.join(model) if isinstance(model, dict) else type(model).__name__}"
+        kind = title(getattr(model, "build", model)) if training.makes_model else type(model).__name__
+        label = f"train {' '.join(model) if isinstance(model, dict) else kind}"
     sizes = _sizes(options, place, training)
     _check_variables(options.environment, in_pods=not isinstance(place, Local))
     wanted = image_checks.ImageWanted()

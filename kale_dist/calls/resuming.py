@@ -62,7 +62,7 @@ class Earlier:
         if is_path:
             path = pathlib.Path(given).expanduser().absolute()
             # A job's folder has its checkpoint in it.
-            path = JobFiles(path).checkpoint if path.is_dir() else path
+            path = next((one for one in (JobFiles(path).checkpoint, path / "rest") if one.is_file()), path)
             if not path.is_file():
                 raise ConfigError(_ARGUMENT, f"there is no file {path}", "Give a checkpoint, a job or a job's name")
             return cls(origin=str(path), path=path)
@@ -98,18 +98,25 @@ class Earlier:
                 "Give a job, or the `checkpoint` of its folder. Weights alone go into the model by load_state_dict()"
             )
             raise ConfigError(_ARGUMENT, problem, remedy) from None
-        trained = Trained.of(training)
-        before = (found.resume or {}).get("given", {}).get("world_size", 1)
-        given = Given.of(training, trained, world_size or before)
-        if problem := checkpoint.misfit(found, trained, given):
-            remedy = "Make model and optimizer as for the earlier job, or take its weights alone: job.state_dict(partial=True)"
-            raise ConfigError(_ARGUMENT, f"the checkpoint of {self.origin} does not fit: {problem}", remedy)
         if found.epoch >= training.epochs:
             problem = f"{self.origin} has done {found.epoch} epochs, and epochs={training.epochs} counts them, too"
             raise ConfigError(_ARGUMENT, problem, f"Give epochs= more than {found.epoch}")
         batches = ((found.resume or {}).get("position") or {}).get("batches")
         where = f"in epoch {found.epoch + 1}, after {batches:,} batches" if batches else f"after epoch {found.epoch}"
         begun = f"The training of {self.origin} continues {where}, to epoch {training.epochs}."
+        if bool(found.parts) != training.in_parts:
+            kinds = ("one file", "a folder of parts")
+            problem = f"the checkpoint of {self.origin} is {kinds[bool(found.parts)]}, and those of this call are {kinds[training.in_parts]}"
+            raise ConfigError(_ARGUMENT, problem, "Give model= and strategy= as for the earlier job")
+        if training.makes_model:
+            # Ranks compare the rest: they have the objects.
+            return Continued(origin=self.origin, path=self.path, sentences=(begun,), options=(), schedule={})
+        trained = Trained.of(training)
+        before = (found.resume or {}).get("given", {}).get("world_size", 1)
+        given = Given.of(training, trained, world_size or before)
+        if problem := checkpoint.misfit(found, trained, given):
+            remedy = "Make model and optimizer as for the earlier job, or take its weights alone: job.state_dict(partial=True)"
+            raise ConfigError(_ARGUMENT, f"the checkpoint of {self.origin} does not fit: {problem}", remedy)
         differences = Differences(found, given)
         groups = (found.optimizer or {}).get("param_groups", ()) if differences.has_optimizer else ()
         return Continued(

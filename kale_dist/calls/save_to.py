@@ -22,13 +22,16 @@ _LASTING = (VolumeKind.CLAIM, VolumeKind.FOLDER, VolumeKind.HOST_PATH)
 _EXAMPLE = "Write it as '/data/model.pt', 'pvc://claim/folder/model.pt' or a URL such as 's3://bucket/model.pt'"
 
 
-def find(value: Any, volumes: tuple[Volume, ...], place: str) -> tuple[str | None, tuple[Volume, ...]]:
+def find(
+    value: Any, volumes: tuple[Volume, ...], place: str, *, in_parts: bool = False
+) -> tuple[str | None, tuple[Volume, ...]]:
     """Check where the model is to be saved.
 
     Args:
         value: As the user wrote it: a path, `pvc://claim/path`, a URL that fsspec opens, or None.
         volumes: Those of the job.
         place: `docker`, `kubernetes`, or another word for this machine.
+        in_parts: Whether it is a folder that all ranks write their parts to, with a model that they make.
 
     Returns:
         The path or the URL that rank 0 writes to, and the job's volumes: one more if none of them has the claim.
@@ -36,16 +39,24 @@ def find(value: Any, volumes: tuple[Volume, ...], place: str) -> tuple[str | Non
     Raises:
         ConfigError: This is no such place, or what is written there would be lost with the container.
     """
+    is_here = place not in ("docker", "kubernetes")
     if value is None:
+        if in_parts and not is_here:
+            problem = "it is left out, and each process has only a part of the model, which no other sees"
+            remedy = "Name a folder in a volume, such as volumes={'/data': ...}, save_to='/data/net'"
+            raise ConfigError("save_to", problem, remedy)
         return None, volumes
     if not isinstance(value, str | os.PathLike) or not os.fspath(value) or "\0" in str(value):
         raise ConfigError("save_to", f"{show(value)} names no file", _EXAMPLE)
-    text, is_here = os.fspath(value), place not in ("docker", "kubernetes")
+    text = os.fspath(value).rstrip("/" if in_parts else "")
     if is_here:
         text = text.removeprefix("file://")
     scheme, separator, rest = text.partition("://")
     if separator and scheme == "pvc":
         return _in_claim(text, rest, volumes, place)
+    if separator and in_parts:
+        problem = f"{shorten(text)} is a URL, and a model in parts is saved to a folder that all processes see"
+        raise ConfigError("save_to", problem, "Name a folder in a volume, such as '/data/net'")
     if text.endswith("/"):
         raise ConfigError("save_to", f"{shorten(text)} is a folder", f"Name a file in it: {text + 'model.pt'!r}")
     if separator:
@@ -56,7 +67,7 @@ def find(value: Any, volumes: tuple[Volume, ...], place: str) -> tuple[str | Non
     path = pathlib.Path(text).expanduser().absolute()
     if len(path.name.encode()) > _LONGEST_NAME:
         raise ConfigError("save_to", f"{shorten(path.name)} is too long for a file's name", "Give a shorter one")
-    if path.is_dir() or not path.parent.is_dir():
+    if (path.is_dir() and not in_parts) or not path.parent.is_dir():
         problem = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise ConfigError("save_to", problem, "Name a file in a folder that exists, such as 'model.pt'")
     return str(path), volumes

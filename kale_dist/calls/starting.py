@@ -79,9 +79,9 @@ def start(call: Call) -> Job[Any]:
         data = _data_warnings(what, backend.name, spec) if isinstance(what, Training) else ()
         for warning in (*call.warnings, *snapshot.notes, *notes, *data, *_disk_warnings()):
             warn(warning)
-        targets = None
+        targets: weights.Targets | weights.Unmade | None = None
         if isinstance(what, Training):
-            targets = weights.remember(what.model, what.optimizer, what.scheduler, what.kept)
+            targets = weights.of_training(what)
         elif "torch" in sys.modules and (models := models_in(what.args, what.kwargs)):
             targets = weights.remember(together(models), None)
         ref = backend.submit(spec, key)
@@ -155,7 +155,7 @@ def handle(
     spec: JobSpec,
     key: bytes | None,
     *,
-    targets: weights.Targets | None = None,
+    targets: weights.Targets | weights.Unmade | None = None,
     originals: References | None = None,
 ) -> Job[Any]:
     """A new handle of a job, which `known` gives from now on while it is referenced.
@@ -223,7 +223,7 @@ def _say_started(ref: JobRef, spec: JobSpec) -> None:
         say(f"{ref} starts on {ranks} rank{'' if ranks == 1 else 's'}")
 
 
-def _say_what_runs(targets: weights.Targets | None) -> None:
+def _say_what_runs(targets: weights.Targets | weights.Unmade | None) -> None:
     """Name the jobs that still run and that the user may think of as replaced: those of the same model or the same cell."""
     run = interrupts.running_cell()
     with _jobs_lock:
@@ -232,7 +232,8 @@ def _say_what_runs(targets: weights.Targets | None) -> None:
     for job in known_jobs:
         mine, (line, number) = inside(job).targets, _runs_of_cells.get(job, (None, run))
         with contextlib.suppress(KaleDistError):
-            if targets is not None and mine is not None and mine.model is targets.model and not job.done():
+            both = isinstance(targets, weights.Targets) and isinstance(mine, weights.Targets)
+            if both and mine.model is targets.model and not job.done():  # type: ignore[union-attr]
                 same_model.append(job.ref)
             # A loop of one cell starts several jobs on purpose.
             elif number != run and line == users_line() and not job.done():

@@ -68,6 +68,8 @@ def check(training: Training) -> None:
     Raises:
         ConfigError: The first thing that is wrong.
     """
+    if training.makes_model:
+        _check_functions(training)
     for one in _each("model", training.model):
         _check_model(one)
     _check_loader("train_data_loader", training.train_data_loader)
@@ -75,7 +77,7 @@ def check(training: Training) -> None:
         _check_loader("eval_data_loader", training.eval_data_loader)
     needed_by = _ready_made(training.train_step, training.eval_data_loader, training.eval_step)
     _check_criterion(training.criterion, training.model, needed_by=needed_by)
-    for one in _each("optimizer", training.optimizer):
+    for one in () if training.makes_model else _each("optimizer", training.optimizer):
         _check_optimizer(one, training.model, training.criterion, is_ready_made=training.train_step is None)
     if isinstance(training.model, dict) or isinstance(training.optimizer, dict):
         _check_several(training)
@@ -84,7 +86,8 @@ def check(training: Training) -> None:
     _check_step("eval_step", training.eval_step)
     if training.eval_step is not None and training.eval_data_loader is None:
         raise ConfigError("eval_step", "it was given without eval_data_loader", "Give both, or neither")
-    _check_scheduler(training.scheduler, training.optimizer)
+    if not training.makes_model:
+        _check_scheduler(training.scheduler, training.optimizer)
     check_fields(training, _PLAIN)
     _check_callbacks(training)
 
@@ -113,11 +116,12 @@ def check_on(training: Training, request: Request, *, is_local: bool) -> tuple[s
                 )
                 raise ConfigError("strategy", problem, "Use strategy='ddp'")
     topology = request.topology
-    training.strategy.check(
-        _conditions(
-            training, topology.number_of_processes, topology.processes_per_pod, is_local=is_local, cuda=request.cuda
+    if not training.makes_model:
+        training.strategy.check(
+            _conditions(
+                training, topology.number_of_processes, topology.processes_per_pod, is_local=is_local, cuda=request.cuda
+            )
         )
-    )
     return tuple(_undivided(training)) if layout.shards > 1 else ()
 
 
@@ -139,6 +143,8 @@ def sizes(training: Training, asked: Sequence[int], per_pod: int | None, *, cuda
     Raises:
         ConfigError: It can have none of them; says why of the largest.
     """
+    if training.makes_model:
+        return tuple(asked)
     found: list[int] = []
     for size in asked:
         try:
@@ -180,11 +186,33 @@ def rank_bytes(training: Training) -> int:
     return sum(2 * one.numel() * one.element_size() for one in parameters)
 
 
+def _check_functions(given: Training) -> None:
+    """Check a training whose ranks make the model by a function, or refuse a class in the place of a model."""
+    optimizer = given.optimizer
+    if not callable(optimizer):
+        if isinstance(given.model, type):
+            problem = f"{given.model.__name__} is a class"
+            remedy = f"Make one: {given.model.__name__}(), or give a function of its parameters as optimizer, too"
+            raise ConfigError("model", problem, remedy)
+        problem = f"{show(optimizer)} has no parameters of the model, which the processes make"
+        remedy = "Give a function of them: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
+        raise ConfigError("optimizer", problem, remedy)
+    if given.scheduler is not None and not callable(given.scheduler):
+        remedy = "Give a function of it: lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+        raise ConfigError("scheduler", "its optimizer is not that of the model, which the processes make", remedy)
+    word = given.strategy.word
+    if word not in ("ddp", "fsdp"):
+        problem = f"{word!r} takes a model, and here the processes make it"
+        raise ConfigError("strategy", problem, "Use 'fsdp' or 'ddp', or give a model in the place of a function")
+    keeps = [one for one in given.callbacks if isinstance(one, callbacks.Average | callbacks.ModelCheckpoint)]
+    if keeps and given.in_parts:
+        problem = f"{type(keeps[0]).__name__} keeps whole weights, and no process has them"
+        raise ConfigError("callbacks", problem, "Leave it out, or use strategy='ddp'")
+
+
 def _check_model(model: Any) -> None:
     import torch
 
-    if isinstance(model, type) and issubclass(model, torch.nn.Module):
-        raise ConfigError("model", f"{model.__name__} is a class", f"Make one: {model.__name__}()")
     if isinstance(model, list | tuple):
         raise ConfigError("model", f"it is a {type(model).__name__}, not one model", _SEVERAL)
     if not isinstance(model, torch.nn.Module):
@@ -201,7 +229,9 @@ def _check_model(model: Any) -> None:
 
 
 def _each(argument: str, value: Any) -> Iterator[Any]:
-    """The objects of a dict by name, or the one there is."""
+    """The objects of a dict by name, or the one there is; none of a model that the ranks make."""
+    if argument == "model" and Training.is_made_by(value):
+        return
     if not isinstance(value, dict):
         yield value
         return
@@ -340,7 +370,7 @@ def _ready_made(train_step: Any, eval_data_loader: Any, eval_step: Any) -> str:
 def _check_criterion(criterion: Any, model: Any, *, needed_by: str) -> None:
     if isinstance(criterion, type):
         raise ConfigError("criterion", f"{criterion.__name__} is a class", f"Make one: {criterion.__name__}()")
-    if criterion is None and needed_by and not makes_loss(model):
+    if criterion is None and needed_by and not Training.is_made_by(model) and not makes_loss(model):
         signature = f"{needed_by}({', '.join(STEP_ARGUMENTS[needed_by])})"
         raise ConfigError(
             "criterion",

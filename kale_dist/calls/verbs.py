@@ -52,10 +52,10 @@ def _submits(verb: Callable[P, R]) -> Callable[P, R]:
 @short_refusals
 @_submits
 def distribute(
-    model: torch.nn.Module | dict[str, torch.nn.Module],
+    model: torch.nn.Module | dict[str, torch.nn.Module] | Callable[[], torch.nn.Module],
     train_data_loader: DataLoader[Any],
     criterion: Callable[..., Any] | None = None,
-    optimizer: torch.optim.Optimizer | dict[str, torch.optim.Optimizer] | None = None,
+    optimizer: torch.optim.Optimizer | dict[str, torch.optim.Optimizer] | Callable[..., Any] | None = None,
     train_step: Callable[..., Any] | None = None,
     *,
     eval_data_loader: DataLoader[Any] | None = None,
@@ -97,7 +97,8 @@ def distribute(
 
     Args:
         model: The module to train. It gets the trained weights after the job's success, by `job.wait()`,
-            `job.result()` or `job.model`. Several models, as of a GAN: a dict of them, which `train_step` gets.
+            `job.result()` or `job.model`. Several models, as of a GAN: a dict of them, which `train_step` gets. A function or
+            class: the processes make the model, and `optimizer` is a function of its parameters, `scheduler` of the optimizer.
         train_data_loader: A DataLoader; its samples are divided among the processes. `batch_size` is that of each process.
         criterion: The loss, such as `nn.CrossEntropyLoss()`. None if `train_step` needs none, or the model makes its loss of
             `labels`.
@@ -152,7 +153,7 @@ def distribute(
             that rank 0 calls after each epoch.
         profile: Steps (from the second on) of which each process takes a profile, for `job.profile()`; None for none.
         save_to: Where the job itself saves the trained weights, as `torch.save` writes a `state_dict`: a path, `pvc://claim/path`
-            on a cluster, or a URL that fsspec opens. They come back all the same.
+            on a cluster, or a URL that fsspec opens. They come back all the same. Of a model that ranks make with `fsdp`, a folder.
         resume_from: An earlier job, its name or reference, or the path of a checkpoint: the training continues there, with
             this call's code, ranks, strategy and place. `epochs` counts the earlier ones, too.
 

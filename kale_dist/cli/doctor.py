@@ -23,13 +23,13 @@ from kale_dist.errors import ConfigError, StoreError
 from kale_dist.job import records
 from kale_dist.job.view import facts
 from kale_dist.places import gpus
+from kale_dist.snapshot import loading
 from kale_dist.wording import install
 
 _GIB = 1 << 30
 _TORCH_TIMEOUT_S = 120.0
 _SLOW_IMPORT_S = 10.0
 _OLDEST_PYTHON = (3, 11)
-_OLDEST_TORCH = (2, 13)
 _LOW_SHARED_MEMORY = 1 * _GIB
 """DataLoader workers pass batches through shared memory, of which containers often have only 64 MiB."""
 _LOW_DISK = 5 * _GIB
@@ -161,12 +161,13 @@ def _torch() -> tuple[Check, Check]:
         return _failed("torch", f"{sys.executable} cannot be run: {error}", "Install Python again"), _NO_GPUS
     except (IndexError, ValueError):
         last = (asked.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        return _failed("torch", f"import torch fails: {last}", "pip install 'torch>=2.13'"), _NO_GPUS
+        return _failed("torch", f"import torch fails: {last}", f"pip install 'torch>={loading.OLDEST_TORCH}'"), _NO_GPUS
     version, seconds = found["version"], found["seconds"]
     sentence = f"torch {version}, imported in {seconds:.1f} s"
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-    if numbers < _OLDEST_TORCH:
-        torch = _failed("torch", sentence, "torch 2.13 or later is needed: pip install --upgrade torch")
+    if loading.is_too_old(version):
+        torch = _failed(
+            "torch", sentence, f"torch {loading.OLDEST_TORCH} or later is needed: pip install --upgrade torch"
+        )
     elif not found["gloo"]:
         torch = _failed("torch", f"{sentence}, has no gloo", "Install a torch that was built with distributed support")
     elif seconds > _SLOW_IMPORT_S:

@@ -47,7 +47,9 @@ def of_training(
     for name in ("model", "criterion", "optimizer", "scheduler"):
         value = getattr(training, name)
         several = value if isinstance(value, dict) else {"": value}
-        found[name] = ", ".join(type(one).__name__ for one in several.values() if one is not None) or None
+        made = training.makes_model and name != "criterion"
+        kinds = [_function(one) if made else type(one).__name__ for one in several.values() if one is not None]
+        found[name] = ", ".join(kinds) or None
     found["batch_size"] = training.train_data_loader.batch_size
     optimizers = training.optimizer.values() if isinstance(training.optimizer, dict) else (training.optimizer,)
     found |= _of_groups(options or [group for one in optimizers for group in getattr(one, "param_groups", ())])

@@ -68,7 +68,7 @@ class Inside:
     """The job's files on this machine."""
     key: bytes | None
     """The job's secret. It names the job for good: a name may be used again after a deletion."""
-    targets: weights.Targets | None
+    targets: weights.Targets | weights.Unmade | None
     """The notebook's objects that the job trains; None if they are not known here."""
     after_wait: list[Callable[[], None]]
     """Called in the caller's thread whenever a wait for the job has ended, before it returns."""
@@ -108,7 +108,7 @@ class Job(Generic[R]):
         ref: JobRef,
         spec: JobSpec,
         outcomes: OutcomeReader,
-        targets: weights.Targets | None = None,
+        targets: weights.Targets | weights.Unmade | None = None,
         display: Callable[[Job[R]], None],
         again: Callable[[Job[R], pathlib.Path | None], Job[R]],
         track: Callable[[Job[R], Sequence[trackers.Tracker]], None],
@@ -632,7 +632,7 @@ class Job(Generic[R]):
     def _fill_notebook(self) -> None:
         """Write the weights into the notebook's objects, if the job trains some that are known here."""
         # A handle from `attach` has no model in the notebook; one is built only when `model` is read.
-        if self._inside.targets is not None and (self._spec.kind == "training" or self._has_models()):
+        if isinstance(self._inside.targets, weights.Targets) and (self._spec.kind == "training" or self._has_models()):
             self._load()
 
     def _has_models(self) -> bool:
@@ -659,9 +659,13 @@ class Job(Generic[R]):
         with self._loading:
             if self._trained is None:
                 mine = self._inside.targets
-                targets = mine or self._outcomes.rebuilt_targets()
+                known = mine or self._outcomes.rebuilt_targets()
                 result = self._outcomes.trained(self.status.attempt)
-                self._trained = weights.load(targets, result, self.ref, check=mine is not None)
+                if isinstance(known, weights.Unmade):
+                    targets = self._outcomes.made(known, getattr(result, "parts", ""))
+                else:
+                    targets = known
+                self._trained = weights.load(targets, result, self.ref, check=targets is mine)
                 for warning in self._trained.warnings:
                     warn(warning)
             return self._trained

@@ -16,10 +16,12 @@ from kale_dist.errors import (
     RankError,
     ResultUnavailableError,
     StoreError,
+    say,
 )
 from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.job import records, weights
 from kale_dist.job.spec.job_spec import JobSpec
+from kale_dist.job.spec.volumes import VolumeKind
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
 from kale_dist.snapshot import loading, outcome
@@ -121,6 +123,8 @@ class OutcomeReader:
     def model_state(self, attempt: int) -> dict[str, Any]:
         """A copy of the trained weights."""
         result = self.value(0, attempt)
+        if parts := getattr(result, "parts", ""):
+            raise self._in_parts(parts)
         return _copy(result.model.state_dict() if result.model_state is None else result.model_state)
 
     def kept_state(self, field: str, attempt: int) -> dict[str, Any]:
@@ -155,6 +159,8 @@ class OutcomeReader:
         from kale_dist.worker.training import checkpoint
 
         last = checkpoint.read(self.checkpoint())
+        if last.parts:
+            raise self._in_parts(last.parts)
         if not best:
             return last.model
         if not (kept := (last.callbacks.get("best") or {}).get("model")):
@@ -187,7 +193,7 @@ class OutcomeReader:
             )
         raise ResultUnavailableError(problem, self._ref)
 
-    def rebuilt_targets(self) -> weights.Targets:
+    def rebuilt_targets(self) -> weights.Targets | weights.Unmade:
         """Model, optimizer and scheduler built from the snapshot, for a process that is not the notebook's.
 
         Raises:
@@ -201,7 +207,39 @@ class OutcomeReader:
                 "job.state_dict() has the weights",
                 self._ref,
             ) from error
-        return weights.remember(training.model, training.optimizer, training.scheduler, training.kept)
+        return weights.of_training(training)
+
+    def made(self, functions: weights.Unmade, parts: str) -> weights.Targets:
+        """Make the model of a job whose ranks made theirs, with the values of its parts.
+
+        Args:
+            functions: The call's.
+            parts: The folder, as ranks see it; empty where the model came back whole.
+
+        Raises:
+            ResultUnavailableError: The folder cannot be seen from here.
+        """
+        if not parts:
+            return functions.make()
+        from kale_dist.worker.training import parts as folders
+
+        folder = pathlib.Path(parts)
+        for volume in self._spec.volumes:
+            if volume.kind is VolumeKind.FOLDER and folder.is_relative_to(volume.mount_path):
+                folder = volume.source / folder.relative_to(volume.mount_path)
+        if not (folder / ".metadata").exists():
+            raise self._in_parts(parts)
+        say(f"The model of {self._ref} is made here: {folders.size(folder) / 1e9:.2f} GB, from {folder}")
+        made = functions.make()
+        folders.load(folder, folders.weights_of(made.model), None)
+        return made
+
+    def _in_parts(self, parts: str) -> ResultUnavailableError:
+        return ResultUnavailableError(
+            f"No process had all weights of {self._ref}: they are parts of a folder that its processes see as {parts}. Where this "
+            f"process sees it, too, job.model makes the model; another job continues with kd.pretrained(function, {parts!r})",
+            self._ref,
+        )
 
     def _verified_key(self) -> bytes:
         """The job's secret, without which no result is loaded."""

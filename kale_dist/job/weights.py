@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from kale_dist.worker.training.settings import Training
+
 _NAMED = 3
 """Names that a message lists before it counts the rest."""
 
@@ -48,6 +50,27 @@ class TrainedObjects:
     """Warnings for the user, a sentence each."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Unmade:
+    """The functions of a call whose ranks made the model: the notebook has one when it asks for it."""
+
+    training: Training
+
+    def make(self) -> Targets:
+        """Call them."""
+        from kale_dist.worker.training.parts import objects_of
+
+        made = dataclasses.replace(self.training, **objects_of(self.training))
+        return remember(made.model, made.optimizer, made.scheduler, made.kept)
+
+
+def of_training(training: Training) -> Targets | Unmade:
+    """The notebook's objects of a call."""
+    if training.makes_model:
+        return Unmade(training=training)
+    return remember(training.model, training.optimizer, training.scheduler, training.kept)
+
+
 def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObjects:
     """Load the outcome of a training into the notebook's objects.
 
@@ -60,6 +83,9 @@ def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObj
     if trained.model is not None:
         warning = f"{ref} gives a new model object, the notebook's own is as it was: {trained.reason}"
         return TrainedObjects(model=trained.model, optimizer=None, warnings=(warning,))
+    if trained.model_state is None:
+        # The values were read from a folder of parts.
+        return TrainedObjects(model=targets.model, optimizer=None)
     problem = mismatch(targets.model, trained.model_state)
     if problem:
         warning = f"The weights of {ref} were not loaded into the notebook's model, which is as it was: {problem}"

@@ -25,6 +25,7 @@ import json
 import os
 import pathlib
 import pickle
+import re
 import shutil
 import sys
 import tempfile
@@ -43,6 +44,9 @@ from kale_dist.wire import blobs, context
 
 MAIN_VARIABLE = "KALE_DIST_SNAPSHOT"
 """From this variable a rank's child processes (spawned DataLoader workers) learn from which snapshot to fill `__main__`."""
+
+OLDEST_TORCH = "2.11"
+"""The oldest one that is tested, as in pyproject.toml."""
 
 MAIN_SPEC = "kale_dist.snapshot.main_module"
 """Name of the module that multiprocessing runs in place of the notebook's `__main__`."""
@@ -179,7 +183,7 @@ def version_differences(store: blobs.Store, digest: str) -> list[str]:
 
 
 def _differences(manifest: dict[str, Any]) -> list[str]:
-    return [
+    found = [
         f"{what} is {manifest[what]} there and {here} here"
         for what, here, precision in (
             ("contract", str(wire.VERSION), 1),
@@ -188,6 +192,15 @@ def _differences(manifest: dict[str, Any]) -> list[str]:
         )
         if manifest[what] and here and str(manifest[what]).split(".")[:precision] != here.split(".")[:precision]
     ]
+    if (here := torch_version()) and is_too_old(here):
+        found.append(f"torch is {here} here, and has to be {OLDEST_TORCH} or later")
+    return found
+
+
+def is_too_old(torch: str) -> bool:
+    """Whether a version of torch is older than `OLDEST_TORCH`."""
+    numbers, oldest = (tuple(map(int, re.findall(r"\d+", one)[:2])) for one in (torch, OLDEST_TORCH))
+    return numbers < oldest
 
 
 def python_version() -> str:

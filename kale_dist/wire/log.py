@@ -292,10 +292,9 @@ class BlockReader:
         """The block, if its content is what the header says."""
         if header["body"] is not None:
             count = int(header["lines"], 16)
-            marks = sum(content.count(b"\n" + mark) for mark in (b"|", b"!", b"#", b"+"))
-            if count == 0 or not content.endswith(b"\n") or content[:1] not in b"|!#+" or marks != count - 1:
+            if count == 0 or not content.endswith(b"\n") or content[:1] not in b"|!#+" or content.count(b"\n") != count:
                 return None
-            if content.count(b"\n") != count:
+            if count > 1 and sum(content.count(b"\n" + mark) for mark in (b"|", b"!", b"#", b"+")) != count - 1:
                 return None
             return LineBlock(
                 first=None if header["first"] == b"-" else int(header["first"], 16), count=count,

@@ -250,7 +250,8 @@ def test_a_worker_of_a_loader_has_no_debugger(jobs):
                 breakpoint()
                 return index
 
-        return list(DataLoader(Data(), num_workers=1))
+        # A child of Python 3.14 would have to unpickle a class of this function.
+        return list(DataLoader(Data(), num_workers=1, multiprocessing_context="fork"))
 
     job = jobs.run(load, ranks=1)
     assert job.wait()["state"] == "failed"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import hashlib
 import json
 import os
+import pathlib
 import resource
 import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -15,6 +20,7 @@ from agent_jobs import add_ranks, gone_within
 from plain_jobs import (
     fail_on_last,
     large_result,
+    name_of,
     rank,
     save_where_another_user_may,
     speak_and_sleep,
@@ -340,13 +346,117 @@ def large_tensor():
 def test_streamed_bytes_reach_all_pods(make):
     data = large_tensor()
     job = make(sum_of_tensor, data, ranks=3, processes_per_agent=2, source=Source.STREAM).put_input().start_all()
+    upload(job)
+    assert job.end() == [0, 0]
+    assert [job.outcome(rank).value for rank in range(3)] == [float(data.sum()) + rank for rank in range(3)]
+
+
+def upload(job):
+    """What the notebook does once the first pod is there."""
     head = job.pods[0]
     job.until(lambda: _missing(head))
     assert sorted(_missing(head)) == sorted(job.order.blobs)
     for digest in job.order.blobs:
         assert head.ask("PUT", f"/blobs/{digest}?offset=0", bytes(job.store.open(digest)))[0] == 201
-    assert job.end() == [0, 0]
-    assert [job.outcome(rank).value for rank in range(3)] == [float(data.sum()) + rank for rank in range(3)]
+
+
+def written_by(pod):
+    """Bytes that its agent has written into files and connections."""
+    text = pathlib.Path(f"/proc/{pod.process.pid}/io").read_text(encoding="ascii")
+    return int(dict(line.split(": ") for line in text.splitlines())["wchar"])
+
+
+def test_eight_pods_get_a_snapshot_that_the_first_one_sends_twice(make_bare):
+    data = os.urandom(20_000_000)
+    job = make_bare(name_of, data, ranks=8, source=Source.STREAM, outcomes_on_stdout=False).put_input().start_all()
+    upload(job)
+    job.until(lambda: job.state()["state"] == "succeeded")
+    # Once into its own store, and into two connections.
+    assert 2.9 < written_by(job.pods[0]) / len(data) < 3.1
+    for number in range(8):
+        outcome = job.pods[0].ask("GET", f"/files/outcome-0-{number}")[1]
+        assert job.read_outcome(number, outcome).value == (number, hashlib.sha256(data).hexdigest())
+    job.pods[0].ask("POST", "/ack", b"{}")
+    assert job.end() == [0] * 8
+
+
+class SlowNetwork:
+    """Stands before the head's address: what comes from there takes its time, and is counted."""
+
+    def __init__(self, job, address, bytes_per_s):
+        self.sent = 0
+        self._bytes_per_s = bytes_per_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(address, job.order.port))
+        self._thread.start()
+
+    def _run(self, address, port):
+        async def serve():
+            servers = [
+                await asyncio.start_server(functools.partial(self._connect, number), address, number)
+                for number in (port + 1, port + 2)
+            ]
+            self._end = asyncio.Event()
+            await self._end.wait()
+            for server in servers:
+                server.close()
+
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(serve())
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0.1))
+        self._loop.close()
+
+    async def _connect(self, port, reader, writer):
+        try:
+            there = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(self._copy(reader, there[1], 0), self._copy(there[0], writer, 1 / self._bytes_per_s))
+
+    async def _copy(self, reader, writer, pause_s):
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            while data := await reader.read(20_000):
+                writer.write(data)
+                await writer.drain()
+                self.sent += len(data) * (pause_s > 0)
+                await asyncio.sleep(len(data) * pause_s)
+        writer.close()
+
+    def close(self):
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+
+@pytest.mark.nightly
+def test_the_pod_that_passes_the_snapshot_on_is_killed_while_it_does(make_bare):
+    data = os.urandom(8_000_000)
+    options = {"outcomes_on_stdout": False, "max_restarts": 1, "head": "127.0.0.99"}
+    job = make_bare(name_of, data, ranks=8, source=Source.STREAM, **options).put_input()
+    network = SlowNetwork(job, "127.0.0.99", 2_000_000)
+    job.start_all()
+    upload(job)
+
+    def half_there(pod):
+        with contextlib.suppress(OSError):
+            return any(path.stat().st_size > 4_000_000 for path in pod.folder.glob("work/blobs/.*.part"))
+
+    # Of seven, those that are first have two others each that fetch from them.
+    first = job.until(lambda: next((pod for pod in job.pods[1:] if half_there(pod)), None), 60)
+    first.process.kill()
+    job.start(first.number)
+    job.until(lambda: job.state()["state"] == "succeeded")
+    # To the two that were first, and what was left of it for those of the one that was killed.
+    assert network.sent < 3.5 * len(data)
+    attempt = job.state()["attempt"]
+    for number in range(8):
+        outcome = job.pods[0].ask("GET", f"/files/outcome-{attempt}-{number}")[1]
+        assert job.read_outcome(number, outcome, attempt).value == (number, hashlib.sha256(data).hexdigest())
+    job.pods[0].ask("POST", "/ack", b"{}")
+    assert [pod.end() for pod in job.pods if pod is not first] == [0] * 8
+    network.close()
 
 
 def _missing(pod):

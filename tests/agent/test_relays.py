@@ -315,7 +315,9 @@ def test_a_relay_that_is_told_to_end_says_so_and_is_let_go_when_it_has_no_rank(t
 def test_a_relay_that_is_told_to_end_in_the_moment_in_which_it_has_joined_says_so(tmp_path):
     async def scene(head):
         order = dataclasses.replace(head.order, source=Source.STREAM)
-        mine = Relay(SimpleNamespace(order=order, key=KEY, place=SimpleNamespace(pod=1), store=None))
+        mine = Relay(
+            SimpleNamespace(order=order, key=KEY, place=SimpleNamespace(pod=1, listen="127.0.0.1"), store=None)
+        )
         join = mine._join
 
         async def interrupted():

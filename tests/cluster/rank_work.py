@@ -159,3 +159,11 @@ def waits_in_its_first_attempt():
     print("ready", flush=True)
     time.sleep(1 if attempt else 600)
     return attempt
+
+
+def gets_and_passes_on(data):
+    """The sum of what it got, and how many bytes the agent of its pod has written into files and connections."""
+    forkserver = pathlib.Path(f"/proc/{os.getppid()}/status").read_text()
+    agent = re.search(r"^PPid:\s+(\d+)", forkserver, re.MULTILINE)[1]
+    written = re.search(r"^wchar: (\d+)", pathlib.Path(f"/proc/{agent}/io").read_text(), re.MULTILINE)[1]
+    return int(data.sum()), int(written)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 from fake_api import FakeApi, status
@@ -15,7 +16,7 @@ from on_cluster import write_kubeconfig
 
 from kale_dist.config import Config
 from kale_dist.errors import BackendError, BackendUnavailableError, ConfigError
-from kale_dist.places.kubernetes import client
+from kale_dist.places.kubernetes import client, objects
 from kale_dist.places.kubernetes.explain import api as answers
 from kale_dist.places.kubernetes.explain.api import Doing
 
@@ -224,6 +225,25 @@ def test_a_server_that_stays_busy_is_reported(wished, times, monkeypatch, tmp_pa
         assert said.retryable
         assert f"Try again in {wished} s" in str(said)
         assert [asked[1] for asked in api.asked].count(path) == times
+
+
+def test_pods_of_a_deleted_job_are_waited_for_as_long_as_they_end(monkeypatch, tmp_path):
+    with FakeApi().running() as api:
+        monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path / "config")))
+        found = client.connect()
+        run = types.SimpleNamespace(
+            ref="kubernetes://team/x", object="x",
+            spec=types.SimpleNamespace(cluster=types.SimpleNamespace(namespace="team")),
+        )  # fmt: skip
+        path = "/api/v1/namespaces/team/pods"
+        for count in (40, 4, 2, 0):
+            pods = [{"metadata": {"name": f"x-{number}", "deletionTimestamp": "now"}} for number in range(count)]
+            api.answer("GET", path, 200, {"items": pods})
+        first = api.answers["GET", path][:1]
+        objects.wait_until_gone(found, run, 0.1)
+        api.answers["GET", path] = first
+        with pytest.raises(BackendError, match=r"its pods x-0, x-1, x-2 and 37 more have not ended"):
+            objects.wait_until_gone(found, run, 0.1)
 
 
 def test_answers_are_not_written_into_logs(kubeconfig, caplog):

@@ -10,7 +10,7 @@ import time
 import pytest
 from data_work import WithTable
 from on_cluster import pods_in, run_kubectl
-from rank_work import dies_on_1, fails_on_1, prints_much, rank_and, summed, waits
+from rank_work import dies_on_1, fails_on_1, gets_and_passes_on, prints_much, rank_and, summed, waits
 
 import kale_dist as kd
 from kale_dist import places
@@ -238,3 +238,17 @@ def test_ten_jobs_at_once(namespace):
     assert [job.result(280) for job in jobs] == [float(number) for number in range(10)]
     for job in jobs:
         job.delete()
+
+
+@pytest.mark.nightly
+def test_a_large_snapshot_travels_from_pod_to_pod(on):
+    import torch
+
+    data = torch.randint(9, (10_000_000,), dtype=torch.int32)
+    with pytest.warns(KaleDistWarning, match="The snapshot has 38 MiB"):
+        job = kd.launch(gets_and_passes_on, data, number_of_processes=5, on=on)
+    found = job.results(240)
+    assert {total for total, _ in found} == {int(data.sum())}
+    # The first pod has written it once for itself, and twice for others.
+    assert 2.9 < found[0][1] / data.nbytes < 3.2
+    assert sum(written for _, written in found) / data.nbytes < 9.5

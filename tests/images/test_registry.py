@@ -7,6 +7,7 @@ import pytest
 from registries import PASSWORD, USER, CuttingProxy, TokenServer, make_certificate, registry_program
 
 from kale_dist.errors import ImageError
+from kale_dist.image import for_job
 from kale_dist.image import manifest as manifests
 from kale_dist.image.auth import Credentials
 from kale_dist.image.layer import Layer
@@ -60,6 +61,14 @@ def test_the_registry_beside_the_cluster_has_an_image_that_can_be_read(registry_
         assert registry.head("kale-dist/torch-cpu", "2.13.0") == image.digest
         assert registry.head("kale-dist/torch-cpu", image.digest) == image.digest
         assert len(image.manifest["layers"]) == len(image.config["rootfs"]["diff_ids"])
+
+
+def test_the_variables_of_an_image_are_read_without_a_pull_or_are_none(own_registry):
+    with Registry(own_registry) as registry:
+        push(registry, "team/variables")
+    assert for_job.variables_of(f"{own_registry}/team/variables:1") == {"A": "1"}
+    assert for_job.variables_of(f"{own_registry}/no/such:1") == {}
+    assert for_job.variables_of("not a name") == {}
 
 
 def test_what_is_not_there_is_none_or_an_error_that_names_it(own_registry):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from kale_dist import wire
+from kale_dist.errors import StoreError
 from kale_dist.wire import BlockReader, EventBlock, EventKind, JobFiles, LineBlock, ProgressBlock, Stream, body_of
 from kale_dist.wire.blobs import FolderStore, digest_of
 from kale_dist.worker.agent.writer import JobWriter
@@ -361,7 +362,6 @@ def test_a_blob_arrives_in_one_piece_or_in_many(place, content):
 def test_a_pod_whose_connection_is_cut_fetches_the_rest(place, tmp_path, monkeypatch):
     content = os.urandom(3_000_000)
     digest, sent = place.store.put([content]), []
-    monkeypatch.setattr(pod_input.time, "sleep", lambda _: None)
     plain = socket.socket.sendfile
 
     def send(connection, file, offset, count):
@@ -374,7 +374,9 @@ def test_a_pod_whose_connection_is_cut_fetches_the_rest(place, tmp_path, monkeyp
     monkeypatch.setattr(socket.socket, "sendfile", send)
     theirs = FolderStore(tmp_path / "theirs")
     order = SimpleNamespace(head="127.0.0.1", port=place.server.port - 2, prefix="")
-    pod_input.fetch(order, KEY, theirs, digest)
+    server = BlobServer(KEY, theirs)
+    monkeypatch.setattr(server.is_over, "wait", lambda _: None)
+    pod_input.fetch(order, KEY, theirs, digest, server)
     assert bytes(theirs.open(digest)) == content
     assert sent == [0, 1_000_000, 2_000_000]
     assert theirs.list() == [digest]
@@ -443,6 +445,18 @@ def test_the_head_sends_only_what_the_relay_that_is_gone_has_not_sent(place, tmp
 
 def with_head(data, length, size):
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n%s: %d\r\n\r\n" % (length, wire.SIZE_HEADER.encode(), size) + data
+
+
+def test_a_relay_whose_job_is_over_fetches_no_longer_and_keeps_no_part_of_a_blob(tmp_path, monkeypatch):
+    monkeypatch.setattr(byte_server, "_COMING_WAIT_S", 0.1)
+    near, far = BlobServer(KEY, FolderStore(tmp_path / "near")), BlobServer(KEY, FolderStore(tmp_path / "far"))
+    near.listen("127.0.0.1")
+    digest = digest_of([b"never"])
+    near.coming, far.source = {digest: byte_server.NOT_YET}, ("127.0.0.1", near.port)
+    threading.Timer(0.2, far.is_over.set).start()
+    with pytest.raises(StoreError, match="no longer needed"):
+        pod_input.fetch(SimpleNamespace(prefix=""), KEY, far.store, digest, far)
+    assert list(far.store.root.iterdir()) == []
 
 
 def test_wrong_bytes_of_a_relay_are_refused_and_come_from_the_head(place, tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ def travel(store):
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*quantize.*", "ignore:TypedStorage")
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant)", "ignore:.*quantize.*", "ignore:TypedStorage")
 def test_tensors_come_as_they_were(travel, make):
     tensor = make()
     got = travel(tensor)

@@ -226,11 +226,16 @@ def charts(found: Sequence[curves.Curve]) -> str:
     others = len(found) - len(shown)
     more = small([f"and {others:,} more in job.metrics"] if others else [])
     # Two and four fill two columns, others three where there is room: rows are as wide as the card.
-    least = "max(220px,34%)" if len(shown) in (2, 4) else "220px"
+    least = "max(220px,34%)" if sum(bool(curve.drawn) for curve in shown) in (2, 4) else "220px"
+    # Metrics of one value so far stand below, beside each other.
+    lines, values = (
+        "".join(_figure(curve, is_alone=not entries) for curve in shown if bool(curve.drawn) is has_lines)
+        for has_lines in (True, False)
+    )
     return (
         f'<div style="margin-top:14px">{legend}<div style="display:grid;gap:12px 20px;'
-        f'grid-template-columns:repeat(auto-fit,minmax(min(100%,{least}),1fr))">'
-        f"{''.join(_figure(curve, is_alone=not entries) for curve in shown)}</div>{more}</div>"
+        f'grid-template-columns:repeat(auto-fit,minmax(min(100%,{least}),1fr))">{lines}</div>'
+        f'<div style="display:flex;flex-wrap:wrap;gap:2px 24px;margin-top:{8 if values else 0}px">{values}</div>{more}</div>'
     )
 
 
@@ -301,7 +306,7 @@ def table(
     sides = ["left", *("right" if numeric else "left" for numeric in found.numeric[1:])]
     sides[-1] += ";padding-right:2px"
     head = "".join(
-        f'<th scope="col" style="{cell}{side};font-weight:600;{_MUTED}">{_text(title)}</th>'
+        f'<th scope="col" style="{cell}{side};font-weight:600;white-space:nowrap;{_MUTED}">{_text(title)}</th>'
         for title, side in zip(found.titles, sides, strict=True)
     )
     body = []

@@ -75,8 +75,9 @@ class ChartsView {
     this.log = element("button", { type: "button", "aria-pressed": "false", onclick: () => this.choose({ log: !this.choice.log }) }, "Log scale");
     this.bar = element("div", { class: "kd-bar kd-charts-bar" }, this.legend, this.slider, this.log);
     this.grid = element("div", { class: "kd-grid-of-charts" });
+    this.alone = element("div", { class: "kd-alone" }); // metrics that have one value so far
     this.more = element("div", { class: "kd-more" });
-    this.node = element("div", { class: "kd-curves" }, this.bar, this.grid, this.more);
+    this.node = element("div", { class: "kd-curves" }, this.bar, this.grid, this.alone, this.more);
     this.grid.addEventListener("pointermove", (event) => this.point(event));
     this.grid.addEventListener("pointerdown", (event) => this.point(event));
     this.grid.addEventListener("pointerleave", () => this.pointAt(null));
@@ -113,10 +114,12 @@ class ChartsView {
       const first = axis === "epoch" ? Math.floor(points[0][0]) : points[0][0];
       this.ranges.set(axis, [Math.min(left, first), Math.max(right, points[points.length - 1][0])]);
     }
-    this.grid.classList.toggle("kd-halves", [2, 4].includes(this.charts.length));
-    const grid = this.grid.cloneNode(false);
-    grid.append(...this.charts.map((chart, index) => this.figure(chart, lines[index])));
-    morph(this.grid, grid);
+    this.grid.classList.toggle("kd-halves", [2, 4].includes(lines.filter((some) => some.length).length));
+    for (const place of [this.grid, this.alone]) {
+      const fresh = place.cloneNode(false);
+      this.charts.forEach((chart, index) => (lines[index].length > 0) === (place === this.grid) && fresh.append(this.figure(chart, lines[index])));
+      morph(place, fresh);
+    }
   }
 
   entry(one, label, value) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from kale_dist.places.manifests.settings import OBJECT_LABEL
 from kale_dist.places.manifests.train_job import TrainJob
 
 _POLL_S = 0.3
+_NAMED = 3
 _RUNTIMES = (("clustertrainingruntimes", ""), ("trainingruntimes", "TrainingRuntime/"))
 
 AUTOMATIC: tuple[Kind, ...] = tuple(kind for kind in KINDS.values() if kind.is_automatic)
@@ -191,9 +193,9 @@ def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> No
     it.
 
     Raises:
-        BackendError: Pods still exist after `timeout_s` seconds.
+        BackendError: Pods still exist, and for `timeout_s` seconds none of them has ended.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, fewest = time.monotonic() + timeout_s, math.inf
     namespace = handle.spec.cluster.namespace
     while True:
         left = []
@@ -208,13 +210,17 @@ def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> No
                 left.append(meta["name"])
         if not left:
             return
+        if len(left) < fewest:
+            deadline, fewest = time.monotonic() + timeout_s, len(left)
         if time.monotonic() > deadline:
+            more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
             raise BackendError(
-                f"The job {handle.ref} was deleted, but its pods {', '.join(left)} have not ended within {timeout_s:.0f} s. "
+                f"The job {handle.ref} was deleted, but its pods {', '.join(left[:_NAMED])}{more} have not ended within {timeout_s:.0f} s. "
                 f"If their node is gone, remove them with: kubectl -n {namespace} delete pod --force {left[0]}",
                 retryable=True,
             )
-        time.sleep(_POLL_S)
+        # A list of 1,000 pods is 5 MB.
+        time.sleep(max(_POLL_S, len(left) / 200))
 
 
 def pods_of(cluster: Cluster, namespace: str, name: str) -> list[dict[str, Any]]:

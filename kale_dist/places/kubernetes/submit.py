@@ -41,8 +41,6 @@ from kale_dist.worker.rank import process_state
 _SECRET_BYTES = 1_000_000
 _MIB = 1 << 20
 _LONG_S = 3600.0
-_NOT_MADE_YET = "made-first"
-"""Stands for the image in dry runs: an API server wants one."""
 
 
 def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
@@ -90,7 +88,7 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
         )  # fmt: skip
 
     # An API server wants an image, also one that is asked before the image is made: a refusal shall not cost a build.
-    draft = settled(image or (recipe.base if recipe is not None else "") or _NOT_MADE_YET)
+    draft = settled(image or (recipe.base if recipe is not None else "") or checks.NOT_MADE_YET)
     if cluster is not None and not options.runtime_field:
         options = dataclasses.replace(options, runtime_field=objects.runtime_field(cluster, draft))
     if cluster is None or found is None or not submit:

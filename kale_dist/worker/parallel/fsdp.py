@@ -34,6 +34,7 @@ from kale_dist.worker.parallel.blocks import alter_blocks
 from kale_dist.worker.parallel.replica import Replica, refuse_gradients
 from kale_dist.worker.parallel.tensor import norm_of_parts, whole_states
 from kale_dist.worker.training.group import all_gather_single, reduce_scatter_single
+from kale_dist.worker.training.recipe import Recipe
 from kale_dist.worker.training.strategy import FullState, Parts
 
 _GATHER, _REDUCE, _NO_BACKWARD, _LEFT, _EVALUATED = range(5)
@@ -74,6 +75,8 @@ class FullySharded(Replica):
             parts.move()
             super().prepare(parts, stack)
             return
+        # What undoes this needs them, also if it fails on its way.
+        self.parts = parts
         _write_data(stack)
         mesh = DeviceMesh.from_group(parts.column.world, parts.group.device.type)
         modules = dict(model.named_modules())
@@ -92,7 +95,7 @@ class FullySharded(Replica):
             fully_shard(modules[name], mesh=mesh, reshard_after_forward=True)
             # The unit was brought to the GPU whole, which need not hold the next one, too.
             used = {id(p) for module, own, p in before if module._parameters.get(own) is p}  # noqa: SLF001 - as FSDP does
-            for old in (p for p in named_before.values() if id(p) not in used):
+            for old in (p for p in named_before.values() if id(p) not in used and parts.recipe is None):
                 old.data = torch.full((), float("nan"), dtype=old.dtype, device=old.device).expand(old.shape)
                 old.grad = None
         now = dict(model.named_parameters(remove_duplicate=False))
@@ -101,7 +104,10 @@ class FullySharded(Replica):
         _rekey(optimizer, new_of, mesh)
         for name, tensor in parts.named.items():
             parts.named[name] = new_of.get(id(tensor), tensor)
-        parts.move()
+        if parts.recipe is None:
+            parts.move()
+        else:
+            _materialise(parts, parts.recipe, named_before, now)
         largest = max(sum(1 for _ in modules[name].parameters()) for name in names)
         for number, name in enumerate(names):
             self._units.append(_Unit(self, number, name, modules[name], largest))
@@ -293,7 +299,8 @@ class _Unit:
         state: Any = self._state
         # One group a unit before torch 2.13.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001
-        for group in groups:
+        # The outermost has none where all weights are in other units.
+        for group in filter(None, groups):
             group.post_backward = self._agreed(group)
 
     def gather(self, output: Tensor, given: Tensor) -> None:
@@ -363,6 +370,27 @@ def _write_data(stack: contextlib.ExitStack) -> None:
 
     setattr(DTensor, "data", property(original.__get__, write))  # noqa: B010 - mypy sees no such attribute
     stack.callback(delattr, DTensor, "data")
+
+
+def _materialise(parts: Parts, recipe: Recipe, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Give every tensor of the model memory and values, one at a time: of a weight, this rank's part."""
+    device = parts.group.device
+    others = [
+        (fields, name, value)
+        for module in parts.model.modules()
+        # Of a module's own attributes, too: a mask need not be a buffer.
+        for fields in (module._buffers, module.__dict__)  # noqa: SLF001 - as `to_empty` does
+        for name, value in fields.items()
+        if isinstance(value, Tensor) and value.is_meta
+    ]
+    parts.model.to_empty(device=device)
+    for fields, name, value in others:
+        fields[name] = recipe.value(value).to(device)
+    made = {id(now[name]): (now[name], old) for name, old in before.items()}
+    for new, old in () if parts.are_weights_read else made.values():
+        whole = recipe.value(old)
+        part = distribute_tensor(whole, new.device_mesh, new.placements, src_data_rank=None)
+        new.detach().to_local().copy_(part.to_local())
 
 
 def _parameters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -172,8 +172,9 @@ class BlobServer:
         """Host and port of another relay, from which this one fetches as long as that answers; None for the head."""
         self.coming: dict[str, tuple[pathlib.Path, int]] = {}
         """Blobs that are being fetched, by their digests: the file that grows, and how large it will be."""
-        self.port: int | None = None
-        """Where it serves; None where there is no other relay."""
+        self.is_over = threading.Event()
+        """Nothing more is to be fetched."""
+        self.port = 0
 
     def listen(self, host: str) -> None:
         """Begin to serve, at an address; empty for all."""
@@ -182,7 +183,7 @@ class BlobServer:
         threading.Thread(target=server.serve_forever, args=(3600.0,), daemon=True).start()
 
     def find(self, path: str) -> tuple[BlobServer, str]:
-        """As of `ByteServer`: it serves the jobs of warm pods alike."""
+        """As that of `ByteServer`, for all jobs of warm pods."""
         return self, path
 
 
@@ -418,18 +419,14 @@ class _BlobRequest(_Request):
     def _route(self, path: list[str], query: dict[str, str], body: bytes) -> None:
         if (self.command, path[0], len(path)) != ("GET", "blobs", 2) or body:
             raise FileNotFoundError
-        offset, whole, until = (
-            int(query.get("offset", "0")),
-            _blob(self._owner.store, path[1]),
-            time.monotonic() + _COMING_WAIT_S,
-        )
+        offset, whole = int(query.get("offset", "0")), _blob(self._owner.store, path[1])
+        until = time.monotonic() + _COMING_WAIT_S
         while True:
             is_late = time.monotonic() >= until
             part, size = self._owner.coming.get(path[1], (whole, 0))
             try:
                 if part == whole or is_late or part.stat().st_size > offset:
-                    self._send_file(part, offset, size)
-                    return
+                    return self._send_file(part, offset, size)
             except FileNotFoundError:
                 # It is whole in this moment, or the relay has not heard of it yet.
                 if is_late:

@@ -21,9 +21,8 @@ from kale_dist.worker.pod.pod import Pod
 _LOOK_EACH_S = 0.2
 _TRIES = 7
 """After the first one a pause of one second, which doubles: a minute in all."""
-_SILENCE_LIMIT_S = 30.0
-_RELAY_SILENCE_LIMIT_S = 10.0
-"""The same for another relay: the head has the blobs as well."""
+_SILENCE_LIMITS_S = 30.0, 10.0
+"""Of the head, and of another relay, in whose place there is the head."""
 _PIECE_BYTES = 1 << 20
 
 
@@ -122,13 +121,13 @@ def fetch(order: Order, key: bytes, store: FolderStore, digest: str, server: Blo
             try:
                 is_whole = _receive(relay or (order.head, order.port + 2), order.prefix, server, digest, part)
             except (OSError, http.client.HTTPException) as error:
-                if relay:
-                    server.source = None
-                    continue
-                tried += 1
+                server.source = None
+                tried += relay is None
                 if tried == _TRIES:
                     raise StoreError(f"Blob {digest} could not be fetched from {order.head}: {error}.") from error
-                time.sleep(2 ** (tried - 1))
+                server.is_over.wait(2 ** (tried - 1) if tried else 0)
+            if server.is_over.is_set() and not is_whole:
+                raise StoreError(f"Blob {digest} is no longer needed: this pod's part of the job is over.")
     server.coming.pop(digest, None)
 
 
@@ -136,8 +135,7 @@ def _receive(peer: tuple[str, int], prefix: str, server: BlobServer, digest: str
     """Append what a peer has of the rest of a blob; returns whether that is all. If it is damaged then, the next try begins again."""
     offset = part.stat().st_size
     path = f"{prefix}/blobs/{digest}?offset={offset}"
-    limit_s = _RELAY_SILENCE_LIMIT_S if peer == server.source else _SILENCE_LIMIT_S
-    connection = http.client.HTTPConnection(*peer, timeout=limit_s)
+    connection = http.client.HTTPConnection(*peer, timeout=_SILENCE_LIMITS_S[peer == server.source])
     with contextlib.closing(connection), part.open("ab") as file:
         connection.request("GET", path, headers={wire.MAC_HEADER: wire.sign_request(server.key, "GET", path)})
         answer = connection.getresponse()

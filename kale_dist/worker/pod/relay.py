@@ -37,7 +37,6 @@ BODY_S = 0.03
 HELD_BYTES = 1 << 20
 """This much may wait for the connection; then lines and events stay in their ranks' pipes."""
 
-_HEAD_AND_ONE = 2
 _ANSWER_S = 20.0
 _PART_BYTES = 256 << 10
 
@@ -78,8 +77,7 @@ class Relay:
         """
         if self._is_told_to_end:
             return EXIT_TOLD_TO_END
-        if self._pod.order.agents > _HEAD_AND_ONE:
-            self._server.listen(self._pod.place.listen)
+        self._server.listen(self._pod.place.listen)
         self._joining = asyncio.ensure_future(self._join())
         try:
             head = await self._joining
@@ -91,6 +89,7 @@ class Relay:
         self._bringing = asyncio.ensure_future(self._bring(head))
         is_over = await self._serve(head)
         self._bringing.cancel()
+        self._server.is_over.set()
         head.close()
         if self._usage is not None:
             self._usage.stop()
@@ -136,7 +135,7 @@ class Relay:
         theirs = str(challenge.get("nonce"))
         if not is_signed(challenge.get("mac"), key, "head", agent, ours, theirs):
             return {}
-        serves = self._server.port and (self._pod.place.listen or channel.own_host, self._server.port)
+        serves = self._pod.place.listen or channel.own_host, self._server.port
         channel.say(Op.PROOF, mac=sign(key, "relay", agent, ours, theirs), serves=serves)
         return await channel.read_from_stranger()
 
@@ -153,8 +152,7 @@ class Relay:
     def _take_message(self, head: Channel, rank: int, message: dict[str, Any]) -> None:
         op = message["op"]
         if op == Op.FETCH:
-            source = message.get("source")
-            self._server.source = source and (str(source[0]), int(source[1]))
+            self._server.source = message.get("source") and tuple(message["source"])
             self._may_fetch.set()
         elif op == Op.ORDER:
             self._begin(head, message["job"])

@@ -88,7 +88,9 @@ class Debugger(pdb.Pdb):
         if frame is not None:
             self._first = frame.f_code.co_filename
         super().set_trace(frame, **options)
-        # From Python 3.13 on it would stop at the breakpoint's own line.
+
+    def set_stepinstr(self) -> None:
+        """Stop at the next line, where `set_trace` of Python 3.13 and later would stop within the breakpoint's own."""
         self.set_step()
 
     def set_continue(self) -> None:

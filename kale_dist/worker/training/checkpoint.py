@@ -45,6 +45,8 @@ class Checkpoint:
     """What a training needs beyond these states to resume (see `describe`)."""
     callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
     """State of the callbacks: the best weights, and what the callbacks need to resume."""
+    parts: str = ""
+    """The folder of parts, as ranks see it, that has the values of model and optimizer; empty if this file has them."""
     left_out: tuple[str, ...] = ()
     """Places of the values that could not be kept, such as `optimizer.state.0.hook`."""
 
@@ -63,7 +65,13 @@ def collect(contents: Checkpoint, copy: Callable[[int, Tensor], Tensor] | None =
     keeper = _Keeper(copy)
     names = ("model", "optimizer", "scheduler", "resume", "callbacks")
     tree = {name: keeper.keep(getattr(contents, name), name) for name in names}
-    return {"version": VERSION, "epoch": contents.epoch, "left_out": tuple(keeper.left_out), **tree}
+    return {
+        "version": VERSION,
+        "epoch": contents.epoch,
+        "left_out": tuple(keeper.left_out),
+        "parts": contents.parts,
+        **tree,
+    }
 
 
 def save(path: pathlib.Path, whole: dict[str, Any]) -> None:
@@ -203,9 +211,10 @@ class Resumption:
         group: The ranks.
         trained: The objects that are trained, moved to the rank's device and otherwise as at the call.
         given: What the call sets.
+        is_in_parts: Whether checkpoints are folders of parts.
     """
 
-    def __init__(self, group: Group, trained: Trained, given: Given) -> None:
+    def __init__(self, group: Group, trained: Trained, given: Given, *, is_in_parts: bool) -> None:
         self.progress = Progress()
         """How far the training is; nothing is done yet where there is no checkpoint to resume from."""
         self.callbacks: dict[str, Any] = {}
@@ -213,6 +222,9 @@ class Resumption:
         self._group = group
         self._trained = trained
         self._given = given
+        self._is_in_parts = is_in_parts
+        self.folder = ""
+        """Of the parts that the weights and the optimizer's state are in, which are still to be read; empty for none."""
         self._differences: Differences | None = None
         self._resume: dict[str, Any] | None = None
         self._found: Checkpoint | None = None
@@ -269,6 +281,11 @@ class Resumption:
         return int(seeds[self._group.rank]) if self._group.rank < len(seeds) else None
 
     @property
+    def has_optimizer(self) -> bool:
+        """Whether the optimizer's state is restored."""
+        return self._differences is not None and self._differences.has_optimizer
+
+    @property
     def has_same_batches(self) -> bool:
         """Whether a step takes as much data as before."""
         return self._resume is not None and self._resume["given"]["batch"] == self._given.batch
@@ -308,7 +325,7 @@ class Resumption:
             if path is None or not path.exists():
                 continue
             try:
-                problem = misfit(read(path), self._trained, self._given)
+                problem = misfit(read(path), self._trained, self._given, is_in_parts=self._is_in_parts)
             except (SnapshotDamagedError, OSError, ValueError) as error:
                 self._group.say(f"The last checkpoint cannot be read ({error}).")
                 continue
@@ -321,7 +338,9 @@ class Resumption:
         """Restore what a checkpoint holds; returns what does not continue as before, as sentences."""
         trained, resume = self._trained, found.resume or {}
         differences = Differences(found, self._given)
-        _load_module(trained.model, found.model)
+        self.folder = found.parts
+        if not found.parts:
+            _load_module(trained.model, found.model)
         if isinstance(trained.criterion, torch.nn.Module):
             _load_module(trained.criterion, resume["criterion"] or {})
         if differences.has_optimizer:
@@ -355,16 +374,21 @@ class Resumption:
                 parameter.requires_grad_(name not in resume["frozen"])
 
 
-def misfit(found: Checkpoint, trained: Trained, given: Given) -> str:
+def misfit(found: Checkpoint, trained: Trained, given: Given, *, is_in_parts: bool = False) -> str:
     """Say why a training cannot resume from a checkpoint, as the end of a sentence; empty if it can.
 
     Args:
         found: The checkpoint.
         trained: The objects of the call that is to resume.
         given: What this call sets.
+        is_in_parts: Whether this call's checkpoints are folders of parts.
     """
     if found.resume is None:
         return "it holds only what a result needs"
+    if bool(found.parts) != is_in_parts:
+        return f"it is {'a folder of parts' if found.parts else 'one file'}, and those of this call are not"
+    if found.parts and not pathlib.Path(found.parts, ".metadata").exists():
+        return f"its parts are not at {found.parts}"
     modules = [("model", trained.model, found.model)]
     if isinstance(trained.criterion, torch.nn.Module):
         modules.append(("criterion", trained.criterion, found.resume["criterion"] or {}))

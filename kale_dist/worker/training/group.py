@@ -13,11 +13,10 @@ from torch import Tensor
 from kale_dist.errors import KaleDistError
 from kale_dist.wire import context
 
-_torch: Any = dist
-all_gather_single = getattr(_torch, "all_gather_single", None) or _torch.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch's function by its name since 2.13, or by the one before."""
 
-reduce_scatter_single = getattr(_torch, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Torch's function by its name since 2.13, or by the one before."""
 
 _NOT_OF_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64)

@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import random
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,16 +15,18 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import Layout, Settings
 from kale_dist.wire import EventKind, context
-from kale_dist.worker.training import checkpoint, saving, supervised
+from kale_dist.worker.training import checkpoint, parts, saving, supervised
 from kale_dist.worker.training.callbacks import Callbacks
 from kale_dist.worker.training.checkpoint import Checkpoint, Resumption, describe
 from kale_dist.worker.training.data.batches import Feed
+from kale_dist.worker.training.data.dealing import seed_generators
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
 from kale_dist.worker.training.given import Given
 from kale_dist.worker.training.group import Group, copy_where_differing, differing, fingerprint
 from kale_dist.worker.training.notices import Captured, Losses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
+from kale_dist.worker.training.parts import Folders, Made
 from kale_dist.worker.training.profiling import CLOCK, Profiler, collective_s
 from kale_dist.worker.training.result import (
     Averaged,
@@ -83,26 +83,25 @@ def train(training: Training, *, cuda: bool = False) -> TrainingResult:
     if training.save_to is not None and group.rank == 0:
         saving.check(training.save_to)
     with contextlib.ExitStack() as stack:
-        setup = Setup.make(training, group, stack)
+        made = parts.make(training, group)
+        training = made.training
+        setup = Setup.make(made, group, stack)
         if setup.layout.shard is None:
             setup.strategy.serve()
             return TrainingResult(metrics={}, epochs=0)
         session = Session.build(setup, stack)
         progress = session.run()
-        extra, final = session.callbacks.results(), session.strategy.full_state()
+        extra, folders = session.callbacks.results(), made.folders
+        if folders is None:
+            final = session.strategy.full_state()
+        else:
+            final = None if group.rank else parts.outlines(setup.trained)
+            extra["parts"] = folders.save_model(setup.trained.model)
     result = session.result(progress, final, extra)
     if training.save_to is not None and result.model_state is not None:
         saving.save(training.save_to, result.model_state)
         group.say(f"The model was saved to {training.save_to}")
     return result
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    torch.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,20 +122,23 @@ class Setup:
     """Fingerprint of rank 0's weights at the start; None on a single rank."""
     parts: Parts
     strategy: Strategy
+    folders: Folders | None
+    """Of the states, where no rank holds them whole."""
 
     @classmethod
-    def make(cls, training: Training, group: Group, stack: contextlib.ExitStack) -> Setup:
+    def make(cls, made: Made, group: Group, stack: contextlib.ExitStack) -> Setup:
         """Seed the rank, load the last checkpoint, copy what differs from rank 0's, and prepare the strategy.
 
         Args:
-            training: What is trained, and how.
+            made: What is trained, and how.
             group: All ranks.
             stack: Undoes everything.
         """
+        training, folders = made.training, made.folders
         layouts = [training.strategy.layout(rank, group.world_size) for rank in range(group.world_size)]
         layout = layouts[group.rank]
         if training.seed is not None:
-            _seed(training.seed + (group.rank if layout.shard is None else layout.shard))
+            seed_generators(training.seed + (group.rank if layout.shard is None else layout.shard))
         trained = Trained.of(training)
         given = Given.of(training, trained, group.world_size)
         structure = Structure.of(trained.model)
@@ -144,9 +146,10 @@ class Setup:
         strategy = _made(training.strategy, layout)
         if not strategy.divides:
             trained.move_to(group.device)
-        resumption = Resumption(group, trained, given)
+        resumption = Resumption(group, trained, given, is_in_parts=folders is not None)
         named = trained.tensors()
-        prints = group.gather(fingerprint(named.values())) if not group.is_alone else []
+        # Without values they are alike.
+        prints = group.gather(fingerprint(named.values())) if not group.is_alone and made.recipe is None else []
         copy_where_differing(group, list(named.items()), prints, "at the start")
         parts = Parts(
             model=trained.model,
@@ -158,8 +161,12 @@ class Setup:
             row=group.divided(sorted({one.peers for one in layouts})),
             pace=Pace(layout.shards, training.accumulate),
             move=functools.partial(trained.move_to, group.device),
+            recipe=made.recipe,
+            are_weights_read=folders is not None and folders.fills(resumption.folder),
         )
         strategy.prepare(parts, stack)
+        if folders is not None:
+            folders.fill(trained.model, trained.optimizer, resumption.folder, has_optimizer=resumption.has_optimizer)
         if (dispensable := training.strategy.dispensable(group.world_size)) and group.rank == 0:
             # Every connection stands by now, and ranks without data take part in nothing else.
             context.may_lose(dispensable)
@@ -174,6 +181,7 @@ class Setup:
             first_print=prints[0] if prints else None,
             parts=parts,
             strategy=strategy,
+            folders=folders,
         )
 
     @property
@@ -514,7 +522,8 @@ class Session:
         given, scaler = self.setup.given, self.control.scaler
         rest = describe(self.group, self.trained, given, progress, scaler, own, seed, steps, mine)
         calls = self.callbacks.state()
-        state, is_asked, within.is_asked = self.strategy.full_state(), within.is_asked, False
+        folders, is_asked, within.is_asked = self.setup.folders, within.is_asked, False
+        state = self.strategy.full_state() if folders is None else parts.outlines(self.trained)
         if state is None:
             return
         contents = Checkpoint(
@@ -538,7 +547,10 @@ class Session:
                 bytes=files.checkpoint.stat().st_size,
             )
 
-        left_out = within.writing.write(contents, write, at_once=is_asked)
+        if folders is not None:
+            left_out = folders.write_checkpoint(self.trained, contents, write)
+        else:
+            left_out = within.writing.write(contents, write, at_once=is_asked)
         if left_out:
             self.group.say(
                 f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values.",
@@ -562,12 +574,12 @@ class Session:
         )
         if state is None:
             return outcome
-        trained = self.trained
+        trained, is_whole = self.trained, self.setup.folders is None
         changed = self.setup.structure.difference(Structure.of(trained.model, state.model))
         return dataclasses.replace(
             outcome,
-            model_state=on_cpu(state.model),
-            optimizer_state=on_cpu(state.optimizer),
+            model_state=on_cpu(state.model) if is_whole else None,
+            optimizer_state=on_cpu(state.optimizer) if is_whole else None,
             scheduler_state=None if trained.scheduler is None else on_cpu(trained.scheduler.state_dict()),
             state=tuple(map(state_of, trained.state)),
             model=trained.model if changed else None,

@@ -221,6 +221,8 @@ class TrainingResult:
     scheduler_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
     state: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
     """Contents of the objects of `state=`."""
+    parts: str = ""
+    """The folder of the trained weights, as the ranks see it, where no rank held the whole model; then there is no `model_state`."""
     model: torch.nn.Module | None = dataclasses.field(default=None, repr=False)
     """The module itself, where its structure changed in the rank."""
     reason: str = ""

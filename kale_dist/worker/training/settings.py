@@ -40,13 +40,30 @@ class Training:
     callbacks: Sequence[Any] = ()
     profile: int | None = None
     save_to: str | None = None
-    """A path or a URL that rank 0 writes to, also where the call named a claim."""
+    """A path or a URL that rank 0 writes to, also where the call named a claim; of a model in parts, a folder."""
+
+    @property
+    def makes_model(self) -> bool:
+        """Whether the ranks make the model: the call was given a function, or a class."""
+        return self.is_made_by(self.model)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether no rank has the whole model, not even at first."""
+        return self.makes_model and self.strategy.word == "fsdp"
+
+    @staticmethod
+    def is_made_by(model: Any) -> bool:
+        """Whether this makes a model, and is none."""
+        return callable(model) and (isinstance(model, type) or not hasattr(model, "named_parameters"))
 
     @property
     def kept(self) -> tuple[Any, ...]:
         """All objects but model, optimizer and scheduler that come back: `state`, and a criterion with trained weights."""
         optimizers = self.optimizer.values() if isinstance(self.optimizer, dict) else (self.optimizer,)
-        trained = {id(weight) for one in optimizers for group in one.param_groups for weight in group["params"]}
+        trained = {
+            id(weight) for one in optimizers for group in getattr(one, "param_groups", ()) for weight in group["params"]
+        }
         is_trained = any(id(weight) in trained for weight in getattr(self.criterion, "parameters", tuple)())
         is_named = any(one is self.criterion for one in self.state)
         return (*self.state, self.criterion) if is_trained and not is_named else tuple(self.state)

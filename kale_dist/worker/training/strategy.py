@@ -20,6 +20,7 @@ from torch.nn.utils.clip_grad import _get_total_norm
 from kale_dist.strategies import Layout, Settings
 from kale_dist.worker.training.data.sharding import Pace
 from kale_dist.worker.training.group import Buffers, Group
+from kale_dist.worker.training.recipe import Recipe
 
 __all__ = ["FullState", "Layout", "Parts", "Strategy"]
 
@@ -46,6 +47,10 @@ class Parts:
     """The current batch."""
     move: Callable[[], None]
     """Brings model and optimizer to the rank's device, which strategies with `divides` call when they have divided them."""
+    recipe: Recipe | None = None
+    """Gives the model's tensors their values, where they have none; only strategies with `divides` are given one."""
+    are_weights_read: bool = False
+    """Whether the model's weights get other values after `prepare`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -252,6 +252,15 @@ class OwnGenerators:
             set_generator_states(others)
 
 
+def seed_generators(seed: int) -> None:
+    """Seed Python's, torch's and, where it is imported, NumPy's global generators."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
 def generator_states() -> tuple[Any, Any, Any]:
     """The states of Python's, NumPy's and torch's global generators (None for NumPy where it is not imported)."""
     numpy = sys.modules.get("numpy")

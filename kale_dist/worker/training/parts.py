@@ -1,0 +1,352 @@
+"""Models that the ranks make, and folders of parts: states of which each rank writes and reads its own share.
+
+A folder of parts is what `torch.distributed.checkpoint` writes. It is whole once its `.metadata` is there, which is renamed last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import pathlib
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from kale_dist import strategies
+from kale_dist.errors import ConfigError, KaleDistError, StoreError
+from kale_dist.wire import context
+from kale_dist.worker.training import checkpoint
+from kale_dist.worker.training.checkpoint import Checkpoint
+from kale_dist.worker.training.data.dealing import generator_states, seed_generators, set_generator_states
+from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.recipe import Recipe
+from kale_dist.worker.training.settings import Training
+from kale_dist.worker.training.strategy import FullState
+from kale_dist.worker.training.trained import Trained
+
+REST = "rest"
+"""The file in a checkpoint's folder of parts that holds all but the tensors of model and optimizer."""
+
+_M_MMAP_THRESHOLD = -3
+
+_NAMED = 3
+"""Names that an error lists."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pretrained:
+    """A function that makes a model, and where the ranks see its weights. `kd.pretrained` makes it."""
+
+    build: Callable[[], Any]
+    path: str
+
+    def __call__(self) -> Any:
+        """Make the model, without these weights."""
+        return self.build()
+
+
+def pretrained(build: Callable[[], Any], path: Any) -> Pretrained:
+    """A model that the ranks make, with weights from files that they see. Each reads only what it holds.
+
+        model=kd.pretrained(lambda: AutoModelForCausalLM.from_config(config), "/models/llama")
+
+    Args:
+        build: Makes the model. The weights that it gives it are not used.
+        path: A folder of safetensors, as Hugging Face writes it, one such file, or a folder of parts.
+
+    Returns:
+        What `distribute` takes as `model`.
+
+    Raises:
+        ConfigError: The first argument is not a function.
+    """
+    if not callable(build) or hasattr(type(build), "named_parameters"):
+        remedy = "Pass a function that makes the model: kd.pretrained(lambda: Net(), '/models/net')"
+        raise ConfigError("build", f"it is a {type(build).__name__}, not a function", remedy)
+    return Pretrained(build, str(path))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """A training whose model was made in this rank."""
+
+    training: Training
+    recipe: Recipe | None
+    """Gives the model's tensors their values; None where they have them."""
+    folders: Folders | None
+    """None where a rank holds the whole model."""
+
+
+def make(training: Training, group: Group) -> Made:
+    """Make model, optimizer and scheduler if the call has functions in their place. All ranks get equal ones.
+
+    Raises:
+        ConfigError: A function makes something else, or the strategy cannot take it.
+    """
+    if not training.makes_model:
+        return Made(training=training, recipe=None, folders=None)
+    if training.in_parts:
+        # Else glibc keeps freed memory of this size: gathered units together would take what the whole model takes.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    before = generator_states()
+    seed_generators(group.send(torch.initial_seed() if training.seed is None else training.seed))
+    recipe = Recipe(training.model) if training.in_parts and not group.is_alone else None
+    made = dataclasses.replace(training, **objects_of(training, None if recipe is None else recipe.made))
+    set_generator_states(before)
+    place = context.context()
+    conditions = strategies.Conditions(
+        number_of_processes=group.world_size, processes_per_pod=place.local_world_size, is_local=True,
+        cuda=group.device.type == "cuda", model=made.model, optimizer=made.optimizer, precision=training.precision,
+    )  # fmt: skip
+    training.strategy.check(conditions)
+    source = training.model.path if isinstance(training.model, Pretrained) else ""
+    if not training.in_parts:
+        if source:
+            load(pathlib.Path(source), weights_of(made.model), None)
+        return Made(training=made, recipe=None, folders=None)
+    if any(made.optimizer.state.values()):
+        problem = f"{type(made.optimizer).__name__} has a state before its first step, which cannot be divided here"
+        raise ConfigError("optimizer", problem, "Use another, or give a model in the place of a function")
+    return Made(training=made, recipe=recipe, folders=Folders(group, training.save_to, source))
+
+
+def objects_of(training: Training, model: Any = None) -> dict[str, Any]:
+    """Model, optimizer and scheduler by the functions of a call.
+
+    Args:
+        training: The call's.
+        model: The model, if it is there.
+
+    Raises:
+        ConfigError: A function makes something else.
+    """
+    model = training.model() if model is None else model
+    if not isinstance(model, torch.nn.Module):
+        problem = f"the function made a {type(model).__name__}, not a torch.nn.Module"
+        raise ConfigError("model", problem, "Return the model")
+    optimizer = training.optimizer(list(model.parameters()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        problem = f"the function made a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        raise ConfigError("optimizer", problem, "Return the optimizer")
+    scheduler = None if training.scheduler is None else training.scheduler(optimizer)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+class Folders:
+    """The folders of one training whose states are in parts.
+
+    Args:
+        group: All ranks.
+        save_to: Where the model is saved; None for the job's folder, which the ranks of this machine see.
+        source: Where the weights come from before the first step; empty for the model's own.
+    """
+
+    def __init__(self, group: Group, save_to: str | None, source: str) -> None:
+        self._group, self._source = group, source
+        files = context.context().files
+        self._own = str(files.folder / "model") if files is not None else tempfile.mkdtemp(prefix="kale-dist-")
+        self.model = pathlib.Path(group.send(save_to or self._own))
+        """Where the trained weights will be."""
+        self._checkpoints = self.model.with_name(f"{self.model.name}.checkpoints")
+
+    def fills(self, last: str) -> bool:
+        """Whether `fill` gives every weight a value."""
+        return bool(last or self._source)
+
+    def fill(self, model: torch.nn.Module, optimizer: Any, last: str, *, has_optimizer: bool) -> None:
+        """Read what this rank holds of the weights, and of the optimizer's state.
+
+        Args:
+            model: The model; its weights may be parts.
+            optimizer: Its optimizer.
+            last: The checkpoint to resume from; empty for none.
+            has_optimizer: Whether the optimizer's state is read, too.
+        """
+        if not self.fills(last):
+            return
+        folder = pathlib.Path(last or self._source)
+        wanted: dict[str, Tensor] = {}
+        if last and has_optimizer:
+            named = {f"optimizer.{name}.": p for name, p in model.named_parameters()}
+            for key, saved in metadata(folder).items():
+                prefix, _, what = key.rpartition(".")
+                parameter = named.get(f"{prefix}.")
+                if parameter is not None and isinstance(saved, TensorStorageMetadata):
+                    like = torch.zeros_like(parameter.detach(), dtype=saved.properties.dtype)
+                    wanted[key] = (
+                        like if saved.size == like.size() else torch.zeros(saved.size, dtype=saved.properties.dtype)
+                    )
+                    optimizer.state[parameter][what] = wanted[key]
+        load(folder, {**weights_of(model), **wanted}, self._group)
+
+    def write_checkpoint(
+        self, trained: Trained, contents: Checkpoint, write: Callable[[dict[str, Any]], None]
+    ) -> tuple[str, ...]:
+        """Write a checkpoint, and remove those before it.
+
+        Args:
+            trained: The objects of the training.
+            contents: All but the values of model and optimizer.
+            write: Called in rank 0, when the folder is whole, with what `checkpoint.collect` makes of that.
+
+        Returns:
+            The places of values that are left out.
+        """
+        before = sorted(self._checkpoints.glob("*"), key=_number) if self._group.rank == 0 else []
+        folder = self._checkpoints / str(self._group.send(_number(before[-1]) + 1 if before else 1))
+        whole = checkpoint.collect(dataclasses.replace(contents, parts=str(folder)))
+        states = weights_of(trained.model)
+        for name, parameter in trained.model.named_parameters():
+            for what, value in trained.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    states[f"optimizer.{name}.{what}"] = value
+        if self._group.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.save(folder / REST, whole)
+        save(folder, states, self._group)
+        if self._group.rank == 0:
+            write(whole)
+        for old in before:
+            shutil.rmtree(old, ignore_errors=True)
+        left_out: tuple[str, ...] = whole["left_out"]
+        return left_out
+
+    def save_model(self, model: torch.nn.Module) -> str:
+        """Write the weights into the folder `model`, replacing what is there; returns its path."""
+        fresh = self.model.with_name(f".{self.model.name}.part")
+        if self._group.rank == 0:
+            shutil.rmtree(fresh, ignore_errors=True)
+        self._group.gather(None)
+        save(fresh, weights_of(model), self._group)
+        if self._group.rank == 0:
+            shutil.rmtree(self.model, ignore_errors=True)
+            fresh.rename(self.model)
+        return str(self.model)
+
+
+def _number(folder: pathlib.Path) -> int:
+    return int(folder.name) if re.fullmatch(r"[0-9]+", folder.name) else 0
+
+
+def outlines(trained: Trained) -> FullState:
+    """The states of model and optimizer with shapes in the place of values."""
+    model = trained.model.state_dict()
+    optimizer = trained.optimizer.state_dict()
+    plain = {
+        number: {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        for number, state in optimizer["state"].items()
+    }
+    shapes = {
+        name: torch.zeros((), dtype=value.dtype, device="cpu").expand(value.shape)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in model.items()
+    }
+    return FullState(
+        model=shapes, optimizer={**optimizer, "state": {number: one for number, one in plain.items() if one}}
+    )
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model's state, each once, by their names in a folder of parts."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            found.setdefault(id(value), (f"model.{name}", value.detach()))
+    return dict(found.values())
+
+
+def metadata(folder: pathlib.Path) -> Mapping[str, Any]:
+    """Names and sizes of what a folder of parts holds."""
+    return FileSystemReader(folder).read_metadata().state_dict_metadata
+
+
+def size(folder: pathlib.Path) -> int:
+    """The bytes of the tensors in a folder of parts."""
+    saved = [one for one in metadata(folder).values() if isinstance(one, TensorStorageMetadata)]
+    return sum(one.size.numel() * one.properties.dtype.itemsize for one in saved)
+
+
+def save(folder: pathlib.Path, states: Mapping[str, Tensor], group: Group) -> None:
+    """Write a folder of parts; all ranks call this.
+
+    Raises:
+        StoreError: It cannot be written.
+    """
+    try:
+        writer = FileSystemWriter(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            state_dict_saver.save(
+                dict(states), storage_writer=writer, process_group=group.world, no_dist=group.is_alone
+            )
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise StoreError(f"{folder} could not be written: {_reason(error)}. All ranks write there") from error
+
+
+def load(path: pathlib.Path, wanted: Mapping[str, Tensor], group: Group | None) -> None:
+    """Read tensors in place, from a folder of parts or of safetensors.
+
+    Args:
+        path: The folder, or one file of safetensors.
+        wanted: Tensors, or parts of them, by their names in a folder of parts.
+        group: All ranks, which all call this; None to read alone.
+
+    Raises:
+        StoreError: It is not there, or lacks a tensor.
+    """
+    is_alone = group is None or group.is_alone
+    with tempfile.TemporaryDirectory(prefix="kale-dist-") as links:
+        folder = path
+        if path.is_file():
+            folder = pathlib.Path(links)
+            folder.joinpath("model.safetensors").symlink_to(path.absolute())
+        try:
+            if (folder / ".metadata").exists():
+                reader: Any = FileSystemReader(folder)
+                states = dict(wanted)
+            else:
+                from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+                reader = HuggingFaceStorageReader(str(folder))
+                states = {name.removeprefix("model."): value for name, value in wanted.items()}
+            known = reader.read_metadata().state_dict_metadata
+            _check(path, states, known)
+            world = None if group is None else group.world
+            with warnings.catch_warnings():
+                # It warns of being alone.
+                warnings.simplefilter("ignore", UserWarning)
+                state_dict_loader.load(states, storage_reader=reader, process_group=world, no_dist=is_alone)
+        except (OSError, RuntimeError, ImportError, CheckpointException) as error:
+            raise StoreError(f"The weights at {path} could not be read: {_reason(error)}") from error
+
+
+def _check(path: pathlib.Path, states: Mapping[str, Tensor], known: Mapping[str, Any]) -> None:
+    if missing := sorted(states.keys() - known.keys()):
+        there = f"there are {len(known)} others, such as {min(known)}" if known else "there are none"
+        raise KaleDistError(
+            f"{path} has no weights {', '.join(missing[:_NAMED])}{' ...' * (len(missing) > _NAMED)}: {there}"
+        )
+    for name, value in states.items():
+        if (saved := getattr(known[name], "size", None)) != value.size():
+            raise KaleDistError(
+                f"{name} has the shape {tuple(saved or ())} in {path}, and {tuple(value.size())} in the model"
+            )
+
+
+def _reason(error: BaseException) -> str:
+    causes: Iterable[Any] = getattr(error, "failures", {}).values()
+    inner = next((cause[0] for cause in causes), error)
+    return getattr(inner, "strerror", None) or str(inner).partition("\n")[0]

@@ -1,0 +1,45 @@
+"""How much memory a rank takes that holds a part of a model that no process has whole."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import kale_dist as kd
+
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")]
+
+LAYERS, WIDTH = 64, 1024
+STATES_BYTES = 4 * 4 * LAYERS * WIDTH**2
+"""Weights, gradients and Adam's two states."""
+
+
+def memory(field):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+
+
+def test_a_rank_of_four_takes_at_most_40_percent_of_the_states():
+    before = {}
+
+    def make():
+        before["bytes"] = memory("VmRSS")
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+    def step(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        # Of the first epoch's checkpoint, too.
+        kd.report(**{f"rank {kd.context().rank}": memory("VmHWM") - before["bytes"]})
+
+    loader = DataLoader(TensorDataset(torch.randn(8, WIDTH), torch.randn(8, WIDTH)), batch_size=1)
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
+    job = kd.distribute(
+        make, loader, nn.MSELoss(), adam, step, epochs=3, strategy="fsdp", number_of_processes=4, threads=1
+    )
+    assert job.result().parts
+    largest = {name: value for row in job.metrics for name, value in row.values.items() if name.startswith("rank")}
+    assert len(largest) == 4
+    assert max(largest.values()) <= 0.4 * STATES_BYTES, largest
