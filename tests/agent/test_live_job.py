@@ -50,7 +50,9 @@ def test_a_function_uses_the_ranks_own_names_and_its_large_ones_do_not_travel(li
     assert "From the notebook: used\n" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("most", [2, pytest.param(live_job.MOST_REPAIRS, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "most", [2, pytest.param(live_job.MOST_REPAIRS, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])]
+)
 def test_the_repair_that_is_one_too_many_asks_for_a_restart_after_which_all_is_right(live, monkeypatch, most):
     monkeypatch.setattr(live_job, "MOST_REPAIRS", most)
     live.run(SUM)

@@ -65,6 +65,11 @@ def held_by(pids):
     return found
 
 
+def until_idle(pods, jobs):
+    """Wait until the pods have said that they are idle after so many jobs: what they write is read a moment later."""
+    pods.until(lambda: len(pods.events(EventKind.STATE)) == 1 + 2 * jobs)
+
+
 def warm(make, ranks=2, **options):
     """Warm pods, and the name of the call that they are made for."""
     pods = make(rank, ranks=ranks, idle_s=options.pop("idle_s", 120.0), replaces_pods=False, **options)
@@ -97,7 +102,7 @@ def test_nothing_of_a_job_is_seen_by_the_next_one_in_the_same_pods(make):
     with pytest.raises(SnapshotDamagedError):
         second.outcome(0, job=first.order.job)
     second.client.ack()
-    pods.until(lambda: pods.events(EventKind.STATE)[-1].get("idle_s"))
+    until_idle(pods, 2)
     assert [event["reason"] for event in pods.events(EventKind.STATE)] == [
         "", f"Runs {first.order.job}", "", f"Runs {second.order.job}", ""
     ]  # fmt: skip
@@ -121,7 +126,7 @@ def test_two_hundred_jobs_leave_nothing_in_the_pods(make):
             seeds.update(left[3:])
             ended.append(pid)
         job.client.ack()
-        pods.until(lambda: pods.events(EventKind.STATE)[-1].get("idle_s"))
+        until_idle(pods, number + 1)
         assert not [one for pid in ended[-2:] for one in pathlib.Path("/dev/shm").glob(f"torch_{pid}_*")]
         held.append(held_by(pids))
     assert len(seeds) == 800
@@ -147,7 +152,7 @@ def test_an_order_that_is_sent_again_does_nothing_and_strangers_are_refused(make
     assert head.offer(job.described(), b"") == {"missing": []}
     job.client.ack()
     assert head.offer(job.described(), b"") == {"missing": []}
-    pods.until(lambda: pods.events(EventKind.STATE)[-1].get("idle_s"))
+    until_idle(pods, 1)
     assert len([event for event in pods.events(EventKind.STATE) if event["reason"]]) == 1
     again = WarmJob(pods, rank, job_id="again")
     again.offer()
@@ -203,7 +208,7 @@ def test_warm_pods_end_with_a_pod_that_is_lost_while_they_are_idle(make_bare):
     job.offer()
     assert job.follow()["state"] == "succeeded"
     job.client.ack()
-    pods.until(lambda: pods.events(EventKind.STATE)[-1].get("idle_s"))
+    until_idle(pods, 1)
     pods.pods[1].process.kill()
     pods.pods[0].end()
     assert (pods.state()["state"], pods.state()["cause"]) == ("failed", "lost")
