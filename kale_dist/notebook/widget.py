@@ -311,9 +311,9 @@ class JobWidget(anywidget.AnyWidget):
             case "here":
                 self._note_view(seen, visible=bool(message.get("visible")), first=message.get("next"))
             case "gone":
-                self._forget_view(seen)
+                self._seen_by.discard(seen)
         actions: dict[Any, Callable[[], dict[str, Any] | None]] = {
-            "cancel": self._cancel, "retry": self._retry, "plan": self._plan,
+            "cancel": self._cancel, "retry": self._retry, "plan": lambda: {"plan": inside(self._job).plan()},
         }  # fmt: skip
         asked = message.get("ask")
         if asked == "download":
@@ -338,10 +338,6 @@ class JobWidget(anywidget.AnyWidget):
         self.send({"view": seen, "heard": "visible" if visible else "hidden"})
         self._woken.set()
 
-    def _forget_view(self, seen: str) -> None:
-        with self._lock:
-            self._seen_by.discard(seen)
-
     def _cancel(self) -> dict[str, Any]:
         self._job.cancel()
         return {"say": "Being cancelled"}
@@ -352,9 +348,6 @@ class JobWidget(anywidget.AnyWidget):
         self.job_number += 1
         self.start()
         return {"say": f"This is a new job: kd.attach({job.ref!r})"}
-
-    def _plan(self) -> dict[str, Any]:
-        return {"plan": inside(self._job).plan()}
 
     def _download(self, seen: str) -> None:
         text: collections.deque[bytes] = collections.deque()

@@ -90,6 +90,7 @@ def test_weights_are_read_from_safetensors(tmp_path):
             assert value.equal(given.state_dict()[name]), name
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_lost_does_not_lose_the_parts(tmp_path):
     mark = tmp_path / "lost"
 
@@ -119,7 +120,7 @@ def test_a_rank_that_is_lost_does_not_lose_the_parts(tmp_path):
         ("scheduler", {"scheduler": torch.optim.lr_scheduler.StepLR(adam([nn.Parameter(torch.ones(1))]), 1)}),
     ],
 )
-def test_what_is_not_built_is_refused_at_the_call(argument, changed):
+def test_what_is_not_built_is_refused_at_the_call(argument, changed, kept_words):
     loader = DataLoader(TensorDataset(torch.ones(4, 6), torch.zeros(4, dtype=torch.long)), batch_size=2)
     with pytest.raises(ConfigError) as caught:
         kd.render(
@@ -132,3 +133,4 @@ def test_what_is_not_built_is_refused_at_the_call(argument, changed):
             }
         )
     assert caught.value.argument == argument
+    kept_words(str(caught.value))

@@ -55,6 +55,7 @@ def test_tensors_get_the_values_of_the_constructor_one_by_one():
         assert value.dtype == expected[name].dtype
 
 
+@pytest.mark.nightly
 def test_a_model_of_transformers_gets_its_values_too():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
