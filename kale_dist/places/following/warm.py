@@ -26,7 +26,7 @@ from kale_dist.job.records import Record
 from kale_dist.job.spec.job_spec import WARM, Debugging, JobSpec, Policy
 from kale_dist.job.status import JobStatus
 from kale_dist.places.following.client import HeadClient
-from kale_dist.wire import Source, StateName, payload
+from kale_dist.wire import Source, payload
 from kale_dist.wire.blobs import FolderStore, map_file, pack_blobs
 from kale_dist.worker.agent import processes
 
@@ -168,12 +168,13 @@ class WarmPlace:
         return (record for record in records.all_records() if record.ref.startswith(f"{self.inner.name}://"))
 
     def _sets(self, wanted: JobSpec) -> Iterator[Record]:
-        """This user's sets that run, the newest first."""
+        """This user's sets that have not ended, the newest first."""
         for record in reversed(list(self._records())):
             is_set = record.spec.kind == WARM and record.spec.cluster.namespace == wanted.cluster.namespace
             if (
                 is_set
-                and _seen(record).state is StateName.RUNNING
+                # The command that made it may have exited before it knew that its head runs.
+                and not _seen(record).is_final
                 and not records.canceller(records.files(record.name))
             ):
                 yield record
