@@ -14,6 +14,7 @@ import os
 import pathlib
 import secrets
 import string
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ from kale_dist.worker.agent import processes
 
 _SMALL_BYTES, _MOST_SMALL = 64 << 10, 32
 """So many blobs of at most this size travel with the order, the others each with a request of its own."""
+
+_SEEN_S = 5.0
+"""A cluster that lists a set's pods later is taken to have none."""
 
 _WORDS = {"snapshot": "version of kale_dist", "topology": "number_of_processes", "policy": "max_restarts"}
 
@@ -80,6 +84,7 @@ class WarmPlace:
                 continue
             handle = handle_in(there, secrets.token_hex(8))
             try:
+                self._see(there)
                 if not (why := self._offer(handle, key)):
                     _use(self.inner, there)
                     return handle
@@ -104,6 +109,17 @@ class WarmPlace:
             self.inner.send_input(handle, key, on_progress)
         elif not _is_ordered(handle) and (why := self._offer(handle, key)):
             raise BackendError(f"The warm {self.inner.noun}s {handle.get('warm')} do not take the job: {why}")
+
+    def _see(self, there: Record) -> None:
+        """Wait until the place knows a set's pods: a command that has just begun has not looked yet."""
+        changed, handle = threading.Event(), _handle_of(there)
+        unsubscribe = self.inner.listen(handle, changed.set)
+        try:
+            while not self.inner.look(handle).fresh and changed.wait(_SEEN_S):
+                changed.clear()
+        finally:
+            self._backend.status(handle.ref)
+            unsubscribe()
 
     def _offer(self, handle: RunHandle, key: bytes) -> str:
         """Send a run's order, and before it what is missing of its blobs; returns why it is not taken, empty if it is."""
@@ -244,12 +260,17 @@ def _use(place: Place, there: Record) -> None:
         atexit.register(_release, place, there, mark)
 
 
+def _handle_of(there: Record) -> RunHandle:
+    """The handle of a set itself."""
+    return RunHandle(ref=JobRef.parse(there.ref), object=there.spec.name, run=1, spec=there.spec, place=there.place)
+
+
 def _release(place: Place, there: Record, mark: pathlib.Path) -> None:
     mark.unlink(missing_ok=True)
     others = (other.name.split("-")[1:] for other in mark.parent.glob("kernel-*"))
     if any(processes.is_running(int(pid), int(start)) for pid, start in others):
         return
-    handle = RunHandle(ref=JobRef.parse(there.ref), object=there.spec.name, run=1, spec=there.spec, place=there.place)
+    handle = _handle_of(there)
     # Where it cannot be reached it ends idle, if it has not ended.
     with contextlib.suppress(KaleDistError, OSError):
         HeadClient(lambda: place.connect(handle), records.read_key(there.name) or b"").ack()
