@@ -1,6 +1,7 @@
 """Models that the ranks make, and folders of parts: states of which each rank writes and reads its own share.
 
 A folder of parts is what `torch.distributed.checkpoint` writes. It is whole once its `.metadata` is there, which is renamed last.
+That package is imported where it is used: every rank imports this file, and most need no folders.
 """
 
 from __future__ import annotations
@@ -18,10 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from kale_dist import strategies
 from kale_dist.errors import ConfigError, KaleDistError, StoreError
@@ -180,10 +177,10 @@ class Folders:
         wanted: dict[str, Tensor] = {}
         if last and has_optimizer:
             named = {f"optimizer.{name}.": p for name, p in model.named_parameters()}
-            for key, saved in metadata(folder).items():
+            for key, saved in tensors_in(folder).items():
                 prefix, _, what = key.rpartition(".")
                 parameter = named.get(f"{prefix}.")
-                if parameter is not None and isinstance(saved, TensorStorageMetadata):
+                if parameter is not None:
                     like = torch.zeros_like(parameter.detach(), dtype=saved.properties.dtype)
                     wanted[key] = (
                         like if saved.size == like.size() else torch.zeros(saved.size, dtype=saved.properties.dtype)
@@ -268,15 +265,18 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return dict(found.values())
 
 
-def metadata(folder: pathlib.Path) -> Mapping[str, Any]:
-    """Names and sizes of what a folder of parts holds."""
-    return FileSystemReader(folder).read_metadata().state_dict_metadata
+def tensors_in(folder: pathlib.Path) -> Mapping[str, Any]:
+    """Names, sizes and types of the tensors in a folder of parts."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    found = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name: one for name, one in found.items() if isinstance(one, TensorStorageMetadata)}
 
 
 def size(folder: pathlib.Path) -> int:
     """The bytes of the tensors in a folder of parts."""
-    saved = [one for one in metadata(folder).values() if isinstance(one, TensorStorageMetadata)]
-    return sum(one.size.numel() * one.properties.dtype.itemsize for one in saved)
+    return sum(one.size.numel() * one.properties.dtype.itemsize for one in tensors_in(folder).values())
 
 
 def save(folder: pathlib.Path, states: Mapping[str, Tensor], group: Group) -> None:
@@ -285,6 +285,10 @@ def save(folder: pathlib.Path, states: Mapping[str, Tensor], group: Group) -> No
     Raises:
         StoreError: It cannot be written.
     """
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
     try:
         writer = FileSystemWriter(folder)
         with warnings.catch_warnings():
@@ -307,6 +311,10 @@ def load(path: pathlib.Path, wanted: Mapping[str, Tensor], group: Group | None) 
     Raises:
         StoreError: It is not there, or lacks a tensor.
     """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
     is_alone = group is None or group.is_alone
     with tempfile.TemporaryDirectory(prefix="kale-dist-") as links:
         folder = path
