@@ -182,9 +182,9 @@ class Folders:
                 parameter = named.get(f"{prefix}.")
                 if parameter is not None:
                     like = torch.zeros_like(parameter.detach(), dtype=saved.properties.dtype)
-                    wanted[key] = (
-                        like if saved.size == like.size() else torch.zeros(saved.size, dtype=saved.properties.dtype)
-                    )
+                    # Counts of steps, which optimizers keep on the CPU.
+                    other = torch.zeros(saved.size, dtype=saved.properties.dtype, device="cpu")
+                    wanted[key] = like if saved.size == like.size() else other
                     optimizer.state[parameter][what] = wanted[key]
         load(folder, {**weights_of(model), **wanted}, self._group)
 

@@ -92,9 +92,11 @@ class Recipe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         state = None
         if torch.Tag.nondeterministic_seeded in function.tags:
             state = _generator(kwargs).get_state()
-            # What is overwritten needs no values.
-            is_written = bool(given) and function._schema.is_mutable  # noqa: SLF001
-            first = (torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype),) if is_written else ()
+            first: tuple[Tensor, ...] = ()
+            if given and function._schema.is_mutable:  # noqa: SLF001
+                # What is overwritten needs no values.
+                like = args[0]
+                first = (torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=_CPU),)
             function(*first, *tree_map(self._real, args[len(first) :]), **tree_map(self._real, kwargs))
         self._count += 1
         made = _Operation(number=self._count, function=function, args=args, kwargs=kwargs, out=out, state=state)
