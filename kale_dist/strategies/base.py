@@ -31,9 +31,13 @@ class Layout:
     """A description for people: `shard 0 of 2, stage 1 of 4`."""
     agree: Literal["step", "epoch"] = "step"
     """When weights are equal over shards: after each step, or only after `Strategy.end_epoch`."""
+    exact: bool = True
+    """Whether training is identical to that of one process with the global batch, except for rounding."""
 
     @classmethod
-    def of_replicas(cls, rank: int, world_size: int, *, agree: Literal["step", "epoch"] = "step") -> Self:
+    def of_replicas(
+        cls, rank: int, world_size: int, *, agree: Literal["step", "epoch"] = "step", exact: bool = True
+    ) -> Self:
         """The layout in which each rank has its own shard, and all have the same weights."""
         return cls(
             shards=world_size,
@@ -42,6 +46,7 @@ class Layout:
             replicas=tuple(range(world_size)),
             part=f"shard {rank} of {world_size}",
             agree=agree,
+            exact=exact,
         )
 
     @classmethod

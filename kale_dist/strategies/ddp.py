@@ -59,4 +59,4 @@ class DDP(Settings):
 
     def layout(self, rank: int, world_size: int) -> Layout:
         """Every rank has its own shard, and all have the same weights."""
-        return Layout.of_replicas(rank, world_size)
+        return Layout.of_replicas(rank, world_size, exact=self.compress is None)

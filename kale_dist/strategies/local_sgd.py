@@ -42,4 +42,4 @@ class LocalSGD(Settings):
 
     def layout(self, rank: int, world_size: int) -> Layout:
         """Every rank has a shard of its own; with an average after every step they agree at all times."""
-        return Layout.of_replicas(rank, world_size, agree="epoch")
+        return Layout.of_replicas(rank, world_size, agree="epoch", exact=False)

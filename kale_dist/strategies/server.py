@@ -114,4 +114,5 @@ class ParameterServer(Settings):
             replicas=tuple(range(workers)) if is_worker else (rank,),
             part=f"shard {rank} of {workers}" if is_worker else server,
             agree="step" if self.mode == "sync" else "epoch",
+            exact=self.mode == "sync",
         )
