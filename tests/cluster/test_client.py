@@ -213,7 +213,7 @@ def test_a_busy_server_is_asked_again_when_it_says(method, monkeypatch, tmp_path
 
 @pytest.mark.parametrize(("wished", "times"), [("3600", 1), ("2", 2)])
 def test_a_server_that_stays_busy_is_reported(wished, times, monkeypatch, tmp_path):
-    monkeypatch.setattr(client, "_BUSY_S", 3.5)
+    monkeypatch.setattr(client, "BUSY_S", 3.5)
     with FakeApi().running() as api:
         monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path / "config")))
         found = client.connect()

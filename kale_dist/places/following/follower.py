@@ -209,22 +209,27 @@ class Follower:
 
         Raises:
             StoreError: The file cannot be written here.
-            BackendError: The place cannot be reached.
+            BackendError: The place, or a head that runs, cannot be reached.
         """
         files, handle, client = self._run.files, self._handle, self._client()
-        target = files.folder / name
+        target, unreached = files.folder / name, None
         if client is not None and self._head_runs:
-            with contextlib.suppress(BackendError):
-                try:
-                    client.fetch_file(name, target, self._show_fetched)
-                except StoreError:
-                    if not files.folder.exists():
-                        raise
-                else:
-                    return True
-                finally:
-                    self._show("")
-        return self._place.fetch(handle, name, target)
+            try:
+                client.fetch_file(name, target, self._show_fetched)
+            except BackendError as error:
+                unreached = error
+            except StoreError:
+                if not files.folder.exists():
+                    raise
+            else:
+                return True
+            finally:
+                self._show("")
+        came = self._place.fetch(handle, name, target)
+        if unreached is not None and not came:
+            # The head may have it still.
+            raise unreached
+        return came
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ CONNECT_S = 10.0
 READ_S = 60.0
 """Limits of a request whose caller names none."""
 
-_BUSY_S = 20.0
+BUSY_S = 20.0
 """How long a request is sent again to an API server that has too many (429), as often as its `Retry-After` says."""
 
 _POOL = 64
@@ -169,7 +169,7 @@ class _TimedRest(rest.RESTClientObject):
 
     def request(self, method: str, url: str, *, _request_timeout: Any = None, **options: Any) -> Any:  # type: ignore[override]
         options["_request_timeout"] = (CONNECT_S, READ_S) if _request_timeout is None else _request_timeout
-        deadline = time.monotonic() + _BUSY_S
+        deadline = time.monotonic() + BUSY_S
         while (answer := self._send(method, url, options)).status == HTTPStatus.TOO_MANY_REQUESTS:
             # Nothing was done yet: the server refuses before it reads what is asked, so a POST can be sent again, too.
             wished = answer.headers.get("Retry-After", "")
