@@ -1,6 +1,6 @@
 """A job as a live widget: the parts of its picture (`view`), updated one by one, its live log, and buttons.
 
-A thread polls the job and sends changes: lines at most forty times a second, the rest four times, and nothing while no
+A thread polls the job and sends changes: lines at most forty times a second, the rest twice, and nothing while no
 page shows the widget. Clicks arrive as messages. The kernel handles them while a cell runs if kernel and front end have
 subshells, else after the cell.
 """
@@ -39,7 +39,7 @@ MAX_DOWNLOAD_BYTES = 64 << 20
 """The end of a longer log is downloaded."""
 
 _LINES_EACH_S = 0.025
-_PARTS_EACH_S = 0.25
+_PARTS_EACH_S = 0.5
 _MOST_OF_A_CORE = 0.05
 """Pictures of very many metrics, each of which takes long to draw, are drawn less often."""
 _MANY_RANKS = 8
@@ -251,7 +251,6 @@ class JobWidget(anywidget.AnyWidget):
             if self._is_over or (self._is_picture and self._pictured_at > drawn_before):
                 self._replace()
 
-    @_of_no_cell
     def _read_log(self) -> None:
         """Read new lines, and send them if a page shows the widget."""
         with self._lock:
