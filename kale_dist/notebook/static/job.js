@@ -301,7 +301,7 @@ class JobView {
   tellHere(wait_ms = 1000) {
     this.later("here", wait_ms, () => this.tellHere(Math.min(2 * wait_ms, MAX_WAIT_MS)));
     const next = this.log.complete ? this.log.next : 0;
-    this.tell({ tell: "here", view: this.id, next, visible: this.visible });
+    this.tell({ tell: "here", view: this.id, next, visible: this.visible, table: this.open.ranks ?? false });
   }
 
   ask(what) {
@@ -355,7 +355,9 @@ class JobView {
       fold.ontoggle = () => {
         const isNew = fold.open !== (this.open[part] ?? false);
         this.open[part] = fold.open;
-        if (isNew && part === "ranks") this.drawPart(part);
+        if (!isNew || part !== "ranks") return;
+        this.drawPart(part);
+        this.tellHere();
       };
     }
   }
