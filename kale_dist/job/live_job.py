@@ -259,7 +259,11 @@ class LiveJob(Job[None]):
 
         def is_answered(_: JobStatus) -> bool:
             self._read_events()
-            return found.keys() >= set(ranks) or any(answer.get("is_refused") for answer in found.values())
+            # Where one rank cannot repair its group, the others wait for it.
+            is_over = any(
+                answer.get("is_refused") or ("repair" in message and not answer["ok"]) for answer in found.values()
+            )
+            return is_over or found.keys() >= set(ranks)
 
         self._until(is_answered)
         if any(answer.get("is_refused") for answer in found.values()):
