@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ def test_values_of_ranks_are_folded_and_brought(live):
     assert repr(live.run("rank // 2")) == "ranks 0-1: 0"
     assert live.run("rank")[1] == "1"
     assert live.run("x = 1") is None
+    assert repr(live.run("import os\nos.fork() > 0")) == "ranks 0-1: True"
     assert repr(live.run("'a\\nb\\n'.join('xy')", ranks=1)) == "rank 1: 'xa\\nb\\ny'"
     live.push(table=torch.arange(3))
     assert live.pull("table.sum().item() + rank") == [3, 4]
@@ -103,6 +105,18 @@ def test_a_stop_while_the_group_is_repaired_or_the_cell_is_sent_is_not_lost(live
             live.run("time.sleep(60)")
         assert repr(live.run(SUM)) == "ranks 0-1: 2.0"
     assert "The cell was interrupted before it ran" in capfd.readouterr().err
+
+
+def test_a_restart_ends_a_cell_whose_c_code_never_returns_and_it_says_so(live):
+    live.run("import ctypes")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(live.run, "print('begins')\nctypes.PyDLL(None).sleep(300)")
+        while not [line for line in live.logs() if line.text == "begins"]:
+            time.sleep(0.1)
+        live.restart()
+        with pytest.raises(CellError, match="were started again meanwhile"):
+            running.result()
+    assert repr(live.run("rank // 2")) == "ranks 0-1: 0"
 
 
 def test_an_error_of_all_ranks_leaves_the_group_alone(live):
