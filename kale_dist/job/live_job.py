@@ -9,12 +9,13 @@ from __future__ import annotations
 import ast
 import builtins
 import concurrent.futures
+import contextlib
 import hashlib
 import io
 import itertools
+import queue
 import secrets
 import sys
-import threading
 import time
 import traceback
 import types
@@ -114,7 +115,8 @@ class LiveJob(Job[None]):
         """Names that came from the notebook: the fingerprint and the object of each."""
         self._told: set[str] = set()
         self._references = References()
-        self._woken = threading.Event()
+        # An Event breaks where two interrupts come at once.
+        self._woken = queue.SimpleQueue[None]()
         self._interrupted_at = float("-inf")
         self._backend.listen(_weakly(self._wake))
         self._cell: Any = None
@@ -294,7 +296,6 @@ class LiveJob(Job[None]):
                 if is_stopped and self._pass_on_interrupt():
                     break
                 is_stopped = False
-                self._woken.clear()
                 status = self.status
                 is_met = condition(status)
                 self._show()
@@ -308,7 +309,8 @@ class LiveJob(Job[None]):
                     say(
                         "The cell has not ended: C code cannot be interrupted. Stop it twice within 10 s to end the ranks"
                     )
-                self._woken.wait(_LOOK_S)
+                with contextlib.suppress(queue.Empty):
+                    self._woken.get(timeout=_LOOK_S)
             except KeyboardInterrupt:
                 # Passed on above, so that one that comes meanwhile repeats that.
                 is_stopped = True
@@ -340,8 +342,8 @@ class LiveJob(Job[None]):
             callback()
 
     def _wake(self, ref: JobRef) -> None:
-        if ref == self._ref:
-            self._woken.set()
+        if ref == self._ref and self._woken.empty():
+            self._woken.put(None)
 
     def _warn_in_cell(self, status: JobStatus) -> None:
         new, self._warned = status.warnings[self._warned :], len(status.warnings)
