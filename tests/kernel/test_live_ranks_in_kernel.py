@@ -115,6 +115,10 @@ def test_the_stop_button_interrupts_the_cell_and_not_the_ranks(kernel, wait):
         pass
     time.sleep(0.3)
     kernel.manager.interrupt_kernel()
+    if "dist." in wait:
+        # A double click: the cell takes half a second to end.
+        time.sleep(0.1)
+        kernel.manager.interrupt_kernel()
     reply = kernel.finish(message)
     assert reply.error.startswith("KeyboardInterrupt")
     assert "interrupted in ranks 0-3" in reply.err
@@ -179,6 +183,17 @@ def test_ranks_that_have_died_say_so_and_restart_as_another_job(kernel):
     assert "Rank 1" in reply.traceback
     reply = cell(kernel, "1")
     assert "%distribute restart" in reply.traceback
+    assert not kernel("%distribute restart").error
+    assert cell(kernel, "1").out == "ranks 0-3: 1\n"
+
+
+def test_c_code_that_never_returns_is_named_and_a_second_stop_ends_the_ranks(kernel):
+    message = kernel.send("%%distribute\nimport ctypes\nprint('runs')\nctypes.PyDLL(None).sleep(300)")
+    for said in ("runs", "C code cannot be interrupted"):
+        while said not in kernel.client.get_iopub_msg(timeout=30)["content"].get("text", ""):
+            pass
+        kernel.manager.interrupt_kernel()
+    assert kernel.finish(message).error.startswith("KeyboardInterrupt")
     assert not kernel("%distribute restart").error
     assert cell(kernel, "1").out == "ranks 0-3: 1\n"
 
