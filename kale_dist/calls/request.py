@@ -206,6 +206,8 @@ def checked(
     if training is not None and options.cuda is None and not ranks.cuda and (gpu := training_checks.gpu_of(training)):
         sentence = f"The model is on {gpu}, and the processes train on the CPU. cuda=True gives each of them a GPU"
         notes = (*notes, sentence)
+    if training is not None and training.in_parts and (whole := [one.word for one in options.track if one.model]):
+        notes = (*notes, f"{' and '.join(whole)} will not get the model, because no process has all of its weights")
     if training is not None and isinstance(place, Kubernetes) and request.topology.sizes:
         notes += () if training.split_batches else (_OTHER_BATCHES,)
         if isinstance(training.checkpoint_every, int):

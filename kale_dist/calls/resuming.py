@@ -60,9 +60,11 @@ class Earlier:
             isinstance(given, str) and "://" not in given and (os.sep in given or "." in given)
         )
         if is_path:
+            from kale_dist.worker.training.parts import REST
+
             path = pathlib.Path(given).expanduser().absolute()
             # A job's folder has its checkpoint in it.
-            path = next((one for one in (JobFiles(path).checkpoint, path / "rest") if one.is_file()), path)
+            path = next((one for one in (JobFiles(path).checkpoint, path / REST) if one.is_file()), path)
             if not path.is_file():
                 raise ConfigError(_ARGUMENT, f"there is no file {path}", "Give a checkpoint, a job or a job's name")
             return cls(origin=str(path), path=path)

@@ -79,7 +79,7 @@ def start(call: Call) -> Job[Any]:
         data = _data_warnings(what, backend.name, spec) if isinstance(what, Training) else ()
         for warning in (*call.warnings, *snapshot.notes, *notes, *data, *_disk_warnings()):
             warn(warning)
-        targets: weights.Targets | weights.Unmade | None = None
+        targets: weights.Targets | None = None
         if isinstance(what, Training):
             targets = weights.of_training(what)
         elif "torch" in sys.modules and (models := models_in(what.args, what.kwargs)):
@@ -155,7 +155,7 @@ def handle(
     spec: JobSpec,
     key: bytes | None,
     *,
-    targets: weights.Targets | weights.Unmade | None = None,
+    targets: weights.Targets | None = None,
     originals: References | None = None,
 ) -> Job[Any]:
     """A new handle of a job, which `known` gives from now on while it is referenced.
@@ -223,17 +223,16 @@ def _say_started(ref: JobRef, spec: JobSpec) -> None:
         say(f"{ref} starts on {ranks} rank{'' if ranks == 1 else 's'}")
 
 
-def _say_what_runs(targets: weights.Targets | weights.Unmade | None) -> None:
+def _say_what_runs(targets: weights.Targets | None) -> None:
     """Name the jobs that still run and that the user may think of as replaced: those of the same model or the same cell."""
-    run = interrupts.running_cell()
+    run, model = interrupts.running_cell(), targets.model if targets is not None else None
     with _jobs_lock:
         known_jobs = list(_jobs.values())
     same_model, same_cell = [], []
     for job in known_jobs:
         mine, (line, number) = inside(job).targets, _runs_of_cells.get(job, (None, run))
         with contextlib.suppress(KaleDistError):
-            both = isinstance(targets, weights.Targets) and isinstance(mine, weights.Targets)
-            if both and mine.model is targets.model and not job.done():  # type: ignore[union-attr]
+            if mine is not None and model is not None and mine.model is model and not job.done():
                 same_model.append(job.ref)
             # A loop of one cell starts several jobs on purpose.
             elif number != run and line == users_line() and not job.done():

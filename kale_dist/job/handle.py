@@ -68,7 +68,7 @@ class Inside:
     """The job's files on this machine."""
     key: bytes | None
     """The job's secret. It names the job for good: a name may be used again after a deletion."""
-    targets: weights.Targets | weights.Unmade | None
+    targets: weights.Targets | None
     """The notebook's objects that the job trains; None if they are not known here."""
     after_wait: list[Callable[[], None]]
     """Called in the caller's thread whenever a wait for the job has ended, before it returns."""
@@ -108,7 +108,7 @@ class Job(Generic[R]):
         ref: JobRef,
         spec: JobSpec,
         outcomes: OutcomeReader,
-        targets: weights.Targets | weights.Unmade | None = None,
+        targets: weights.Targets | None = None,
         display: Callable[[Job[R]], None],
         again: Callable[[Job[R], pathlib.Path | None], Job[R]],
         track: Callable[[Job[R], Sequence[trackers.Tracker]], None],
@@ -284,8 +284,14 @@ class Job(Generic[R]):
         """The notebook's own optimizer with its state after training. Waits and raises as `model` does.
 
         Raises:
-            ResultUnavailableError: `model` is a new object, whose parameters no optimizer has yet.
+            ResultUnavailableError: `model` is a new object, whose parameters no optimizer has yet, or no process had all
+                of the optimizer's state.
         """
+        self._check_trains()
+        self._succeed(None)
+        if getattr(self._outcomes.trained(self.status.attempt), "parts", ""):
+            problem = f"No process had all of the optimizer's state of {self.ref}: it is in parts, as its weights are"
+            raise ResultUnavailableError(f"{problem}. Another job continues with it by resume_from=", self.ref)
         optimizer: torch.optim.Optimizer | None = self._trained_objects().optimizer
         if optimizer is None:
             raise ResultUnavailableError(
@@ -632,7 +638,8 @@ class Job(Generic[R]):
     def _fill_notebook(self) -> None:
         """Write the weights into the notebook's objects, if the job trains some that are known here."""
         # A handle from `attach` has no model in the notebook; one is built only when `model` is read.
-        if isinstance(self._inside.targets, weights.Targets) and (self._spec.kind == "training" or self._has_models()):
+        targets = self._inside.targets
+        if targets is not None and targets.model is not None and (self._spec.kind == "training" or self._has_models()):
             self._load()
 
     def _has_models(self) -> bool:
@@ -661,10 +668,7 @@ class Job(Generic[R]):
                 mine = self._inside.targets
                 known = mine or self._outcomes.rebuilt_targets()
                 result = self._outcomes.trained(self.status.attempt)
-                if isinstance(known, weights.Unmade):
-                    targets = self._outcomes.made(known, getattr(result, "parts", ""))
-                else:
-                    targets = known
+                targets = self._outcomes.made(known, getattr(result, "parts", ""))
                 self._trained = weights.load(targets, result, self.ref, check=targets is mine)
                 for warning in self._trained.warnings:
                     warn(warning)

@@ -193,7 +193,7 @@ class OutcomeReader:
             )
         raise ResultUnavailableError(problem, self._ref)
 
-    def rebuilt_targets(self) -> weights.Targets | weights.Unmade:
+    def rebuilt_targets(self) -> weights.Targets:
         """Model, optimizer and scheduler built from the snapshot, for a process that is not the notebook's.
 
         Raises:
@@ -209,18 +209,18 @@ class OutcomeReader:
             ) from error
         return weights.of_training(training)
 
-    def made(self, functions: weights.Unmade, parts: str) -> weights.Targets:
-        """Make the model of a job whose ranks made theirs, with the values of its parts.
+    def made(self, targets: weights.Targets, parts: str) -> weights.Targets:
+        """The notebook's objects of a job; where the ranks made the model, one with the values of its parts.
 
         Args:
-            functions: The call's.
+            targets: The objects as far as they are there.
             parts: The folder, as ranks see it; empty where the model came back whole.
 
         Raises:
             ResultUnavailableError: The folder cannot be seen from here.
         """
         if not parts:
-            return functions.make()
+            return targets.made()
         from kale_dist.worker.training import parts as folders
 
         folder = pathlib.Path(parts)
@@ -230,7 +230,7 @@ class OutcomeReader:
         if not (folder / ".metadata").exists():
             raise self._in_parts(parts)
         say(f"The model of {self._ref} is made here: {folders.size(folder) / 1e9:.2f} GB, from {folder}")
-        made = functions.make()
+        made = targets.made()
         folders.load(folder, folders.weights_of(made.model), None)
         return made
 

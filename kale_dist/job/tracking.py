@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kale_dist.errors import KaleDistError, say
+from kale_dist.errors import KaleDistError, ResultUnavailableError, say
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.status import JobStatus
 from kale_dist.trackers import TrackedJob, Tracker, Writer
@@ -139,7 +139,10 @@ class _Tracking:
             if self._tracker.model and state is StateName.SUCCEEDED and self._job.spec.kind == "training":
                 import torch
 
-                torch.save(inside(self._job).model_state(), model)
+                try:
+                    torch.save(inside(self._job).model_state(), model)
+                except ResultUnavailableError as error:
+                    self._problem = f"it has not got the model: {error}"
             writer.end(state, model if model.exists() else None)
 
     def _keep(self, **changes: Any) -> None:

@@ -25,8 +25,9 @@ _last_loaded: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
 class Targets:
     """The notebook's objects that a job trains, and how they looked when its snapshot was taken."""
 
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    model: Any
+    """A module; None where the ranks make it, until the notebook asks for it."""
+    optimizer: Any
     scheduler: Any
     """A learning-rate scheduler, or None."""
     marks: Mapping[str, tuple[str, int, int]]
@@ -35,6 +36,17 @@ class Targets:
     """The job whose weights the model had when the snapshot was taken; empty if none."""
     state: tuple[Any, ...] = ()
     """The objects of `state=`, whose state comes back, too."""
+    functions: Training | None = None
+    """The call whose functions make the model."""
+
+    def made(self) -> Targets:
+        """Make the model, if that is left to do, and what belongs to it."""
+        if self.functions is None:
+            return self
+        from kale_dist.worker.training.parts import objects_of
+
+        made = dataclasses.replace(self.functions, **objects_of(self.functions))
+        return remember(made.model, made.optimizer, made.scheduler, made.kept)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,24 +62,10 @@ class TrainedObjects:
     """Warnings for the user, a sentence each."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Unmade:
-    """The functions of a call whose ranks made the model: the notebook has one when it asks for it."""
-
-    training: Training
-
-    def make(self) -> Targets:
-        """Call them."""
-        from kale_dist.worker.training.parts import objects_of
-
-        made = dataclasses.replace(self.training, **objects_of(self.training))
-        return remember(made.model, made.optimizer, made.scheduler, made.kept)
-
-
-def of_training(training: Training) -> Targets | Unmade:
+def of_training(training: Training) -> Targets:
     """The notebook's objects of a call."""
     if training.makes_model:
-        return Unmade(training=training)
+        return Targets(model=None, optimizer=None, scheduler=None, marks={}, loaded_before="", functions=training)
     return remember(training.model, training.optimizer, training.scheduler, training.kept)
 
 

@@ -95,11 +95,17 @@ def started():
 
 def test_a4_cold_and_warm_start(figures):
     local.shared().close()
+    agents = set()
     for name in ("cold", "warm", "warmer"):
         began = time.time()
         ((now, context_mib, pss_mib),) = launch(started)
         figures(**{f"{name}_s": now - began, f"{name}_context_mib": context_mib, f"{name}_rank_pss_mib": pss_mib})
+        # Less than what a pod gets unless it asks for something else.
+        assert pss_mib + context_mib < 16 << 10
+        assert context_mib > 0 or not CUDA
+        agents.add(local.shared()._client.pid)
         time.sleep(1.0)  # spare ranks are forked after a start
+    assert len(agents) == 1, "a warm start uses the agent of the cold one"
 
 
 NOTEBOOK = """

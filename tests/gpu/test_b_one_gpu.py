@@ -204,6 +204,7 @@ def test_b7_waits_for_the_gpu(figures):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     result = train(model, loader(1600, 8), nn.CrossEntropyLoss(), optimizer, step_counting_waits)
     figures(waits=result.metrics["waits"], steps=200, seconds=result.metrics["seconds"])
+    assert result.metrics["waits"] < 200, "the library waits for the GPU in each step"
 
 
 def step_with_a_trace(model, data_loader, criterion, optimizer, device, args):
@@ -238,6 +239,9 @@ def test_b8_on_which_stream_batches_are_copied(pinned, tmp_path, figures):
     train(model, given, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), step_with_a_trace, train_args=str(path))  # fmt: skip
     copies, kernels = streams_of(path)
     figures(copies=sorted(map(str, copies)), kernels=sorted(map(str, kernels)))
+    # As docs/gpus.md says.
+    assert copies
+    assert copies <= kernels
 
 
 def too_much():

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
 from kale_dist.errors import ConfigError, ResultUnavailableError
+from kale_dist.trackers import TensorBoard
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
 
@@ -53,18 +54,28 @@ def assert_equal(job, other):
         torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-4)
 
 
-def test_ranks_that_make_the_model_learn_what_one_process_learns(tmp_path):
+class Keeping(TensorBoard):
+    """A tracker that stores models."""
+
+    model = True
+
+
+def test_ranks_that_make_the_model_learn_what_one_process_learns(tmp_path, capsys):
     one = trained(1, "ddp", epochs=3)
+    tracker = Keeping(folder=str(tmp_path / "runs"))
     whole, parts = (
         trained(2, "ddp", epochs=3),
-        trained(2, kd.strategies.FSDP(units=("layers.*",)), save_to=tmp_path / "net"),
+        trained(2, kd.strategies.FSDP(units=("layers.*",)), save_to=tmp_path / "net", track=tracker),
     )
+    assert "tensorboard will not get the model" in capsys.readouterr().err
     assert_equal(whole, one)
     assert type(parts.model) is Net
     assert parts.result().parts == str(tmp_path / "net")
     assert parts.result().model_state is None
-    with pytest.raises(ResultUnavailableError):
-        parts.state_dict()
+    for whole_state in (parts.state_dict, lambda: parts.optimizer):
+        with pytest.raises(ResultUnavailableError):
+            whole_state()
+    assert whole.optimizer.state
     # Another number of ranks continues, from the job and from its folder alike.
     for origin, ranks in ((parts, 3), (next((tmp_path / "net.checkpoints").iterdir()), 1)):
         assert_equal(trained(ranks, "fsdp", epochs=3, resume_from=origin), one)

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -29,6 +30,11 @@ from kale_dist.worker.agent import ending, gpu_faults
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.agent.usage import Gpu
 from kale_dist.worker.rank import gpus, group, process_state, stand_ins
+from kale_dist.worker.training import checkpoint
+from kale_dist.worker.training.given import Given
+from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.settings import Training
+from kale_dist.worker.training.trained import Trained
 
 PACKAGE = pathlib.Path(kale_dist.__file__).parent
 GPUS_PAGE = PACKAGE.parent / "docs" / "gpus.md"
@@ -485,3 +491,63 @@ def test_strategies_that_have_not_run_on_gpus_are_named(strategy, is_untried):
         machine=request.Machine(cores=2, gpus=2),
     )  # fmt: skip
     assert any("never run on GPUs" in warning for warning in call.warnings) is is_untried
+
+
+# -- what ranks send each other ----------------------------------------------------------------------------------------
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU; only its copy on the CPU may be pickled."""
+
+    is_cuda = True
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor).clone()
+
+    def __reduce_ex__(self, _):
+        raise AssertionError("sent from a GPU")
+
+
+def test_ranks_send_their_own_states_from_the_cpu_and_to_rank_0_alone(monkeypatch):
+    net = nn.Linear(1, 1)
+    values = {name: one.default for name, one in inspect.signature(kale_dist.distribute).parameters.items()}
+    values |= {"model": net, "train_data_loader": DataLoader([1.0]), "optimizer": torch.optim.SGD(net.parameters())}
+    values |= {"criterion": nn.MSELoss(), "strategy": kale_dist.strategies.LocalSGD()}
+    training = Training(**{name: one for name, one in values.items() if name in Training.__dataclass_fields__})
+    trained = Trained.of(training)
+    ranks = Group(torch.device("cpu"))
+    ranks.world_size = 2
+    monkeypatch.setattr(torch.distributed, "all_gather_object", None)
+    sent = []
+
+    def gather_object(value, values, **_):
+        sent.append(pickle.loads(pickle.dumps(value)))
+        if values is not None:
+            values[:] = sent * 2
+
+    monkeypatch.setattr(torch.distributed, "gather_object", gather_object)
+    held = []
+    for ranks.rank in (0, 1):
+        progress = types.SimpleNamespace(position=None, values={}, stopped="")
+        own = {"momentum": [torch.ones(2).as_subclass(OnGpu)]}
+        found = checkpoint.describe(ranks, trained, Given.of(training, trained, 2), progress, None, own, 1, 2)
+        held.append(len(found["strategy"]))
+        assert found["strategy"][0]["momentum"][0].equal(torch.ones(2))
+    assert held == [2, 1]
+
+
+@pytest.mark.parametrize(("dtype", "is_sent_from_the_gpu"), [(torch.int16, False), (torch.float32, True)])
+def test_a_buffer_of_a_type_that_nccl_lacks_is_sent_from_the_cpu(dtype, is_sent_from_the_gpu, monkeypatch):
+    ranks = Group(torch.device("cpu"))
+    ranks.world_size = 2
+    sent = []
+
+    def broadcast(tensor, **_):
+        sent.append(isinstance(tensor, OnGpu))
+        tensor.fill_(7)
+
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    buffer = torch.zeros(2, dtype=dtype).as_subclass(OnGpu)
+    ranks.send_tensor(buffer)
+    assert sent == [is_sent_from_the_gpu]
+    assert buffer.tolist() == [7, 7]

@@ -171,7 +171,7 @@ def describe(
     steps: int,
     mine: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Collect what `Checkpoint.resume` holds. All ranks have to call this.
+    """Collect what `Checkpoint.resume` holds, in rank 0. All ranks have to call this.
 
     Args:
         group: The ranks.
@@ -184,8 +184,9 @@ def describe(
         steps: Real steps of the optimizer so far.
         mine: This rank's part of the position; None between epochs.
     """
-    # On the CPU: unpickled, a tensor of a GPU would be on that GPU in every rank.
-    ranks = group.gather((random_states(group.device, trained.loaders), on_cpu(own_state), seed, mine))
+    # On the CPU: unpickled, a tensor of a GPU would be on that GPU in rank 0.
+    own = random_states(group.device, trained.loaders), on_cpu(own_state), seed, mine
+    ranks = group.gather(own, in_first=True)
     position = None if progress.position is None else {**progress.position, "ranks": [own for *_, own in ranks]}
     return {
         "given": {field.name: getattr(given, field.name) for field in dataclasses.fields(given)},

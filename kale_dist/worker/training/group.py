@@ -102,17 +102,21 @@ class Group:
             self._said.add(text)
             context.say(text, warns=warns)
 
-    def gather(self, value: object) -> list[Any]:
+    def gather(self, value: object, *, in_first: bool = False) -> list[Any]:
         """Return every rank's value, in the order of the ranks, without those of lost ranks.
 
         Args:
             value: Anything that can be pickled; small.
+            in_first: Rank 0 alone gets all, and the others, which need no memory for them, their own.
         """
         if self.is_alone:
             return [value]
         if (found := self._everyones(value)) is not None:
             return [found[rank] for rank in self._living]
         values: list[Any] = [None] * self.world_size
+        if in_first:
+            dist.gather_object(value, values if self.rank == 0 else None, group=self.world, group_dst=0)
+            return values if self.rank == 0 else [value]
         dist.all_gather_object(values, value, group=self.world)
         return values
 

@@ -30,9 +30,9 @@ class _Operation:
     state: Tensor | None
     """The generator's before a draw."""
 
-    def run(self, real: Callable[[Any], Any]) -> Any:
-        """Do it with values; `real` gives the tensor with values in the place of one without."""
-        args, kwargs = tree_map(real, (self.args, self.kwargs))
+    def run(self, value: Callable[[Tensor], Tensor]) -> Any:
+        """Do it with values; `value` gives those of a tensor without."""
+        args, kwargs = _filled((self.args, self.kwargs), value)
         if self.state is None:
             return self.function(*args, **kwargs)
         generator = _generator(kwargs)
@@ -67,8 +67,7 @@ class Recipe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def value(self, tensor: Tensor) -> Tensor:
         """Compute the values of a tensor that the constructor has made; each call does so again."""
         with torch.no_grad():
-            real: Tensor = _values(self._operations[_key(tensor)], tensor)
-        return real
+            return _values(self._operations[_key(tensor)], tensor)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,7 +75,7 @@ class Recipe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_back = str(function) == "aten._to_copy.default" and kwargs.get("device") == _CPU
         if any(map(_is_empty, given)) and (torch.Tag.data_dependent_output in function.tags or is_back):
             # The constructor decides by values.
-            return function(*tree_map(self._real, args), **kwargs)
+            return function(*_filled(args, self.value), **kwargs)
         is_factory = not given and any(one.name == "device" for one in function._schema.arguments)  # noqa: SLF001
         # By `torch.tensor([]).device` Transformers finds out whether to leave weights without values.
         is_constant = function is torch.ops.aten.lift_fresh.default and not _is_empty(args[0]) and args[0].numel()
@@ -97,7 +96,7 @@ class Recipe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # What is overwritten needs no values.
                 like = args[0]
                 first = (torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=_CPU),)
-            function(*first, *tree_map(self._real, args[len(first) :]), **tree_map(self._real, kwargs))
+            function(*first, *_filled(args[len(first) :], self.value), **_filled(kwargs, self.value))
         self._count += 1
         made = _Operation(number=self._count, function=function, args=args, kwargs=kwargs, out=out, state=state)
         lists = {id(ops): ops for one in empty if (ops := self._operations.get(_key(one))) is not None}
@@ -111,23 +110,23 @@ class Recipe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._operations[_key(one)] = joined
         return out
 
-    def _real(self, one: Any) -> Any:
-        return (
-            _values(self._operations[_key(one)], one)
-            if _is_empty(one)
-            else _CPU
-            if isinstance(one, torch.device) and one == _META
-            else one
-        )
+
+def _filled(given: Any, value: Callable[[Tensor], Tensor]) -> Any:
+    """Arguments with values in the place of tensors without, which `value` gives, and on the CPU."""
+
+    def real(one: Any) -> Any:
+        if _is_empty(one):
+            return value(one)
+        return _CPU if isinstance(one, torch.device) and one == _META else one
+
+    return tree_map(real, given)
 
 
-def _values(operations: list[_Operation], wanted: Tensor) -> Any:
+def _values(operations: list[_Operation], wanted: Tensor) -> Tensor:
     """Do operations again, with values, and return those of one tensor."""
     storages: dict[int, Any] = {}
 
-    def real(one: Any) -> Any:
-        if not _is_empty(one):
-            return _CPU if isinstance(one, torch.device) and one == _META else one
+    def known(one: Tensor) -> Tensor:
         made = torch.empty(0, dtype=one.dtype, device="cpu")
         return made.set_(storages[_key(one)], one.storage_offset(), one.size(), one.stride())
 
@@ -136,14 +135,14 @@ def _values(operations: list[_Operation], wanted: Tensor) -> Any:
         is_view = all(_key(one) in storages for one in outs)
         if is_view and not operation.function._schema.is_mutable:  # noqa: SLF001
             continue
-        found = [one for one in tree_leaves(operation.run(real)) if isinstance(one, Tensor)]
+        found = [one for one in tree_leaves(operation.run(known)) if isinstance(one, Tensor)]
         for out, value in zip(outs, found, strict=True):
             if _key(out) not in storages:
                 # Kernels with values may lay them out in another order.
                 like = torch.empty_strided(out.size(), out.stride(), dtype=out.dtype, device="cpu")
                 laid = value if value.stride() == out.stride() else like.copy_(value)
                 storages[_key(out)] = laid.untyped_storage()
-    return real(wanted)
+    return known(wanted)
 
 
 def _is_empty(one: Any) -> bool:
