@@ -149,6 +149,8 @@ class LiveJob(Job[None]):
         wanted = self._check_ranks(ranks)
         try:
             tree = ast.parse(source)
+            # What only a compiler sees, such as `return` outside of a function.
+            compile(tree, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             line = getattr(error, "lineno", None)
             where = f" in line {line}" if line else ""
@@ -224,13 +226,14 @@ class LiveJob(Job[None]):
     @short_refusals
     def stop(self) -> JobStatus:
         """End the ranks, and return the job's last status. A cell that still runs in another thread is ended, too."""
-        if not self.done():
+        # Ranks that are starting hear nothing.
+        if self.status.state is StateName.RUNNING:
             self._backend.tell(self._ref, -1, {"live": {"end": True}})
-            try:
+            with contextlib.suppress(WaitTimeoutError):
                 self._watcher.wait(self._ref, _STOP_S)
-            except WaitTimeoutError:
-                self.cancel()
-                self._watcher.wait(self._ref)
+        if not self.done():
+            self.cancel()
+            self._watcher.wait(self._ref)
         return self.status
 
     def wait_until_ready(self) -> None:

@@ -176,6 +176,7 @@ def test_idle_ranks_end_and_the_next_cell_says_when_and_why():
         (lambda live: kd.live((2, 4)), "number_of_processes"),
         (lambda live: kd.live(nprocs=2), "nprocs"),
         (lambda live: live.run("1 +"), "source"),
+        (lambda live: live.run("return 1"), "source"),
         (lambda live: live.run("1", ranks=9), "ranks"),
         (lambda live: live.run("1", ranks=[0, "1"]), "ranks"),
     ],
