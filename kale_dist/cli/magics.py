@@ -18,7 +18,7 @@ from IPython.display import display
 
 from kale_dist import cli, places, wording
 from kale_dist.calls import request, verbs
-from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, say, warnings_as_lines
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, note, warnings_as_lines
 from kale_dist.job import interrupts
 from kale_dist.job.handle import Job
 from kale_dist.job.live_job import LiveJob
@@ -89,9 +89,11 @@ class DistributeMagics(Magics):
         if options.ranks is not None:
             raise UsageError("--ranks: it chooses among live ranks, and the other options make a job of its own")
         if self._live is not None:
-            say(f"This cell runs as a job of its own, not in {self._live.ref}, because of its options")
+            note(f"This cell runs as a job of its own, not in {self._live.ref}, because of its options")
         elif not is_of_own:
-            say("There are no live ranks, so this cell is a job of its own. `%distribute start` starts ranks that stay")
+            note(
+                "There are no live ranks, so this cell is a job of its own. `%distribute start` starts ranks that stay"
+            )
         _check_name(options.job)
         return self._run_as_job(options, cell)
 
@@ -109,12 +111,12 @@ class DistributeMagics(Magics):
             self._live = _explained(ended.restart)
             for name in [name for name, value in self._namespace.items() if value is ended]:
                 self._keep(self._live, name)
-            say(f"{self._live.ref} is ready: new processes, without variables")
+            note(f"{self._live.ref} is ready: new processes, without variables")
             return
         if word == "stop":
             job, self._live = self._running_live(), None
             job.stop()
-            say(f"{job.ref} has ended")
+            note(f"{job.ref} has ended")
             return
         if self._live is not None and not self._live.done():
             raise UsageError(
@@ -130,7 +132,7 @@ class DistributeMagics(Magics):
         self._keep(self._live, options.job)
         _explained(self._live.wait_until_ready)
         count = self._live.spec.topology.number_of_processes
-        say(f"{self._live.ref} is ready: %%distribute runs a cell in its {count} rank{'' if count == 1 else 's'}")
+        note(f"{self._live.ref} is ready: %%distribute runs a cell in its {count} rank{'' if count == 1 else 's'}")
 
     def _running_live(self) -> LiveJob:
         if self._live is None:
