@@ -169,7 +169,9 @@ def sentence(status: JobStatus, now: float | None, *, error: str = "") -> str:
             doing = reason or _debugged(status) or _doing(status) or f"Running{on}"
             return f"Attempt {status.attempt + 1}: {doing}" if status.attempt else doing
         case StateName.SUCCEEDED:
-            return f"Succeeded{after}{on}{f', in attempt {status.attempt + 1}' if status.attempt else ''}"
+            return _ended(
+                "Succeeded", f"{after}{on}{f', in attempt {status.attempt + 1}' if status.attempt else ''}", reason
+            )
         case StateName.CANCELLED:
             kept = kept_checkpoint(status)
             return _ended("Cancelled", after, reason) + (f". {kept}" if kept else "")
