@@ -5,6 +5,7 @@ import time
 import pytest
 
 from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events
+from kale_dist.job.view import facts
 from kale_dist.wire import FailureCause, RankStateName, StateName
 
 
@@ -25,6 +26,15 @@ def test_a_job_runs_from_pending_to_success():
     done = reduce_events(running, [{"event": "state", "state": "succeeded", "time": 9.0, "attempt": 0}])
     assert done.is_final
     assert (done.ended, done.fraction) == (9.0, 1.0)
+
+
+def test_warm_pods_that_wait_for_a_call_run_until_they_end():
+    idle = {"event": "state", "state": "running", "reason": "Waits for a call that fits", "idle_s": 20.0, "time": 7.0}
+    assert {replica.state for replica in status_of(idle).replicas} == {RankStateName.RUNNING}
+    ended = {"event": "state", "state": "succeeded", "reason": "No call came for 20 s", "time": 27.0}
+    ended = status_of(idle, ended)
+    assert {replica.state for replica in ended.replicas} == {RankStateName.STOPPED}
+    assert facts.sentence(ended, 30.0) == "Succeeded after 20 s on 2 ranks: no call came for 20 s"
 
 
 def test_a_final_state_stays():
