@@ -46,7 +46,7 @@ COUNTS = {
 COUNTS["warm"] = COUNTS["kubernetes"] | {
     "head's descriptors": f"{HEAD} ls /proc/1/fd",
     "head's threads": f"{HEAD} ls /proc/1/task",
-    "head's MiB": f"{HEAD} sh -c 'seq $(sed -n s/VmRSS://p /proc/1/status | tr -d kB | xargs -I% expr % / 1024)'",
+    "head's MiB": f"{HEAD} awk '/VmRSS/ {{ for (i = 1; i < $2 / 1024; i++) print i }}' /proc/1/status",
     "in /dev/shm of the head": f"{HEAD} ls /dev/shm",
 }
 """What jobs of a place could leave behind, each with a command that prints a line for one."""

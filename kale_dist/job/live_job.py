@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from kale_dist.errors import CellError, ConfigError, JobFailedError, WaitTimeoutError, say, short_refusals, warn
+from kale_dist.errors import CellError, ConfigError, JobFailedError, WaitTimeoutError, note, say, short_refusals, warn
 from kale_dist.job import interrupts, records
 from kale_dist.job.backend import JobRef
 from kale_dist.job.handle import Job, check_lines, inside
@@ -149,6 +149,8 @@ class LiveJob(Job[None]):
         wanted = self._check_ranks(ranks)
         try:
             tree = ast.parse(source)
+            # What only a compiler sees, such as `return` outside of a function.
+            compile(tree, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             line = getattr(error, "lineno", None)
             where = f" in line {line}" if line else ""
@@ -224,13 +226,14 @@ class LiveJob(Job[None]):
     @short_refusals
     def stop(self) -> JobStatus:
         """End the ranks, and return the job's last status. A cell that still runs in another thread is ended, too."""
-        if not self.done():
+        # Ranks that are starting hear nothing.
+        if self.status.state is StateName.RUNNING:
             self._backend.tell(self._ref, -1, {"live": {"end": True}})
-            try:
+            with contextlib.suppress(WaitTimeoutError):
                 self._watcher.wait(self._ref, _STOP_S)
-            except WaitTimeoutError:
-                self.cancel()
-                self._watcher.wait(self._ref)
+        if not self.done():
+            self.cancel()
+            self._watcher.wait(self._ref)
         return self.status
 
     def wait_until_ready(self) -> None:
@@ -430,7 +433,7 @@ class LiveJob(Job[None]):
         if new := {name: namespace[name] for name in prints if self._sent.get(name, ("",))[0] != prints[name]}:
             self._send(new, prints)
             if told := [name for name, value in new.items() if not isinstance(value, types.ModuleType)]:
-                say(f"From the notebook: {', '.join(told)}{self._size}")
+                note(f"From the notebook: {', '.join(told)}{self._size}")
 
     def _send(self, values: Mapping[str, Any], prints: Mapping[str, str]) -> None:
         there = {

@@ -56,7 +56,7 @@ _ANSWER_S = 8.0
 
 _FIRST_PAGE = "the page of the cell"
 _NO_WIDGETS = (
-    "This page shows no widgets; this picture is drawn again every 2 s. For the live view, install anywidget "
+    "This page shows no widgets, only this picture. For the live view, install anywidget "
     "in the environment that JupyterLab itself runs in (the kernel has it), reload the page, and show the job again."
 )
 STATIC = pathlib.Path(__file__).parent / "static"
@@ -213,7 +213,7 @@ class JobWidget(anywidget.AnyWidget):
             bundle["application/vnd.jupyter.widget-view+json"] = {
                 "version_major": 2, "version_minor": 0, "model_id": self.model_id,
             }  # fmt: skip
-        elif not self._is_over:
+        else:
             remark = _NO_WIDGETS
         if self._status is not None:
             bundle["text/plain"] = "\n\n".join(filter(None, (view.text(self._status, tail, now), remark)))

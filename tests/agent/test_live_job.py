@@ -50,7 +50,7 @@ def test_a_function_uses_the_ranks_own_names_and_its_large_ones_do_not_travel(li
     main(weights=torch.zeros(1 << 20), used=None)
     exec(compile(source, "<cell>", "exec"), namespace)
     assert repr(live.run("used()")) == "ranks 0-1: 'of the ranks'"
-    assert "From the notebook: used\n" in capfd.readouterr().err
+    assert "From the notebook: used\n" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -176,6 +176,7 @@ def test_idle_ranks_end_and_the_next_cell_says_when_and_why():
         (lambda live: kd.live((2, 4)), "number_of_processes"),
         (lambda live: kd.live(nprocs=2), "nprocs"),
         (lambda live: live.run("1 +"), "source"),
+        (lambda live: live.run("return 1"), "source"),
         (lambda live: live.run("1", ranks=9), "ranks"),
         (lambda live: live.run("1", ranks=[0, "1"]), "ranks"),
     ],
