@@ -9,12 +9,13 @@ from __future__ import annotations
 import ast
 import builtins
 import concurrent.futures
+import contextlib
 import hashlib
 import io
 import itertools
+import queue
 import secrets
 import sys
-import threading
 import time
 import traceback
 import types
@@ -23,7 +24,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from kale_dist.errors import CellError, ConfigError, JobFailedError, WaitTimeoutError, say, short_refusals, warn
+from kale_dist.errors import CellError, ConfigError, JobFailedError, WaitTimeoutError, note, say, short_refusals, warn
 from kale_dist.job import interrupts, records
 from kale_dist.job.backend import JobRef
 from kale_dist.job.handle import Job, check_lines, inside
@@ -45,6 +46,12 @@ _PIECE_BYTES = 8 << 20
 """What one thread compares at a time of the notebook's data."""
 
 _STOP_S = 10.0
+_DOUBLE_CLICK_S = 1.0
+"""A stop this soon after another is the same: a second one costs all variables."""
+
+_DEAF_S = 3.0
+"""How long a cell may go on after an interrupt until that is said."""
+
 _OF_RANKS = frozenset(("rank", "world_size", "local_rank", "device"))
 """Names that each rank has of its own from the start."""
 
@@ -108,7 +115,8 @@ class LiveJob(Job[None]):
         """Names that came from the notebook: the fingerprint and the object of each."""
         self._told: set[str] = set()
         self._references = References()
-        self._woken = threading.Event()
+        # An Event breaks where two interrupts come at once.
+        self._woken = queue.SimpleQueue[None]()
         self._interrupted_at = float("-inf")
         self._backend.listen(_weakly(self._wake))
         self._cell: Any = None
@@ -141,6 +149,8 @@ class LiveJob(Job[None]):
         wanted = self._check_ranks(ranks)
         try:
             tree = ast.parse(source)
+            # What only a compiler sees, such as `return` outside of a function.
+            compile(tree, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             line = getattr(error, "lineno", None)
             where = f" in line {line}" if line else ""
@@ -216,13 +226,14 @@ class LiveJob(Job[None]):
     @short_refusals
     def stop(self) -> JobStatus:
         """End the ranks, and return the job's last status. A cell that still runs in another thread is ended, too."""
-        if not self.done():
+        # Ranks that are starting hear nothing.
+        if self.status.state is StateName.RUNNING:
             self._backend.tell(self._ref, -1, {"live": {"end": True}})
-            try:
+            with contextlib.suppress(WaitTimeoutError):
                 self._watcher.wait(self._ref, _STOP_S)
-            except WaitTimeoutError:
-                self.cancel()
-                self._watcher.wait(self._ref)
+        if not self.done():
+            self.cancel()
+            self._watcher.wait(self._ref)
         return self.status
 
     def wait_until_ready(self) -> None:
@@ -249,32 +260,45 @@ class LiveJob(Job[None]):
         name = secrets.token_hex(8)
         told = {**message, "number": self._number, "name": name, "ranks": list(ranks)}
         self._answers = {name: {}}
+        is_stopped = False
         try:
             self._backend.tell(self._ref, -1, {"live": told}, blobs)
         except KeyboardInterrupt:
             # It may not have been sent; one that comes twice does nothing.
             self._backend.tell(self._ref, -1, {"live": told}, blobs)
-            self._pass_on_interrupt()
-        found = self._answers[name]
+            is_stopped = True
+        found, attempt = self._answers[name], self._attempt
 
         def is_answered(_: JobStatus) -> bool:
             self._read_events()
-            return found.keys() >= set(ranks) or any(answer.get("is_refused") for answer in found.values())
+            # Where one rank cannot repair its group, the others wait for it.
+            is_over = any(one.get("is_refused") or ("repair" in message and not one["ok"]) for one in found.values())
+            return is_over or found.keys() >= set(ranks) or self._attempt != attempt
 
-        self._until(is_answered)
+        self._until(is_answered, is_stopped=is_stopped)
+        if self._attempt != attempt:
+            raise CellError(f"The ranks of {self.ref} were started again meanwhile: their variables are lost", self.ref)
         if any(answer.get("is_refused") for answer in found.values()):
             raise CellError(f"Another notebook has run a cell in {self.ref} meanwhile. Run this cell again", self.ref)
         return found
 
-    def _until(self, condition: Callable[[JobStatus], bool]) -> None:
+    def _until(self, condition: Callable[[JobStatus], bool], *, is_stopped: bool = False) -> None:
         """Wait, and show what the ranks write meanwhile. An interrupt goes to the cell in the ranks.
+
+        Args:
+            condition: Ends the wait.
+            is_stopped: Whether an interrupt has come before.
 
         Raises:
             JobFailedError: The ranks have ended before.
+            KeyboardInterrupt: A second interrupt has ended them.
         """
+        told_at = float("-inf")
         while True:
             try:
-                self._woken.clear()
+                if is_stopped and self._pass_on_interrupt():
+                    break
+                is_stopped = False
                 status = self.status
                 is_met = condition(status)
                 self._show()
@@ -283,24 +307,36 @@ class LiveJob(Job[None]):
                 if status.is_final:
                     raise self._ended(status)
                 self._attend(status)
-                self._woken.wait(_LOOK_S)
+                if time.monotonic() - _DEAF_S > self._interrupted_at > told_at:
+                    told_at = self._interrupted_at
+                    say(
+                        "The cell has not ended: C code cannot be interrupted. Stop it twice within 10 s to end the ranks"
+                    )
+                with contextlib.suppress(queue.Empty):
+                    self._woken.get(timeout=_LOOK_S)
             except KeyboardInterrupt:
-                self._pass_on_interrupt()
+                # Passed on above, so that one that comes meanwhile repeats that.
+                is_stopped = True
+        raise KeyboardInterrupt
 
-    def _pass_on_interrupt(self) -> None:
+    def _pass_on_interrupt(self) -> bool:
+        """Interrupt the cell in the ranks, or end them if it is the second time; returns whether they end."""
         now = time.monotonic()
+        if now - self._interrupted_at < _DOUBLE_CLICK_S:
+            return False
         status = self.status
         if now - self._interrupted_at < interrupts.SECOND_WITHIN_S or status.state is not StateName.RUNNING:
             self.cancel()
             say(f"{self.ref} is cancelled")
-            raise KeyboardInterrupt
-        self._interrupted_at = now
+            return True
         waiting = {replica.rank: replica.breakpoint for replica in status.at_breakpoints if replica.breakpoint}
         for replica in status.replicas:
             if (at := waiting.get(replica.rank)) is not None:
                 self._backend.tell(self._ref, replica.rank, {"prompt": at.prompt, "input": "q"})
             else:
                 self._backend.tell(self._ref, replica.rank, {"live": {"interrupt": self._number}})
+        self._interrupted_at = now
+        return False
 
     def _show(self) -> None:
         for line in self._log.read():
@@ -309,8 +345,8 @@ class LiveJob(Job[None]):
             callback()
 
     def _wake(self, ref: JobRef) -> None:
-        if ref == self._ref:
-            self._woken.set()
+        if ref == self._ref and self._woken.empty():
+            self._woken.put(None)
 
     def _warn_in_cell(self, status: JobStatus) -> None:
         new, self._warned = status.warnings[self._warned :], len(status.warnings)
@@ -397,7 +433,7 @@ class LiveJob(Job[None]):
         if new := {name: namespace[name] for name in prints if self._sent.get(name, ("",))[0] != prints[name]}:
             self._send(new, prints)
             if told := [name for name, value in new.items() if not isinstance(value, types.ModuleType)]:
-                say(f"From the notebook: {', '.join(told)}{self._size}")
+                note(f"From the notebook: {', '.join(told)}{self._size}")
 
     def _send(self, values: Mapping[str, Any], prints: Mapping[str, str]) -> None:
         there = {

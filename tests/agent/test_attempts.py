@@ -38,7 +38,10 @@ def lost_at_first(rank, how, times):
     return here.attempt, total.item(), os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
-@pytest.mark.parametrize(("rank", "how", "times"), [(1, signal.SIGKILL, 1), (0, signal.SIGSEGV, 1), (0, -3, 2)])
+@pytest.mark.parametrize(
+    ("rank", "how", "times"),
+    [(1, signal.SIGKILL, 1), pytest.param(0, signal.SIGSEGV, 1, marks=pytest.mark.nightly), (0, -3, 2)],
+)
 def test_a_lost_rank_starts_all_again(jobs, rank, how, times):
     job = jobs.run(lost_at_first, rank, int(how), times, max_restarts=2)
     assert job.wait()["state"] == "succeeded", job.log_text()
@@ -219,7 +222,7 @@ def test_a_pod_that_no_controller_makes_again_is_not_waited_for(make_bare):
     assert (state["state"], state["cause"], state["attempt"]) == ("failed", "lost", 0)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_a_pod_that_is_made_again_takes_its_place_and_all_ranks_start_again(make, how):
     job = make(meet, 1, ranks=4, processes_per_agent=2, max_restarts=1).put_input().start_all()
     job.until_running()

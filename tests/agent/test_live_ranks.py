@@ -115,7 +115,7 @@ def test_a_breakpoint_in_a_cell_is_answered(live, jobs):
 def test_the_end_of_a_cell_comes_after_its_lines(live):
     ranks = live()
     for number in range(30):
-        ranks.run(f"print('line {number}', flush=True)")
+        ranks.run(f"print('line {number}', end=chr(10) * {number % 2}, flush=True)")
         assert ranks.job.log_text().count(f"line {number}\n") + ranks.job.log_text().endswith(f"line {number}") == 2
 
 

@@ -105,6 +105,7 @@ def test_an_exception_in_another_pod_is_the_cause(make_bare):
     assert job.pods[0].last_words == told
 
 
+@pytest.mark.nightly
 def test_a_head_whose_disk_is_full_stops_ranks_in_all_pods_and_loses_no_line(make_bare, tmp_path):
     job = make_bare(write_much, str(tmp_path), ranks=2, processes_per_agent=1, stall_timeout_s=2.0).put_input()
     head = job.start(0)
@@ -227,6 +228,7 @@ def test_a_rank_that_left_ranks_of_other_pods_in_a_collective(make):
     assert "in leave_early" in state["reason"]
 
 
+@pytest.mark.nightly
 def test_a_stall_shows_the_stacks_of_all_pods(make):
     job = (
         make(wait_in_barrier, ranks=3, processes_per_agent=2, stall_warn_s=2.0, stall_timeout_s=6.0)

@@ -140,6 +140,7 @@ def test_a_pod_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, und
     assert torch.equal(weights_of(job), undisturbed)
 
 
+@pytest.mark.nightly
 def test_sigterm_to_a_pod_loses_no_step_but_the_one_that_begins_meanwhile(make, tmp_path, undisturbed):
     job, pause = train_in(make, tmp_path, ranks=2, max_restarts=1)
     job.start_all()
@@ -253,6 +254,7 @@ def test_a_head_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, un
     assert torch.equal(weights_of(job), undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_head_that_was_lost_more_often_than_restarts_are_left_ends_its_pods_for_good(make, tmp_path):
     job, _ = train_with_store(make, tmp_path, max_restarts=1)
     head = job.start_all().pods[0]
@@ -266,6 +268,7 @@ def test_a_head_that_was_lost_more_often_than_restarts_are_left_ends_its_pods_fo
     assert "max_restarts" in head.last_words["reason"]
 
 
+@pytest.mark.nightly
 def test_restarts_for_lost_ranks_count_for_the_next_head(make, tmp_path):
     job, _ = train_with_store(make, tmp_path, max_restarts=1)
     head = job.start_all().pods[0]
@@ -278,6 +281,7 @@ def test_restarts_for_lost_ranks_count_for_the_next_head(make, tmp_path):
     assert [job.pods[1].end(), restart(job).end()] == [wire.EXIT_LOST_HEAD, 1], job.text()
 
 
+@pytest.mark.nightly
 def test_sigterm_to_a_head_loses_no_step_and_does_not_count_where_the_training_gets_on(make, tmp_path, undisturbed):
     job, _ = train_with_store(make, tmp_path, max_restarts=1)
     head = job.start_all().pods[0]
@@ -290,6 +294,7 @@ def test_sigterm_to_a_head_loses_no_step_and_does_not_count_where_the_training_g
     assert torch.equal(weights_of(job), undisturbed)
 
 
+@pytest.mark.nightly
 def test_sigterm_to_a_head_counts_where_nothing_is_kept(make, tmp_path):
     job, _ = train_with_store(make, tmp_path, max_restarts=1, every=1000)
     head, codes = job.start_all().pods[0], []

@@ -118,6 +118,7 @@ def test_a_lack_of_memory_says_the_limit_and_is_not_retried(namespace, plain_ima
     job.delete()
 
 
+@pytest.mark.nightly
 def test_a_suspended_training_resumes_at_the_very_step(namespace):
     from trainings import summing
 

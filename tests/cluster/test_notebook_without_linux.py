@@ -47,7 +47,13 @@ def test_a_cluster_is_used_from_there(namespace, image):
     assert run(ATTACH.format(ref=ref)) == "200002.0 2 True"
 
 
-@pytest.mark.parametrize("settings", ["", ", packages=['einops==0.8.0']"], ids=["an image", "a made image"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param("", id="an image"),
+        pytest.param(", packages=['einops==0.8.0']", id="a made image", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_engine_is_used_from_there(engine, image, settings):
     ref = run(SUBMIT.format(place="Docker", settings=f"image={image!r}{settings}"))
     assert run(ATTACH.format(ref=ref)) == "200002.0 2 True"

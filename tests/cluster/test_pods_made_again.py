@@ -42,11 +42,6 @@ NOTEBOOK = """
 """
 
 
-@pytest.fixture(params=["pytorch", "job"])
-def word(request):
-    return request.param
-
-
 def pods_of(namespace, name):
     """The pods of a job by their names, without what a Job appends to them."""
     listed = run_kubectl("-n", namespace, "get", "pods", "-l", f"kale-dist.dev/object={name}", "-o", "json")
@@ -109,7 +104,15 @@ def head_has_ended(namespace, name):
     return any(pod["status"]["phase"] == "Succeeded" for pod in heads)
 
 
-@pytest.mark.parametrize("how", ["evict", pytest.param("delete", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("word", "how"),
+    [
+        ("pytorch", "evict"),
+        pytest.param("pytorch", "delete", marks=pytest.mark.nightly),
+        pytest.param("job", "evict", marks=pytest.mark.nightly),
+        pytest.param("job", "delete", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(namespace, word, how):
     make_claim(namespace, "kept")
     name = submit_and_die(namespace, kind=word, store="pvc://kept/runs")
@@ -128,12 +131,15 @@ def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(na
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks", "master"),
+    ("word", "how", "ranks", "master"),
     [
-        ("delete", 2, None),
-        pytest.param("delete", 1, None, marks=pytest.mark.nightly),
-        pytest.param("delete", 2, False, marks=pytest.mark.nightly),
-        pytest.param("kill", 2, None, marks=pytest.mark.nightly),
+        ("job", "delete", 2, None),
+        pytest.param("job", "delete", 1, None, marks=pytest.mark.nightly),
+        pytest.param("job", "kill", 2, None, marks=pytest.mark.nightly),
+        pytest.param("pytorch", "delete", 2, None, marks=pytest.mark.nightly),
+        pytest.param("pytorch", "delete", 1, None, marks=pytest.mark.nightly),
+        pytest.param("pytorch", "delete", 2, False, marks=pytest.mark.nightly),
+        pytest.param("pytorch", "kill", 2, None, marks=pytest.mark.nightly),
     ],
 )
 def test_a_head_that_is_lost_comes_back_and_resumes_without_a_notebook(namespace, word, how, ranks, master):
@@ -181,7 +187,15 @@ def object_with(namespace, word, whose, code):
     return made
 
 
-@pytest.mark.parametrize("whose", ["worker", "head"])
+@pytest.mark.parametrize(
+    ("word", "whose"),
+    [
+        ("pytorch", "head"),
+        pytest.param("pytorch", "worker", marks=pytest.mark.nightly),
+        pytest.param("job", "head", marks=pytest.mark.nightly),
+        pytest.param("job", "worker", marks=pytest.mark.nightly),
+    ],
+)
 def test_what_a_pods_exit_code_says_its_controller_does(namespace, word, whose, plain_image):
     codes = {0: False, 1: False, 70: False, 78: False, 137: True, 143: True, 144: True}
     for code in codes:

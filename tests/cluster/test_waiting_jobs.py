@@ -40,6 +40,7 @@ def test_a_misspelt_image_is_named_in_the_terminal_and_ends_the_job(namespace, t
     assert "pending_timeout_s of 20 s" in ended.stderr
 
 
+@pytest.mark.nightly
 def test_a_notebook_that_waits_for_a_misspelt_image_says_so_once(namespace, tmp_path):
     nbformat = pytest.importorskip("nbformat")
     cell = nbformat.v4.new_code_cell(

@@ -92,6 +92,7 @@ def test_a_model_is_trained_by_two_containers_and_comes_back(on_torch, engine):
     assert containers_of(engine, job.name) == []
 
 
+@pytest.mark.nightly
 def test_much_comes_and_goes_and_no_line_is_lost(on, engine, tmp_path):
     """100 MB there and back, lines faster than they can be read, and a folder, a variable and a user."""
     lines, size = 20_000, 100_000_000

@@ -28,10 +28,16 @@ def _script(page):
     return "\n".join(lines).rstrip() + "\n"
 
 
-WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text())]
+FIRST = {"README", "first-steps", "training", "launch"}
+"""Pages whose examples run in the gate; those of the others run in the nightly."""
+WITH_EXAMPLES = [
+    pytest.param(page, id=page.stem, marks=[] if page.stem in FIRST else pytest.mark.nightly)
+    for page in PAGES
+    if BLOCK.search(page.read_text())
+]
 
 
-@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", WITH_EXAMPLES)
 def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -229,7 +229,14 @@ HELPERS = {
 }
 
 
-@pytest.mark.parametrize("source", [CLASSIFIER, TEXT_MODEL, GAN], ids=["classifier", "text-model", "gan"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(CLASSIFIER, id="classifier"),
+        pytest.param(TEXT_MODEL, id="text-model", marks=pytest.mark.nightly),
+        pytest.param(GAN, id="gan", marks=pytest.mark.nightly),
+    ],
+)
 def test_foreign_notebook_runs(source: str, tmp_path: pathlib.Path) -> None:
     for name, text in HELPERS.items():
         (tmp_path / name).write_text(textwrap.dedent(text))

@@ -14,7 +14,6 @@ import os
 import pathlib
 import secrets
 import string
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,9 +32,6 @@ from kale_dist.worker.agent import processes
 
 _SMALL_BYTES, _MOST_SMALL = 64 << 10, 32
 """So many blobs of at most this size travel with the order, the others each with a request of its own."""
-
-_SEEN_S = 5.0
-"""A cluster that lists a set's pods later is taken to have none."""
 
 _WORDS = {"snapshot": "version of kale_dist", "topology": "number_of_processes", "policy": "max_restarts"}
 
@@ -84,7 +80,9 @@ class WarmPlace:
                 continue
             handle = handle_in(there, secrets.token_hex(8))
             try:
-                self._see(there)
+                # It may have ended unseen. This also waits until the place knows its pods: a command has just begun.
+                if self._backend.status(JobRef.parse(there.ref)).is_final:
+                    continue
                 if not (why := self._offer(handle, key)):
                     _use(self.inner, there)
                     return handle
@@ -92,9 +90,7 @@ class WarmPlace:
             except NoConnectionError:
                 raise
             except BackendError:
-                # It may have ended unseen: followed again, it is known to have, and not asked any more.
-                with contextlib.suppress(KaleDistError):
-                    self._backend.status(JobRef.parse(there.ref))
+                continue
         name = f"{WARM}-{''.join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(5))}"
         made = records.read(
             self._backend.submit(dataclasses.replace(wanted, name=name), secrets.token_bytes(32)).record_name
@@ -109,17 +105,6 @@ class WarmPlace:
             self.inner.send_input(handle, key, on_progress)
         elif not _is_ordered(handle) and (why := self._offer(handle, key)):
             raise BackendError(f"The warm {self.inner.noun}s {handle.get('warm')} do not take the job: {why}")
-
-    def _see(self, there: Record) -> None:
-        """Wait until the place knows a set's pods: a command that has just begun has not looked yet."""
-        changed, handle = threading.Event(), _handle_of(there)
-        unsubscribe = self.inner.listen(handle, changed.set)
-        try:
-            while not self.inner.look(handle).fresh and changed.wait(_SEEN_S):
-                changed.clear()
-        finally:
-            self._backend.status(handle.ref)
-            unsubscribe()
 
     def _offer(self, handle: RunHandle, key: bytes) -> str:
         """Send a run's order, and before it what is missing of its blobs; returns why it is not taken, empty if it is."""

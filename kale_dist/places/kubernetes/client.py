@@ -164,20 +164,35 @@ def _unchecked(api: _Api) -> _Api:
     return api
 
 
+class Patience:
+    """Waits for an API server that has too many requests (429), each time as long as it asks, `BUSY_S` in all."""
+
+    def __init__(self) -> None:
+        self._deadline = time.monotonic() + BUSY_S
+
+    def waited(self, headers: Mapping[str, str]) -> bool:
+        """Wait as long as the refusal's headers say; false if that is too long.
+
+        The server refuses before it reads what is asked, so a POST can be sent again, too.
+        """
+        wished = headers.get("retry-after", "")
+        pause_s = max(1, int(wished)) if wished.isdecimal() else 1
+        if time.monotonic() + pause_s > self._deadline:
+            return False
+        time.sleep(pause_s)
+        return True
+
+
 class _TimedRest(rest.RESTClientObject):
     """Gives each request a limit, since the client's own wait forever behind a silent proxy, and waits for a server that is busy."""
 
     def request(self, method: str, url: str, *, _request_timeout: Any = None, **options: Any) -> Any:  # type: ignore[override]
         options["_request_timeout"] = (CONNECT_S, READ_S) if _request_timeout is None else _request_timeout
-        deadline = time.monotonic() + BUSY_S
+        patience = Patience()
         while (answer := self._send(method, url, options)).status == HTTPStatus.TOO_MANY_REQUESTS:
-            # Nothing was done yet: the server refuses before it reads what is asked, so a POST can be sent again, too.
-            wished = answer.headers.get("Retry-After", "")
-            pause_s = max(1, int(wished)) if wished.isdecimal() else 1
-            if time.monotonic() + pause_s > deadline:
+            if not patience.waited(answer.headers):
                 break
             answer.response.drain_conn()
-            time.sleep(pause_s)
         return answer
 
     def _send(self, method: str, url: str, options: dict[str, Any]) -> Any:

@@ -11,7 +11,6 @@ import re
 import socket
 import ssl
 import threading
-import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
@@ -22,7 +21,7 @@ import websocket
 from websocket import ABNF
 
 from kale_dist.job.backend import NoConnectionError
-from kale_dist.places.kubernetes.client import BUSY_S, CONNECT_S, Cluster
+from kale_dist.places.kubernetes.client import CONNECT_S, Cluster, Patience
 from kale_dist.places.kubernetes.explain import api as answers
 from kale_dist.places.kubernetes.explain.api import Doing
 
@@ -166,15 +165,14 @@ def connect(cluster: Cluster, namespace: str, pod: str, port: int, *, timeout_s:
         NoConnectionError: This user has no right to it.
         BackendError: The cluster refused for another reason, or cannot be reached.
     """
-    deadline = time.monotonic() + BUSY_S
+    patience = Patience()
     try:
         while True:
             try:
                 return PodConnection(_open(cluster, namespace, pod, port, timeout_s))
             except websocket.WebSocketBadStatusException as error:
-                if error.status_code != HTTPStatus.TOO_MANY_REQUESTS or time.monotonic() + 1 > deadline:
+                if error.status_code != HTTPStatus.TOO_MANY_REQUESTS or not patience.waited(error.resp_headers or {}):
                     raise
-            time.sleep(1)
     except Exception as error:
         doing = Doing(verb="create", resource="pods/portforward", namespace=namespace, name=pod)
         explained = answers.explain(error, doing)

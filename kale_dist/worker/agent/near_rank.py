@@ -282,5 +282,7 @@ class NearRank:
         if message.keys() & {"done", "debug", "cell"} and self._output is not None:
             # Everything the rank has sent before is in the pipes already; the order in the files shall be the same.
             self._output.read_rest()
+            if "cell" in message:
+                self._output.end_lines()
         if self._listener is not None:
             self._listener.message(message)

@@ -99,10 +99,14 @@ class RankOutput:
                     break
                 take(data)
 
-    def finish(self) -> tuple[str, ...]:
-        """The rank has ended: last lines without an end count. Gives the last ones, of stderr if there are any, else of stdout."""
+    def end_lines(self) -> None:
+        """The rank, or a cell in it, has ended: last lines without an end count."""
         for cutter in self._cutters.values():
             self._pass(*cutter.finish())
+
+    def finish(self) -> tuple[str, ...]:
+        """The rank has ended. Gives its last lines, of stderr if there are any, else of stdout."""
+        self.end_lines()
         if self._limit is not None:
             self._put(*self._limit.finish())
         return self._cutters[Stream.STDERR].tail or self._cutters[Stream.STDOUT].tail

@@ -36,7 +36,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from kale_dist import wire
 from kale_dist.errors import StoreError
@@ -63,7 +63,27 @@ _PIECE_BYTES = 1 << 20
 _OUTCOME = re.compile(r"outcome-\d{1,6}-\d{1,6}", re.ASCII)
 
 
-class ByteServer:
+class Served:
+    """Whose answers a server gives.
+
+    Args:
+        key: The secret that requests are signed with.
+        store: Where blobs come from.
+    """
+
+    offer: Callable[[bytes], Any] | None = None
+    """Takes a job; None where the pods are not warm."""
+
+    def __init__(self, key: bytes, store: FolderStore) -> None:
+        self.key = key
+        self.store = store
+
+    def find(self, path: str) -> tuple[Self, str]:
+        """Whose request it is, and the rest of its path."""
+        return self, path
+
+
+class ByteServer(Served):
     """Serves until it is closed. What it calls, it calls in threads of its own.
 
     Args:
@@ -100,9 +120,8 @@ class ByteServer:
         within: ByteServer | None = None,
         prefix: str = "",
     ) -> None:
-        self.key = key
+        super().__init__(key, store)
         self.files = files
-        self.store = store
         self.writer = writer
         self.cancel = cancel
         self.tell = tell
@@ -111,8 +130,6 @@ class ByteServer:
         self.news = threading.Condition()
         """Notified when the files have grown, or a blob has come."""
         self.upload_locks: dict[str, threading.Lock] = {}
-        self.offer: Callable[[bytes], Any] | None = None
-        """Takes a job; None where the pods are not warm."""
         self._within, self._prefix = within, prefix
         self.jobs: dict[str, ByteServer] = {}
         """Of warm pods: the servers of their jobs by what comes before the paths."""
@@ -120,7 +137,7 @@ class ByteServer:
             self.port: int = within.port
             within.jobs[prefix] = self
             return
-        self._server = HttpServer(open_port(host, port, 1024), _Request, self)
+        self._server = HttpServer(open_port(host, port, 1024), _JobRequest, self)
         self.port = int(self._server.socket.getsockname()[1])
         self._thread = threading.Thread(target=self._server.serve_forever, args=(3600.0,), daemon=True)
         self._thread.start()
@@ -137,7 +154,7 @@ class ByteServer:
         return 0
 
     def find(self, path: str) -> tuple[ByteServer, str]:
-        """Whose request it is, and the rest of its path."""
+        """As the base class, but for a job in warm pods."""
         prefix = "/".join(path.split("/", 3)[:3])
         job = self.jobs.get(prefix)
         return (self, path) if job is None else (job, path.removeprefix(prefix))
@@ -155,7 +172,7 @@ class ByteServer:
         self._thread.join()
 
 
-class BlobServer:
+class BlobServer(Served):
     """What a relay fetches, and serves to other relays until its process ends.
 
     Args:
@@ -163,11 +180,8 @@ class BlobServer:
         store: Where the blobs are.
     """
 
-    offer = None
-
     def __init__(self, key: bytes, store: FolderStore) -> None:
-        self.key = key
-        self.store = store
+        super().__init__(key, store)
         self.source: tuple[str, int] | None = None
         """Host and port of another relay, from which this one fetches as long as that answers; None for the head."""
         self.coming: dict[str, tuple[pathlib.Path, int]] = {}
@@ -181,10 +195,6 @@ class BlobServer:
         server = HttpServer(open_port(host, 0, 1024), _BlobRequest, self)
         self.port = int(server.socket.getsockname()[1])
         threading.Thread(target=server.serve_forever, args=(3600.0,), daemon=True).start()
-
-    def find(self, path: str) -> tuple[BlobServer, str]:
-        """As that of `ByteServer`, for all jobs of warm pods."""
-        return self, path
 
 
 class HttpServer(http.server.ThreadingHTTPServer):
@@ -217,7 +227,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     wbufsize = -1
     server: HttpServer
-    _owner: Any
+    _owner: Served
 
     def handle_one_request(self) -> None:
         """As the base class, but a connection that breaks just ends."""
@@ -270,7 +280,44 @@ class _Request(http.server.BaseHTTPRequestHandler):
             ValueError: It makes no sense.
             FileNotFoundError: There is no such thing.
         """
-        owner: ByteServer = self._owner
+        raise NotImplementedError
+
+    do_GET = do_PUT = do_POST = _answer  # noqa: N815 - as the base class calls them
+
+    def _send_file(self, path: pathlib.Path, offset: int = 0, whole: int = 0) -> None:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if not 0 <= offset <= size:
+                raise ValueError(f"there are no bytes from {offset} on")
+            self._head(200, size - offset, whole or size)
+            self.wfile.flush()
+            if offset < size:
+                self.connection.sendfile(file, offset, size - offset)
+
+    def _reply(self, code: int, answer: Any) -> None:
+        data = json.dumps(answer).encode()
+        self._head(code, len(data))
+        self.wfile.write(data)
+
+    def _head(self, code: int, size: int, whole: int = 0) -> None:
+        self.send_response_only(code)
+        self.send_header("Content-Length", str(size))
+        self.send_header(SIZE_HEADER, str(whole))
+        self.end_headers()
+
+    def _refuse(self) -> None:
+        """Answer 403 and end the connection, whose body has not been read."""
+        self.close_connection = True
+        self.wfile.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
+class _JobRequest(_Request):
+    """One connection to a head."""
+
+    _owner: ByteServer
+
+    def _route(self, path: list[str], query: dict[str, str], body: bytes) -> None:
+        owner = self._owner
         match self.command, *path:
             case "GET", "blobs", digest:
                 self._send_file(_blob(owner.store, digest), int(query.get("offset", "0")))
@@ -306,8 +353,6 @@ class _Request(http.server.BaseHTTPRequestHandler):
                 owner.cancel(grace_s, bool(asked.get("save")))
             case _:
                 raise FileNotFoundError
-
-    do_GET = do_PUT = do_POST = _answer  # noqa: N815 - as the base class calls them
 
     # -- the stream -------------------------------------------------------------------------------------------------
 
@@ -386,35 +431,11 @@ class _Request(http.server.BaseHTTPRequestHandler):
         self._reply(201, {"received": size, "complete": True})
         owner.notify()
 
-    def _send_file(self, path: pathlib.Path, offset: int = 0, whole: int = 0) -> None:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if not 0 <= offset <= size:
-                raise ValueError(f"there are no bytes from {offset} on")
-            self._head(200, size - offset, whole or size)
-            self.wfile.flush()
-            if offset < size:
-                self.connection.sendfile(file, offset, size - offset)
-
-    def _reply(self, code: int, answer: Any) -> None:
-        data = json.dumps(answer).encode()
-        self._head(code, len(data))
-        self.wfile.write(data)
-
-    def _head(self, code: int, size: int, whole: int = 0) -> None:
-        self.send_response_only(code)
-        self.send_header("Content-Length", str(size))
-        self.send_header(SIZE_HEADER, str(whole))
-        self.end_headers()
-
-    def _refuse(self) -> None:
-        """Answer 403 and end the connection, whose body has not been read."""
-        self.close_connection = True
-        self.wfile.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-
 
 class _BlobRequest(_Request):
     """One connection to a relay."""
+
+    _owner: BlobServer
 
     def _route(self, path: list[str], query: dict[str, str], body: bytes) -> None:
         if (self.command, path[0], len(path)) != ("GET", "blobs", 2) or body:

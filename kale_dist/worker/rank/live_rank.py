@@ -18,6 +18,7 @@ message that comes twice does nothing. Interrupts and cuts are for one number, s
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import queue
 import signal
@@ -106,13 +107,16 @@ class LiveRank:
 
     def serve(self, idle_s: float | None) -> None:
         """Run cells until the rank is told to end, or its agent is gone."""
-        here = context.context()
+        here, pid = context.context(), os.getpid()
         self._names.update(rank=here.rank, world_size=here.world_size, local_rank=here.local_rank, device=here.device)
         signal.signal(signal.SIGINT, self._raise)
         threading.Thread(target=self._listen, name="kale_dist live", daemon=True).start()
         self._control.say({"cell": {"number": 0, "name": "", "ok": True, "idle_s": idle_s}})
         while (message := self._messages.get()) is not None:
             answer = {"number": message["number"], "name": message["name"], **self._carry_out(message)}
+            if os.getpid() != pid:
+                # The cell has forked, and its child has gone on to here.
+                os._exit(0)
             self._control.say({"cell": answer})
 
     # -- the listener's thread ----------------------------------------------------------------------------------------

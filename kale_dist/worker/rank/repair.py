@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import pathlib
 import socket
 from typing import Any
@@ -30,10 +29,16 @@ def cut(store_port: int) -> None:
     for number in [int(path.name) for path in pathlib.Path("/proc/self/fd").iterdir()]:
         if number in own:
             continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
-            is_tcp = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
-            if is_tcp and store_port not in (found.getpeername()[1], found.getsockname()[1]):
-                found.shutdown(socket.SHUT_RDWR)
+        # What is no socket raises.
+        with contextlib.suppress(OSError):
+            found = socket.socket(fileno=number)
+            try:
+                is_tcp = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+                if is_tcp and store_port not in (found.getpeername()[1], found.getsockname()[1]):
+                    found.shutdown(socket.SHUT_RDWR)
+            finally:
+                # It stays its owner's.
+                found.detach()
 
 
 def renew(store: Any, generation: int) -> None:
