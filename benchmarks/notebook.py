@@ -23,10 +23,12 @@ SECONDS = 10
 ROUNDS = 5
 """Each goes through all cases. Medians over the rounds are shown."""
 WORK = f"""
-import kale_dist as kd, subprocess, sys, time
+import kale_dist as kd, os, subprocess, sys, time
 from kale_dist.wire import EventKind, RankStateName
 from fake_backend import FakeBackend
 from kale_dist.calls import request
+from kale_dist.job import records
+from kale_dist.job.reader import JobReader
 
 request._RANK_BYTES = 0  # a script plays the 1,000
 
@@ -37,11 +39,24 @@ def talk(lines_each_s):
             time.sleep(0.001)
         print(f"at={{time.time():.4f}} line={{kd.context().rank}}.{{number}};", flush=True)
 
-# An agent's part, in a process of its own: 1,000 lines a second of 256 ranks into the job's log.
+# An agent's part, in a process of its own: 1,000 lines a second of 256 ranks, and each rank's progress once a second.
 AGENT = '''
-import sys, time
+import pathlib, sys, time
 from kale_dist import wire
-with open(sys.argv[1], "ab", buffering=0) as log:
+from kale_dist.wire import EventKind, RankStateName, StateName
+
+files = wire.JobFiles(pathlib.Path(sys.argv[1]))
+
+def event(kind, rank=None, **fields):
+    return wire.encode_json({{"event": kind, "time": time.time(), "rank": rank, "attempt": 0, **fields}})
+
+def progress(rank, step):
+    return event(EventKind.PROGRESS, rank, epoch=1, epochs=9, step=step, steps=1000, samples_per_s=100.0)
+
+with open(files.log, "ab", buffering=0) as log, open(files.events, "ab", buffering=0) as events:
+    events.write(event(EventKind.STATE, state=StateName.RUNNING))
+    events.write(b"".join(event(EventKind.RANK, rank, state=RankStateName.RUNNING) for rank in range(256)))
+    latest = {{}}
     began = time.monotonic()
     for number in range(1000 * {SECONDS}):
         while number / 1000 > time.monotonic() - began:
@@ -49,21 +64,32 @@ with open(sys.argv[1], "ab", buffering=0) as log:
         text = f"at={{time.time():.4f}} line={{number}};".encode()
         body = wire.body_of(wire.Stream.STDOUT, [text])
         log.write(wire.encode_lines(number, int(time.time() * 1000), 0, number % 256, body, 1))
+        # Curves within the epoch: as many points as a head sends, which is ten a second at most.
+        if number % 100 == 0:
+            events.write(event(EventKind.LOSS, epoch=1, step=number // 100, steps=10000, loss=1 / (1 + number / 1000)))
+        # As the writer of a job's folder does it: four times a second.
+        if number % 250 == 0:
+            latest |= {{rank: progress(rank, 1 + number // 1000) for rank in range(number // 250 % 4, 256, 4)}}
+            fresh = files.progress.with_suffix(".new")
+            fresh.write_bytes(b"{{%s}}" % b",".join(b'"%d":%s' % one for one in latest.items()))
+            fresh.replace(files.progress)
+    events.write(event(EventKind.STATE, state=StateName.SUCCEEDED))
 '''
 
+class Played(FakeBackend):
+    # The status is read from the job's folder, as that of all real jobs is.
+    def submit(self, spec, key):
+        ref = super().submit(spec, key)
+        made = {{"ref": str(ref), "name": ref.record_name, "created": time.time(), "spec": spec}}
+        records.write(records.Record(**made, kernel_pid=os.getpid(), detach=False))
+        self.reader = JobReader(ref.record_name, lambda _: True)
+        return ref
+
+    def status(self, ref):
+        return self.reader.status()
+
 def crowd(run):
-    for rank in range(256):
-        run.event(EventKind.RANK, rank=rank, state=RankStateName.RUNNING)
-    agent = subprocess.Popen([sys.executable, "-c", AGENT, str(run._files.log)])
-    step = 0
-    while agent.poll() is None:
-        step += 1
-        for rank in range(256):
-            run.event(EventKind.PROGRESS, rank=rank, epoch=1, epochs=9, step=step, steps=1000, samples_per_s=100.0)
-        # Curves within the epoch: as many points as a head sends, which is ten a second at most.
-        for tenth in range(10):
-            run.event(EventKind.LOSS, epoch=1, step=10 * step + tenth, steps=10000, loss=1 / (step + tenth / 10))
-            time.sleep(0.1)
+    subprocess.run([sys.executable, "-c", AGENT, str(run._files.folder)], check=True)
 
 def quiet(run):
     for rank in range(997):
@@ -71,7 +97,7 @@ def quiet(run):
     time.sleep({3 * SECONDS})
 """
 TWO = "kd.launch(talk, {rate}, number_of_processes=2)"
-CROWD = "kd.launch(time.sleep, 0, number_of_processes=256, on=FakeBackend(crowd))"
+CROWD = "kd.launch(time.sleep, 0, number_of_processes=256, on=Played(crowd))"
 QUIET = "kd.launch(time.sleep, 0, number_of_processes=1000, on=FakeBackend(quiet))"
 WIDGET = "job = {call}\njob"
 PRINT = "job = {call}\nfor line in job.logs(follow=True): print(line)"

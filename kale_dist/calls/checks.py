@@ -18,7 +18,10 @@ from kale_dist.wording import closest, show
 _PLACES = "on=kd.Kubernetes(...) or on=kd.Docker(...)"
 _EACH = "Use `number_of_processes` for all processes together, and `processes_per_pod` of kd.Kubernetes(...)"
 _NEIGHBOURS = {
-    "num_processes": "Use `number_of_processes`", "nprocs": "Use `number_of_processes`", "world_size": "Use `number_of_processes`",
+    "num_processes": "Use `number_of_processes`", "nprocs": "Use `number_of_processes`", "n_procs": "Use `number_of_processes`",
+    "nproc": "Use `number_of_processes`", "procs": "Use `number_of_processes`",
+    "world_size": "Use `number_of_processes`",
+    "batch_size": "It is the DataLoader's", "lr": "It is the optimizer's", "learning_rate": "It is the optimizer's",
     "num_workers": "Use `number_of_processes`; workers that load data are an argument of the DataLoader",
     "nproc_per_node": _EACH, "num_proc_per_node": _EACH, "num_nodes": _EACH, "nnodes": _EACH,
     "env": "Use `environment`", "env_vars": "Use `environment`", "backend": "Use `on`: 'local', 'docker' or 'kubernetes'",

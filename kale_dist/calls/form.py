@@ -306,8 +306,11 @@ class LauncherForm(anywidget.AnyWidget):
         self.on_msg(self._receive)
 
     def __repr__(self) -> str:
-        """What front ends without widgets show: the call that the form would make, or what it lacks."""
-        return self.problem.get("text") or self.code
+        """What front ends without widgets show: how to get them, and the call that the form would make, or what it lacks."""
+        return (
+            "The form needs a page with widgets: install anywidget in the environment that JupyterLab itself runs in "
+            f"(the kernel has it), and reload the page. Without it:\n\n{self.problem.get('text') or self.code}"
+        )
 
     def _changed(self, _change: Any) -> None:
         if self.choice.get("on") == "kubernetes" and not self._asked_for_claims:

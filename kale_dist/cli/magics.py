@@ -18,7 +18,8 @@ from IPython.display import display
 
 from kale_dist import cli, places, wording
 from kale_dist.calls import request, verbs
-from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, say, warnings_as_lines
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, note, warnings_as_lines
+from kale_dist.job import interrupts
 from kale_dist.job.handle import Job
 from kale_dist.job.live_job import LiveJob
 from kale_dist.worker.rank import cell as on_a_rank
@@ -88,7 +89,11 @@ class DistributeMagics(Magics):
         if options.ranks is not None:
             raise UsageError("--ranks: it chooses among live ranks, and the other options make a job of its own")
         if self._live is not None:
-            say(f"This cell runs as a job of its own, not in {self._live.ref}, because of its options")
+            note(f"This cell runs as a job of its own, not in {self._live.ref}, because of its options")
+        elif not is_of_own:
+            note(
+                "There are no live ranks, so this cell is a job of its own. `%distribute start` starts ranks that stay"
+            )
         _check_name(options.job)
         return self._run_as_job(options, cell)
 
@@ -102,13 +107,16 @@ class DistributeMagics(Magics):
         if word != "start" and line:
             raise UsageError(f"{line!r}: %distribute {word} takes no options")
         if word == "restart":
-            self._live = _explained(self._running_live().restart)
-            say(f"{self._live.ref} is ready: new processes, without variables")
+            ended = self._running_live()
+            self._live = _explained(ended.restart)
+            for name in [name for name, value in self._namespace.items() if value is ended]:
+                self._keep(self._live, name)
+            note(f"{self._live.ref} is ready: new processes, without variables")
             return
         if word == "stop":
             job, self._live = self._running_live(), None
             job.stop()
-            say(f"{job.ref} has ended")
+            note(f"{job.ref} has ended")
             return
         if self._live is not None and not self._live.done():
             raise UsageError(
@@ -122,9 +130,9 @@ class DistributeMagics(Magics):
         with warnings_as_lines():
             self._live = _explained(lambda: verbs.live(**arguments))
         self._keep(self._live, options.job)
-        self._live.wait_until_ready()
+        _explained(self._live.wait_until_ready)
         count = self._live.spec.topology.number_of_processes
-        say(f"{self._live.ref} is ready: %%distribute runs a cell in its {count} rank{'' if count == 1 else 's'}")
+        note(f"{self._live.ref} is ready: %%distribute runs a cell in its {count} rank{'' if count == 1 else 's'}")
 
     def _running_live(self) -> LiveJob:
         if self._live is None:
@@ -278,9 +286,12 @@ def _check_name(name: str | None) -> None:
 
 
 def _explained(do: Callable[[], Any]) -> Any:
-    """Call `do`; IPython shows a mistake in the magic's line as one line, without a traceback."""
+    """Call `do`; IPython shows a mistake in the magic's line as one line, and the stop button without this library's lines."""
     try:
         return do()
+    except KeyboardInterrupt as error:
+        interrupts.shorten(error)
+        raise
     except (ConfigError, JobNotFoundError) as error:
         raise UsageError(str(error)) from None
 

@@ -92,6 +92,11 @@ def say(line: str) -> None:
     print(f"[kale-dist] {line}\n", end="", file=sys.stderr, flush=True)  # noqa: T201 - for the user
 
 
+def note(line: str) -> None:
+    """Print a line that is good news below a cell, on stdout: JupyterLab shows stderr as if something had failed."""
+    print(f"[kale-dist] {line}\n", end="", flush=True)  # noqa: T201 - for the user
+
+
 @contextlib.contextmanager
 def warnings_as_lines() -> Iterator[None]:
     """Print the block's warnings as lines: commands and magics have no line of the user's code to point at."""

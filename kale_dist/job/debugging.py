@@ -91,7 +91,7 @@ class Prompts:
                 if there.prompt == answered:
                     continue
                 if not answered:
-                    say(f"Rank {rank} waits in breakpoint() at {there.where}. {self._help}")
+                    say(f"Debugger of rank {rank}: {self._help}")
                     self._backend.tell(self._ref, rank, {})
                 elif there.typed != line:
                     say(f"Another debugger of rank {rank} was first, and typed {there.typed!r}")

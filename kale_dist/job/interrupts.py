@@ -70,7 +70,7 @@ def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        error._render_traceback_ = functools.partial(tracebacks.for_notebook, error)  # type: ignore[attr-defined]
+        shorten(error)
         if is_interactive() and not _is_second():
             _say(
                 f"{ref} keeps running. To cancel it, interrupt again within {SECOND_WITHIN_S:.0f} s, or call job.cancel()"
@@ -82,6 +82,11 @@ def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
         except KaleDistError as error:
             _say(f"{ref} could not be cancelled: {error}")
         raise
+
+
+def shorten(error: KeyboardInterrupt) -> None:
+    """Have a notebook show an interrupt with the user's own lines alone."""
+    error._render_traceback_ = functools.partial(tracebacks.for_notebook, error)  # type: ignore[attr-defined]
 
 
 def ends_job() -> bool:

@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from kale_dist.errors import CellError, ConfigError, JobFailedError, WaitTimeoutError, say, short_refusals, warn
+from kale_dist.errors import CellError, ConfigError, JobFailedError, WaitTimeoutError, note, say, short_refusals, warn
 from kale_dist.job import interrupts, records
 from kale_dist.job.backend import JobRef
 from kale_dist.job.handle import Job, check_lines, inside
@@ -444,7 +444,7 @@ class LiveJob(Job[None]):
         if new := {name: namespace[name] for name in prints if self._sent.get(name, ("",))[0] != prints[name]}:
             self._send(new, prints)
             if told := [name for name, value in new.items() if not isinstance(value, types.ModuleType)]:
-                say(f"From the notebook: {', '.join(told)}{self._size}")
+                note(f"From the notebook: {', '.join(told)}{self._size}")
 
     def _send(self, values: Mapping[str, Any], prints: Mapping[str, str]) -> None:
         there = {

@@ -91,6 +91,7 @@ class LogReader:
     def _begin(self, number: int) -> None:
         self._number = number
         self._files = self._job.run(number)
+        self._next_facts = self._job.run(number + 1).run_facts
         self._first_attempt = 0 if number == 1 else _first_attempt(self._files)
         self._offset = 0
         self._next = 0
@@ -103,14 +104,14 @@ class LogReader:
     def _records(self) -> Iterator[LineBlock]:
         while True:
             # Checked before reading: once a run has started, nothing is added to the one before.
-            is_over = self._job.run(self._number + 1).run_facts.exists()
+            is_over = self._next_facts.exists()
             yield from self._records_of_run()
             if not is_over:
                 return
             self._begin(self._number + 1)
 
     def _records_of_run(self) -> Iterator[LineBlock]:
-        with contextlib.suppress(FileNotFoundError), self._files.log.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), self._files.log.open("rb", buffering=0) as file:
             file.seek(self._offset)
             start, blocks = self._offset, BlockReader()
             while piece := file.read(_PIECE_BYTES):
@@ -228,7 +229,7 @@ class JobReader:
             agent_lives = self._status.is_final or self._lives(self.record())
             while True:
                 # Checked before reading: once a run has started, nothing is added to the one before.
-                is_over = self._files.run(self._number + 1).run_facts.exists()
+                is_over = self._next_facts.exists()
                 self._read_events()
                 if not is_over:
                     break
@@ -239,9 +240,11 @@ class JobReader:
     def _begin(self, number: int) -> None:
         self._number = number
         self._run = self._files.run(number)
+        self._next_facts = self._files.run(number + 1).run_facts
         self._first_attempt = 0 if number == 1 else _first_attempt(self._run)
         self._events_offset = 0
         self._progress_identity: tuple[int, int] | None = None
+        self._progress: dict[str, dict[str, Any]] = {}
 
     def _read_events(self) -> None:
         try:
@@ -266,7 +269,8 @@ class JobReader:
         # A damaged file is ignored, because the next one replaces it.
         with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
             last: dict[str, dict[str, Any]] = json.loads(self._run.progress.read_bytes())
-            self._reduce(last.values())
+            before, self._progress = self._progress, last
+            self._reduce([event for name, event in last.items() if before.get(name) != event])
 
     def _reduce(self, events: Iterable[dict[str, Any]]) -> None:
         if self._first_attempt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kale_dist.wire import BatchLoss, EventKind, FailureCause, Member, MetricRow, RankStateName, StateName
@@ -175,24 +175,29 @@ def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobSta
     """
     rows: list[MetricRow] = []
     losses: list[BatchLoss] = []
+    latest: dict[int, dict[str, RankProgress | Usage]] = {}
     for event in events:
         with contextlib.suppress(AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
             attempt = event.get("attempt") or 0
             if attempt < status.attempt:
                 continue
             if attempt > status.attempt:
-                status = _next_attempt(status, attempt)
-            # Rows are collected, for a tuple that grows by one at each of 100,000 reports would take minutes.
-            if event.get("event") == EventKind.METRICS:
-                rows.append(_metric_row(event))
-            elif event.get("event") == EventKind.LOSS:
-                losses.append(_batch_loss(event))
-            elif event.get("event") == EventKind.RESUMED:
-                status = _resumed(_with_rows(status, rows, losses), event)
-                rows, losses = [], []
-            else:
-                status = _reduce_one(status, event)
-    return _with_rows(status, rows, losses)
+                status, latest = _next_attempt(status, attempt), {}
+            # These are collected, for a tuple that grows by one at each of 100,000 reports would take minutes.
+            match event.get("event"):
+                case EventKind.METRICS:
+                    rows.append(_metric_row(event))
+                case EventKind.LOSS:
+                    losses.append(_batch_loss(event))
+                case EventKind.PROGRESS | EventKind.USAGE as kind if 0 <= event["rank"] < len(status.replicas):
+                    value = _progress(event) if kind == EventKind.PROGRESS else _usage(event)
+                    latest.setdefault(event["rank"], {})[str(kind)] = value
+                case EventKind.RESUMED:
+                    status = _resumed(_with_rows(status, rows, losses), event)
+                    rows, losses = [], []
+                case _:
+                    status, latest = _reduce_one(_with_latest(status, latest), event), {}
+    return _with_latest(_with_rows(status, rows, losses), latest)
 
 
 def _with_rows(status: JobStatus, rows: list[MetricRow], losses: list[BatchLoss]) -> JobStatus:
@@ -200,6 +205,16 @@ def _with_rows(status: JobStatus, rows: list[MetricRow], losses: list[BatchLoss]
     if rows:
         status = dataclasses.replace(status, metrics=(*status.metrics, *rows))
     return dataclasses.replace(status, losses=(*status.losses, *losses)) if losses else status
+
+
+def _with_latest(status: JobStatus, latest: Mapping[int, Mapping[str, Any]]) -> JobStatus:
+    """Give ranks their latest progress and usage."""
+    if not latest:
+        return status
+    replicas = list(status.replicas)
+    for rank, values in latest.items():
+        replicas[rank] = dataclasses.replace(replicas[rank], **values)
+    return dataclasses.replace(status, replicas=tuple(replicas))
 
 
 def _next_attempt(status: JobStatus, attempt: int) -> JobStatus:
@@ -237,10 +252,6 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
         case EventKind.DEBUG if rank is not None:
             values = {field.name: str(event[field.name]) for field in dataclasses.fields(Breakpoint)}
             return _with_replica(status, rank, breakpoint=Breakpoint(**values) if values["prompt"] else None)
-        case EventKind.PROGRESS if rank is not None:
-            return _with_replica(status, rank, progress=_progress(event))
-        case EventKind.USAGE if rank is not None:
-            return _with_replica(status, rank, usage=_usage(event))
         case EventKind.DISK if not status.is_final:
             return dataclasses.replace(status, reason=str(event["problem"]))
         case EventKind.CHECKPOINT:

@@ -1,6 +1,6 @@
 """A job as a live widget: the parts of its picture (`view`), updated one by one, its live log, and buttons.
 
-A thread polls the job and sends changes: lines at most forty times a second, the rest four times, and nothing while no
+A thread polls the job and sends changes: lines at most 35 times a second, the rest twice, and nothing while no
 page shows the widget. Clicks arrive as messages. The kernel handles them while a cell runs if kernel and front end have
 subshells, else after the cell.
 """
@@ -30,7 +30,7 @@ from kale_dist.job.handle import Job, inside
 from kale_dist.job.reader import LogReader
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
-from kale_dist.wire import LogLine
+from kale_dist.wire import LogLine, RankStateName
 
 KEPT_LINES = 5000
 """How many of the log's last lines are kept for pages; the job's log has all of them."""
@@ -38,21 +38,25 @@ KEPT_LINES = 5000
 MAX_DOWNLOAD_BYTES = 64 << 20
 """The end of a longer log is downloaded."""
 
-_LINES_EACH_S = 0.025
-_PARTS_EACH_S = 0.25
+_LINES_EACH_S = 0.028
+_PARTS_EACH_S = 0.5
 _MOST_OF_A_CORE = 0.05
 """Pictures of very many metrics, each of which takes long to draw, are drawn less often."""
 _MANY_RANKS = 8
 _TABLE_EACH_S = 1.0
-"""The table of many ranks is folded, and as large as all else together."""
+"""The table of many ranks is folded, and larger than all else together."""
+_FOLDED_EACH_S = 5.0
+"""The same while it is folded and no rank's state changes: a page that waits for a cell opens what it has."""
 _PICTURE_EACH_S = 2.0
+_SAVED_EACH_S = 5.0
+"""The same while a widget is shown, for notebooks that are saved."""
 _UNSEEN_EACH_S = 1.0
 _ANSWER_S = 8.0
 """A page with widgets answers within this time, while the kernel can receive it; else a picture replaces the widget."""
 
 _FIRST_PAGE = "the page of the cell"
 _NO_WIDGETS = (
-    "This page shows no widgets; this picture is drawn again every 2 s. For the live view, install anywidget "
+    "This page shows no widgets, only this picture. For the live view, install anywidget "
     "in the environment that JupyterLab itself runs in (the kernel has it), reload the page, and show the job again."
 )
 STATIC = pathlib.Path(__file__).parent / "static"
@@ -124,7 +128,8 @@ class JobWidget(anywidget.AnyWidget):
         self._display_id = f"kale-dist-{identity}"
         self._lock = threading.RLock()
         # The page of the cell shows the widget, but may be able to report that only after the cell.
-        self._seen_by = {_FIRST_PAGE}
+        self._seen_by = {_FIRST_PAGE: False}
+        """The views that are seen, and whether their table of many ranks is open."""
         self._woken = threading.Event()
         self._is_shown = False
         self._has_answered = True
@@ -194,6 +199,7 @@ class JobWidget(anywidget.AnyWidget):
             self._status: JobStatus | None = None
             self._is_over = False
             self._pictured_at = self._ranked_at = float("-inf")
+            self._ranked: list[RankStateName] = []
         self._draw()
         inside(job).after_wait.append(self._draw)
         inside(job).reasons.is_shown = lambda: self._has_answered or self._is_picture
@@ -207,7 +213,7 @@ class JobWidget(anywidget.AnyWidget):
             bundle["application/vnd.jupyter.widget-view+json"] = {
                 "version_major": 2, "version_minor": 0, "model_id": self.model_id,
             }  # fmt: skip
-        elif not self._is_over:
+        else:
             remark = _NO_WIDGETS
         if self._status is not None:
             bundle["text/plain"] = "\n\n".join(filter(None, (view.text(self._status, tail, now), remark)))
@@ -229,9 +235,13 @@ class JobWidget(anywidget.AnyWidget):
                 # Read after the final status, so that the last lines are there.
                 self._read_log()
             drawn_before = self._pictured_at
-            is_few = len(status.replicas) <= _MANY_RANKS or status.is_final
-            shows_ranks = is_few or time.monotonic() - self._ranked_at >= _TABLE_EACH_S
-            self._ranked_at = time.monotonic() if shows_ranks else self._ranked_at
+            states = [replica.state for replica in status.replicas]
+            is_read = any(self._seen_by.values()) or states != self._ranked
+            due_s = _TABLE_EACH_S if is_read else _FOLDED_EACH_S
+            is_few = len(states) <= _MANY_RANKS or status.is_final
+            shows_ranks = is_few or time.monotonic() - self._ranked_at >= due_s
+            if shows_ranks:
+                self._ranked, self._ranked_at = states, time.monotonic()
             found = view.parts(status, time.time(), shows_ranks=shows_ranks)
             with self.hold_sync():
                 self.ref = facts.clean(status.ref)
@@ -242,7 +252,8 @@ class JobWidget(anywidget.AnyWidget):
                 for part, drawn in found.items():
                     setattr(self, part, drawn)
                 is_new = self._status is None or status.state is not self._status.state
-                if is_new or time.monotonic() - self._pictured_at >= _PICTURE_EACH_S:
+                every_s = _PICTURE_EACH_S if self._is_picture else _SAVED_EACH_S
+                if is_new or time.monotonic() - self._pictured_at >= every_s:
                     self._pictured_at = time.monotonic()
                     tail = tuple(self._lines)[-view.LOG_LINES :]
                     self.picture = view.html(status, tail, time.time(), is_frozen=True)
@@ -251,7 +262,6 @@ class JobWidget(anywidget.AnyWidget):
             if self._is_over or (self._is_picture and self._pictured_at > drawn_before):
                 self._replace()
 
-    @_of_no_cell
     def _read_log(self) -> None:
         """Read new lines, and send them if a page shows the widget."""
         with self._lock:
@@ -309,9 +319,10 @@ class JobWidget(anywidget.AnyWidget):
         seen = str(message.get("view", ""))
         match message.get("tell"):
             case "here":
-                self._note_view(seen, visible=bool(message.get("visible")), first=message.get("next"))
+                self._note_view(seen, message)
             case "gone":
-                self._seen_by.discard(seen)
+                with self._lock:
+                    self._seen_by.pop(seen, None)
         actions: dict[Any, Callable[[], dict[str, Any] | None]] = {
             "cancel": self._cancel, "retry": self._retry, "plan": lambda: {"plan": inside(self._job).plan()},
         }  # fmt: skip
@@ -325,16 +336,17 @@ class JobWidget(anywidget.AnyWidget):
                 answer = {"say": str(error)}
             self.send({"view": seen, **answer})
 
-    def _note_view(self, seen: str, *, visible: bool, first: Any = None) -> None:
+    def _note_view(self, seen: str, message: dict[str, Any]) -> None:
+        visible, first = bool(message.get("visible")), message.get("next")
         with self._lock:
-            self._seen_by.discard(_FIRST_PAGE)
+            self._seen_by.pop(_FIRST_PAGE, None)
             if visible:
-                self._seen_by.add(seen)
+                self._seen_by[seen] = bool(message.get("table"))
                 self._read_log()
                 self._send_lines(first if isinstance(first, int) else 0)
                 self._draw()
             else:
-                self._seen_by.discard(seen)
+                self._seen_by.pop(seen, None)
         self.send({"view": seen, "heard": "visible" if visible else "hidden"})
         self._woken.set()
 

@@ -23,7 +23,7 @@ import dataclasses
 import enum
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from kale_dist.wire.events import decode_json_lines, encode_json
 
@@ -42,6 +42,9 @@ class Stream(enum.StrEnum):
     AGENT = "#"
 
 
+_STREAMS = {stream.value: stream for stream in Stream}
+
+
 def prefix_of(rank: int | None) -> str:
     """What stands before a line of a rank, or of the agent (None), in every log that people see; `PREFIX` recognises it."""
     return f"[{'kale-dist' if rank is None else rank}]"
@@ -50,9 +53,8 @@ def prefix_of(rank: int | None) -> str:
 PREFIX = re.compile(r"\[(?:\d+|kale-dist)\] ")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LogLine:
-    """One line of a job's log."""
+class LogLine(NamedTuple):
+    """One line of a job's log. A tuple, which is made ten times faster than a frozen dataclass: logs have millions."""
 
     sequence: int | None
     """Number of the line in the log of its run, from 0; None for a line that the notebook added to its copy."""
@@ -77,9 +79,9 @@ class LogLine:
         return f"{self.prefix} {self.text}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class LineBlock:
-    """Lines of one rank that stand together in the log."""
+    """Lines of one rank that stand together in the log. Not frozen, because there may be one for each line."""
 
     first: int | None
     """Number of its first line; None for a record that the notebook wrote into its copy."""
@@ -103,12 +105,11 @@ class LineBlock:
     def lines(self) -> Iterator[LogLine]:
         """The lines one by one."""
         time = self.ms / 1000
-        for at, line in enumerate(self.body.split(b"\n")[:-1]):
-            continued = line.startswith(b"+")
-            mark, text = (line[1:2], line[2:]) if continued else (line[:1], line[1:])
+        for at, line in enumerate(self.body.decode("utf-8", "backslashreplace").split("\n")[:-1]):
+            continued = line.startswith("+")
             yield LogLine(
                 sequence=None if self.first is None else self.first + at, time=time, attempt=self.attempt, rank=self.rank,
-                stream=Stream(mark.decode()), text=text.decode("utf-8", "backslashreplace"), continued=continued,
+                stream=_STREAMS[line[continued]], text=line[1 + continued :], continued=continued,
             )  # fmt: skip
 
     def since(self, number: int) -> LineBlock:
@@ -238,12 +239,14 @@ class BlockReader:
     by the next block, comes out as `Foreign`. A stream that is opened again gets a new reader.
     """
 
-    _HEADER: ClassVar[re.Pattern[bytes]] = re.compile(
-        rb"@(?P<first>[0-9a-f]{1,15}|-) (?P<lines>[0-9a-f]{1,8}) (?P<body>[0-9a-f]{1,8}) (?P<ms>[0-9a-f]{1,12})"
-        rb" (?P<attempt>[0-9]{1,6}) (?P<rank>[0-9]{1,6}|-)"
-        rb"|=(?P<number>[0-9a-f]{1,15}) (?P<event>[0-9a-f]{1,8})"
+    # The numbers of a header in the order of `LineBlock`; lines are the most common blocks by far.
+    _LINES: ClassVar[re.Pattern[bytes]] = re.compile(
+        rb"@([0-9a-f]{1,15}|-) ([0-9a-f]{1,8}) ([0-9a-f]{1,8}) ([0-9a-f]{1,12}) ([0-9]{1,6}) ([0-9]{1,6}|-)"
+    )
+    _OTHER: ClassVar[re.Pattern[bytes]] = re.compile(
+        rb"=(?P<number>[0-9a-f]{1,15}) (?P<event>[0-9a-f]{1,8})"
         rb"|~(?P<progress>[0-9a-f]{1,8})"
-        rb"|\*(?P<of_attempt>[0-9]{1,6}) (?P<of_rank>[0-9]{1,6}) (?P<index>[0-9a-f]{1,8}) (?P<parts>[0-9a-f]{1,8})"
+        rb"|\*(?P<attempt>[0-9]{1,6}) (?P<rank>[0-9]{1,6}) (?P<index>[0-9a-f]{1,8}) (?P<parts>[0-9a-f]{1,8})"
         rb" (?P<part>[0-9a-f]{1,8})"
     )
 
@@ -261,72 +264,36 @@ class BlockReader:
         """Take bytes; gives the blocks that they complete. Use up the iterator before the next call."""
         self._data = self._data[self._start :] + data
         self._start = 0
-        while (found := self._next()) is not None:
-            yield from found
+        return self._blocks()
 
     def finish(self) -> Iterator[Block]:
         """The stream has ended: lines of a torn block and a last line without an end come out as `Foreign`."""
-        while self._start < len(self._data):
-            yield from self._next(is_last=True) or []
+        yield from self._blocks(is_last=True)
+        if self._start < len(self._data):
+            yield self._take_foreign(len(self._data))
 
-    def _next(self, *, is_last: bool = False) -> list[Block] | None:
-        """The next block, nothing for the header of a torn one; None if more bytes have to come."""
-        data, start = self._data, self._start
-        end = data.find(b"\n", start)
-        if end < 0:
-            return [self._take_foreign()] if is_last else None
-        header = self._HEADER.fullmatch(data, start, end)
-        if header is None:
-            return [self._take_foreign()]
-        size = int(header["body"] or header["event"] or header["progress"] or header["part"], 16)
-        stop = end + 1 + size + (header["body"] is None)
-        if len(data) < stop:
-            return self._drop_header(end + 1) if is_last else None
-        block = self._decode(header, data[end + 1 : stop])
-        if block is None:
-            return self._drop_header(end + 1)
-        self._advance(stop)
-        return [block]
+    def _blocks(self, *, is_last: bool = False) -> Iterator[Block]:
+        data = self._data
+        while (end := data.find(b"\n", self._start)) >= 0:
+            lines = self._LINES.fullmatch(data, self._start, end)
+            header = lines or self._OTHER.fullmatch(data, self._start, end)
+            if header is None:
+                yield self._take_foreign(end + 1)
+                continue
+            size = lines[3] if lines else header["event"] or header["progress"] or header["part"]
+            stop = end + 1 + int(size, 16) + (lines is None)
+            if len(data) < stop and not is_last:
+                return
+            content = data[end + 1 : stop]
+            block: Block | None = None
+            if len(data) >= stop and content.endswith(b"\n"):
+                block = _lines(lines, content) if lines else _other(header, content)
+            # The lines of a torn block come out one by one.
+            self._advance(end + 1 if block is None else stop)
+            if block is not None:
+                yield block
 
-    def _decode(self, header: re.Match[bytes], content: bytes) -> Block | None:
-        """The block, if its content is what the header says."""
-        if header["body"] is not None:
-            count = int(header["lines"], 16)
-            if count == 0 or not content.endswith(b"\n") or content[:1] not in b"|!#+" or content.count(b"\n") != count:
-                return None
-            if count > 1 and sum(content.count(b"\n" + mark) for mark in (b"|", b"!", b"#", b"+")) != count - 1:
-                return None
-            return LineBlock(
-                first=None if header["first"] == b"-" else int(header["first"], 16), count=count,
-                ms=int(header["ms"], 16), attempt=int(header["attempt"]),
-                rank=None if header["rank"] == b"-" else int(header["rank"]), body=content,
-            )  # fmt: skip
-        if not content.endswith(b"\n"):
-            return None
-        if header["part"] is not None:
-            try:
-                data = base64.b64decode(content[:-1], validate=True)
-            except binascii.Error:
-                return None
-            return OutcomePart(
-                attempt=int(header["of_attempt"]), rank=int(header["of_rank"]), index=int(header["index"], 16),
-                count=int(header["parts"], 16), data=data,
-            )  # fmt: skip
-        event = next(decode_json_lines(content), None)
-        if event is None:
-            return None
-        if header["number"] is None:
-            return ProgressBlock(event=event)
-        return EventBlock(number=int(header["number"], 16), event=event)
-
-    def _drop_header(self, body: int) -> list[Block]:
-        """Give a torn block up: its lines come out one by one."""
-        self._advance(body)
-        return []
-
-    def _take_foreign(self) -> Foreign:
-        end = self._data.find(b"\n", self._start)
-        stop = len(self._data) if end < 0 else end + 1
+    def _take_foreign(self, stop: int) -> Foreign:
         text = self._data[self._start : stop].removesuffix(b"\n")
         self._advance(stop)
         return Foreign(text=text)
@@ -334,6 +301,39 @@ class BlockReader:
     def _advance(self, stop: int) -> None:
         self._whole += stop - self._start
         self._start = stop
+
+
+def _lines(header: re.Match[bytes], body: bytes) -> LineBlock | None:
+    """The block, if its content is what the header says."""
+    first, lines, _, ms, attempt, rank = header.groups()
+    count = int(lines, 16)
+    if body[0] not in b"|!#+" or body.count(b"\n") != count:
+        return None
+    if count > 1 and sum(body.count(b"\n" + mark) for mark in (b"|", b"!", b"#", b"+")) != count - 1:
+        return None
+    return LineBlock(
+        first=None if first == b"-" else int(first, 16), count=count, ms=int(ms, 16), attempt=int(attempt),
+        rank=None if rank == b"-" else int(rank), body=body,
+    )  # fmt: skip
+
+
+def _other(header: re.Match[bytes], content: bytes) -> EventBlock | ProgressBlock | OutcomePart | None:
+    """The block, if its content is what the header says."""
+    if header["part"] is not None:
+        try:
+            data = base64.b64decode(content[:-1], validate=True)
+        except binascii.Error:
+            return None
+        return OutcomePart(
+            attempt=int(header["attempt"]), rank=int(header["rank"]), index=int(header["index"], 16),
+            count=int(header["parts"], 16), data=data,
+        )  # fmt: skip
+    event = next(decode_json_lines(content), None)
+    if event is None:
+        return None
+    if header["number"] is None:
+        return ProgressBlock(event=event)
+    return EventBlock(number=int(header["number"], 16), event=event)
 
 
 def lines_after(log: BinaryIO, offset: int) -> tuple[int, int] | None:

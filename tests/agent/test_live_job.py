@@ -50,7 +50,7 @@ def test_a_function_uses_the_ranks_own_names_and_its_large_ones_do_not_travel(li
     main(weights=torch.zeros(1 << 20), used=None)
     exec(compile(source, "<cell>", "exec"), namespace)
     assert repr(live.run("used()")) == "ranks 0-1: 'of the ranks'"
-    assert "From the notebook: used\n" in capfd.readouterr().err
+    assert "From the notebook: used\n" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_the_magic_without_a_cell_shows_it(kernel):
     kernel.good("%load_ext kale_dist")
     reply = kernel("%distribute")
     assert "application/vnd.jupyter.widget-view+json" in reply.shown[-1], reply.traceback
-    assert reply.shown[-1]["text/plain"].startswith("job = kd.distribute(\n    net, loader, loss, optimizer,")
+    assert "job = kd.distribute(\n    net, loader, loss, optimizer," in reply.shown[-1]["text/plain"]
 
 
 def test_its_first_message_has_the_whole_form(kernel):

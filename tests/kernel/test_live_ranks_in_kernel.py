@@ -11,13 +11,17 @@ def loaded(kernel):
     kernel.good("%load_ext kale_dist\nimport kale_dist as kd, torch")
     reply = kernel("%distribute start -n 4 --set threads=1 --job live")
     assert not reply.error, reply.traceback
-    assert re.search(r"local://live-\w{5} is ready: %%distribute runs a cell in its 4 ranks", reply.err)
+    assert re.search(r"local://live-\w{5} is ready: %%distribute runs a cell in its 4 ranks", reply.out)
     yield
     kernel.good("%distribute stop\nlive.delete()")
 
 
 def cell(kernel, text, options=""):
-    return kernel(f"%%distribute{options}\n{text}")
+    reply = kernel(f"%%distribute{options}\n{text}")
+    if reply.out.startswith("[kale-dist] From the notebook"):
+        sent, _, reply.out = reply.out.partition("\n")
+        reply.err += sent
+    return reply
 
 
 def test_variables_stay_and_equal_values_are_folded(kernel):
@@ -167,13 +171,13 @@ def test_mistakes_are_refused_in_one_line(kernel, code, said):
 
 def test_a_cell_with_options_is_a_job_of_its_own_and_a_line_says_so(kernel):
     reply = cell(kernel, "rank", " -n 2")
-    assert "runs as a job of its own, not in local://live-" in reply.err
+    assert "runs as a job of its own, not in local://live-" in reply.out
     assert reply.shown[-1]["text/plain"] == "[0, 1]"
 
 
 def test_a_restart_gives_new_processes(kernel):
     cell(kernel, "gone = 1")
-    assert "is ready: new processes, without variables" in kernel("%distribute restart").err
+    assert "is ready: new processes, without variables" in kernel("%distribute restart").out
     assert cell(kernel, "'gone' in globals()").out.endswith("ranks 0-3: False\n")
 
 

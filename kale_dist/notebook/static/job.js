@@ -301,7 +301,7 @@ class JobView {
   tellHere(wait_ms = 1000) {
     this.later("here", wait_ms, () => this.tellHere(Math.min(2 * wait_ms, MAX_WAIT_MS)));
     const next = this.log.complete ? this.log.next : 0;
-    this.tell({ tell: "here", view: this.id, next, visible: this.visible });
+    this.tell({ tell: "here", view: this.id, next, visible: this.visible, table: this.open.ranks ?? false });
   }
 
   ask(what) {
@@ -344,12 +344,21 @@ class JobView {
     }
     const place = this.places[part];
     const fresh = place.cloneNode(false);
-    fresh.innerHTML = this.model.get(part);
-    fresh.hidden = !this.model.get(part);
+    const drawn = this.model.get(part);
+    // Lines of the log would wait for a table of many ranks that is not seen.
+    const isFolded = part === "ranks" && drawn.includes("<summary") && !this.open[part];
+    fresh.innerHTML = isFolded ? drawn.slice(0, drawn.indexOf("</summary>")) : drawn;
+    fresh.hidden = !drawn;
     morph(place, fresh);
     for (const fold of place.querySelectorAll("details")) {
       fold.open = this.open[part] ?? fold.open;
-      fold.ontoggle = () => (this.open[part] = fold.open);
+      fold.ontoggle = () => {
+        const isNew = fold.open !== (this.open[part] ?? false);
+        this.open[part] = fold.open;
+        if (!isNew || part !== "ranks") return;
+        this.drawPart(part);
+        this.tellHere();
+      };
     }
   }
 

@@ -233,7 +233,8 @@ class HangWatch:
             self._has_told_end = True
             # With the hour, because a text is noted once.
             since = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - limit_s + left_s))
-            text = f"The live ranks have run no cell since {since}. They end in {left_s / 60:.2g} min if none comes"
+            left = f"{left_s / 60:.0f} min" if left_s > 90 else f"{left_s:.0f} s"  # noqa: PLR2004
+            text = f"The live ranks have run no cell since {since}. They end in {left} if none comes"
             self._writer.event(EventKind.NOTE, text=text, warns=True)
         if now - self._idle_since >= limit_s:
             self._idle_since = now

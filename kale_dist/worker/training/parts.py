@@ -35,7 +35,7 @@ from kale_dist.worker.training.trained import Trained
 REST = "rest"
 """The file in a checkpoint's folder of parts that holds all but the tensors of model and optimizer."""
 
-_M_MMAP_THRESHOLD = -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 _NAMED = 3
 """Names that an error lists."""
@@ -91,12 +91,15 @@ def make(training: Training, group: Group) -> Made:
     Raises:
         ConfigError: A function makes something else, or the strategy cannot take it.
     """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        # Else glibc keeps freed memory of this size: gathered units together would take what the whole model takes.
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20 if training.in_parts else 32 << 20)
+        if not training.in_parts:
+            # Else it returns a step's gradients to the system, and the next step pays for each page again: 20 to 30 % of its time.
+            libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
     if not training.makes_model:
         return Made(training=training, recipe=None, folders=None)
-    if training.in_parts:
-        # Else glibc keeps freed memory of this size: gathered units together would take what the whole model takes.
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     before = generator_states()
     seed_generators(group.send(torch.initial_seed() if training.seed is None else training.seed))
     recipe = Recipe(training.model) if training.in_parts and not group.is_alone else None
