@@ -76,15 +76,12 @@ class Values:
         return [(_named(ranks), shown[ranks[0]]) for ranks in _grouped(shown)]
 
     def __repr__(self) -> str:
-        return "\n".join(
-            f"{ranks}:{chr(10) if chr(10) in bundle['text/plain'] else ' '}{bundle['text/plain']}"
-            for ranks, bundle in self._folded()
-        )
+        return "\n".join(_line(*one) for one in self._folded())
 
     def _ipython_display_(self) -> None:
         for ranks, bundle in self._folded():
             if bundle.keys() == {"text/plain"} or not hasattr(interrupts.shell(), "kernel"):
-                print(Values({0: bundle}).__repr__().replace("rank 0", ranks, 1))  # noqa: T201 - the value of a cell
+                print(_line(ranks, bundle))  # noqa: T201 - the value of a cell
                 continue
             print(f"{ranks}:", flush=True)  # noqa: T201 - above what follows
             interrupts.shell().display_pub.publish(dict(bundle))
@@ -224,7 +221,6 @@ class LiveJob(Job[None]):
             return new
         self._backend.tell(self._ref, -1, {"restart": status.attempt})
         self._until(lambda now: now.attempt > status.attempt and now.state is StateName.RUNNING)
-        self._read_events()
         return self
 
     @short_refusals
@@ -283,7 +279,7 @@ class LiveJob(Job[None]):
         del self._answers[name]
         if self._attempt != attempt:
             raise CellError(f"The ranks of {self.ref} were started again meanwhile: their variables are lost", self.ref)
-        if any(answer.get("is_refused") for answer in found.values()):
+        if any(one.get("is_refused") for one in found.values()):
             raise CellError(f"Another notebook has run a cell in {self.ref} meanwhile. Run this cell again", self.ref)
         return found
 
@@ -491,6 +487,11 @@ class LiveJob(Job[None]):
             "live.restart() or `%distribute restart` starts others",
             self.ref,
         )
+
+
+def _line(ranks: str, bundle: Mapping[str, str]) -> str:
+    text = bundle["text/plain"]
+    return f"{ranks}:{chr(10) if chr(10) in text else ' '}{text}"
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
