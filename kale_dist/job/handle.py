@@ -633,7 +633,9 @@ class Job(Generic[R]):
 
     def _checkpoint(self) -> pathlib.Path:
         self._check_trains()
-        return self._outcomes.checkpoint(self.status.checkpoint_epoch)
+        status = self.status
+        succeeded = status.attempt if status.state is StateName.SUCCEEDED else None
+        return self._outcomes.checkpoint(status.checkpoint_epoch, succeeded)
 
     def _fill_notebook(self) -> None:
         """Write the weights into the notebook's objects, if the job trains some that are known here."""

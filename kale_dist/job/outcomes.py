@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import threading
 from collections.abc import Callable
@@ -168,16 +169,24 @@ class OutcomeReader:
             raise ResultUnavailableError(f"{problem}: that needs kd.callbacks.ModelCheckpoint(...)", self._ref)
         return _copy(kept)
 
-    def checkpoint(self, epoch: int | None = None) -> pathlib.Path:
+    def checkpoint(self, epoch: int | None = None, succeeded: int | None = None) -> pathlib.Path:
         """The file of the last checkpoint, fetched if it is elsewhere.
 
         Args:
             epoch: The epoch of the last checkpoint, as far as the job's status says.
+            succeeded: The attempt that has succeeded; None if none has.
 
         Raises:
             ResultUnavailableError: There is none.
         """
         self._spec.check_version(self._ref)
+        path = records.runs(self.files.folder.name)[-1].files.checkpoint
+        with contextlib.suppress(ResultUnavailableError):
+            # Of a model in parts, it came with the outcome: the pods are gone.
+            if succeeded is not None and (rest := getattr(self.trained(succeeded), "rest", b"")):
+                with blobs.fresh(path) as part:
+                    part.write_bytes(rest)
+                return path
         self._bring(self.files.checkpoint)
         found = [run.files.checkpoint for run in records.runs(self.files.folder.name) if run.files.checkpoint.exists()]
         if found:

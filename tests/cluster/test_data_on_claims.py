@@ -6,12 +6,13 @@ import re
 import pytest
 import torch
 from data_work import Files, Shards, train_step, write
+from made_models import assert_learned_as_one_process, continue_in_parts, make, train
 from on_cluster import make_claim, pods_in
 from test_stores import FileShare
 from torch.utils.data import DataLoader
 
 import kale_dist as kd
-from kale_dist.errors import KaleDistWarning
+from kale_dist.errors import KaleDistWarning, ResultUnavailableError
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 
@@ -65,3 +66,18 @@ def test_each_pod_reads_its_own_shards_and_the_model_is_saved_behind_a_url(names
     assert torch.allclose(model.weight, torch.ones(1, 3), atol=0.1)
     saved = torch.load(folder / "trained" / "model.pt", weights_only=True)
     assert torch.equal(saved["weight"], model.weight)
+
+
+@pytest.mark.nightly
+def test_a_model_that_pods_make_is_kept_in_parts_on_a_claim(namespace):
+    make_claim(namespace, "models")
+    place = pods_in(namespace)
+    _, more = continue_in_parts(place, "pvc://models/net")
+    with pytest.raises(ResultUnavailableError) as caught:
+        print(more.model)
+    assert more.result().parts in str(caught.value)
+    # Pods that hold the whole model read the parts, and send it back as it is.
+    place = pods_in(namespace, volumes={"/models": "models"})
+    read = train(place, 1, 1, model=kd.pretrained(make, "/models/net"), strategy="ddp", lr=0.0)
+    assert read.wait(240).state == "succeeded", read.status.reason
+    assert_learned_as_one_process(read.model)

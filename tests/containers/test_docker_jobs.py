@@ -22,6 +22,7 @@ from container_work import (
     waits_a_little,
     writes_where_it_must,
 )
+from made_models import assert_learned_as_one_process, continue_in_parts
 
 import kale_dist as kd
 from kale_dist.cli import main
@@ -454,3 +455,13 @@ def test_the_job_saves_its_model_on_a_volume(image, tmp_path):
     assert torch.equal(torch.load(saved, weights_only=True)["weight"], model.weight)
     assert torch.allclose(model.weight, torch.ones_like(model.weight), atol=0.1)
     job.delete()
+
+
+@pytest.mark.nightly
+def test_a_model_that_containers_make_is_kept_in_parts_in_a_folder_of_this_machine(image, tmp_path):
+    tmp_path.chmod(0o777)
+    on = kd.Docker(image=image, volumes={"/data": str(tmp_path)})
+    job, more = continue_in_parts(on, "/data/net")
+    assert job.result().parts == "/data/net"
+    # The notebook sees the folder that Docker mounts.
+    assert_learned_as_one_process(more.model)

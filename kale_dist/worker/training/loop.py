@@ -96,7 +96,7 @@ def train(training: Training, *, cuda: bool = False) -> TrainingResult:
             final = session.strategy.full_state()
         else:
             final = None if group.rank else parts.outlines(setup.trained)
-            extra["parts"] = folders.save_model(setup.trained.model)
+            extra |= {"parts": folders.save_model(setup.trained.model), "rest": folders.rest}
     result = session.result(progress, final, extra)
     if training.save_to is not None and result.model_state is not None:
         saving.save(training.save_to, result.model_state)

@@ -160,6 +160,8 @@ class Folders:
         self.model = pathlib.Path(group.send(save_to or self._own))
         """Where the trained weights will be."""
         self._checkpoints = self.model.with_name(f"{self.model.name}.checkpoints")
+        self.rest = b""
+        """In rank 0, the last checkpoint's file with all but the tensors."""
 
     def fills(self, last: str) -> bool:
         """Whether `fill` gives every weight a value."""
@@ -218,6 +220,7 @@ class Folders:
         save(folder, states, self._group)
         if self._group.rank == 0:
             write(whole)
+            self.rest = (folder / REST).read_bytes()
         for old in before:
             shutil.rmtree(old, ignore_errors=True)
         left_out: tuple[str, ...] = whole["left_out"]

@@ -223,6 +223,8 @@ class TrainingResult:
     """Contents of the objects of `state=`."""
     parts: str = ""
     """The folder of the trained weights, as the ranks see it, where no rank held the whole model; then there is no `model_state`."""
+    rest: bytes = dataclasses.field(default=b"", repr=False)
+    """Then, the last checkpoint's file: another call continues from it, also where this notebook does not see the folder."""
     model: torch.nn.Module | None = dataclasses.field(default=None, repr=False)
     """The module itself, where its structure changed in the rank."""
     reason: str = ""
