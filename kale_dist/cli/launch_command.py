@@ -94,8 +94,11 @@ def refuse(options: argparse.Namespace, unknown: Sequence[str]) -> None:
     option = word.partition("=")[0].replace("_", "-")
     if option.startswith("--rdzv") or option in ("--node-rank", "--master-addr", "--master-port"):
         raise ConfigError(word, "processes find each other by themselves", "Leave it out")
+    setting = option.lstrip("-").replace("-", "_")
+    own = f"To set it for the job, write --set {setting} VALUE. " if setting in verbs.SETTABLE else ""
     remedy = (
-        _TORCHRUN.get(option) or f"Arguments of the script follow --: launch {options.script} -- {' '.join(unknown)}"
+        _TORCHRUN.get(option)
+        or f"{own}Arguments of the script follow --: launch {options.script} -- {' '.join(unknown)}"
     )
     raise ConfigError(word, "kale-dist launch has no such option", remedy)
 

@@ -16,6 +16,7 @@ import itertools
 import queue
 import secrets
 import sys
+import threading
 import time
 import traceback
 import types
@@ -75,15 +76,12 @@ class Values:
         return [(_named(ranks), shown[ranks[0]]) for ranks in _grouped(shown)]
 
     def __repr__(self) -> str:
-        return "\n".join(
-            f"{ranks}:{chr(10) if chr(10) in bundle['text/plain'] else ' '}{bundle['text/plain']}"
-            for ranks, bundle in self._folded()
-        )
+        return "\n".join(_line(*one) for one in self._folded())
 
     def _ipython_display_(self) -> None:
         for ranks, bundle in self._folded():
             if bundle.keys() == {"text/plain"} or not hasattr(interrupts.shell(), "kernel"):
-                print(Values({0: bundle}).__repr__().replace("rank 0", ranks, 1))  # noqa: T201 - the value of a cell
+                print(_line(ranks, bundle))  # noqa: T201 - the value of a cell
                 continue
             print(f"{ranks}:", flush=True)  # noqa: T201 - above what follows
             interrupts.shell().display_pub.publish(dict(bundle))
@@ -105,7 +103,10 @@ class LiveJob(Job[None]):
         self._log.tail(0)
         self._events = EventReader(files.events)
         self._answers: dict[str, dict[int, dict[str, Any]]] = {}
-        """The ranks' answers by the name of the message, of the last message alone."""
+        """The ranks' answers by the name of the message, of those that this process waits for."""
+        self._others: dict[int, dict[str, Any]] = {}
+        """The same of the last message, if another process has sent it."""
+        self._reading = threading.Lock()
         self._number = self._repairs = self._attempt = 0
         self._is_broken = False
         """Whether the process group has to be repaired before the next cell."""
@@ -220,7 +221,6 @@ class LiveJob(Job[None]):
             return new
         self._backend.tell(self._ref, -1, {"restart": status.attempt})
         self._until(lambda now: now.attempt > status.attempt and now.state is StateName.RUNNING)
-        self._read_events()
         return self
 
     @short_refusals
@@ -259,7 +259,7 @@ class LiveJob(Job[None]):
         self._number += 1
         name = secrets.token_hex(8)
         told = {**message, "number": self._number, "name": name, "ranks": list(ranks)}
-        self._answers = {name: {}}
+        found = self._answers[name] = {}
         is_stopped = False
         try:
             self._backend.tell(self._ref, -1, {"live": told}, blobs)
@@ -267,7 +267,7 @@ class LiveJob(Job[None]):
             # It may not have been sent; one that comes twice does nothing.
             self._backend.tell(self._ref, -1, {"live": told}, blobs)
             is_stopped = True
-        found, attempt = self._answers[name], self._attempt
+        attempt = self._attempt
 
         def is_answered(_: JobStatus) -> bool:
             self._read_events()
@@ -276,9 +276,10 @@ class LiveJob(Job[None]):
             return is_over or found.keys() >= set(ranks) or self._attempt != attempt
 
         self._until(is_answered, is_stopped=is_stopped)
+        del self._answers[name]
         if self._attempt != attempt:
             raise CellError(f"The ranks of {self.ref} were started again meanwhile: their variables are lost", self.ref)
-        if any(answer.get("is_refused") for answer in found.values()):
+        if any(one.get("is_refused") for one in found.values()):
             raise CellError(f"Another notebook has run a cell in {self.ref} meanwhile. Run this cell again", self.ref)
         return found
 
@@ -357,26 +358,32 @@ class LiveJob(Job[None]):
             kernel.session.send(kernel.iopub_socket, "stream", content, parent=self._cell)
 
     def _read_events(self) -> None:
-        for event in self._events.read():
-            if (event.get("attempt") or 0) > self._attempt:
-                # Other processes: they have nothing of what those before had.
-                self._attempt, self._repairs, self._is_broken = event["attempt"], 0, False
-                self._owned, self._sent = set(), {}
-            if event.get("event") != EventKind.CELL or event["attempt"] != self._attempt:
-                continue
-            if event.get("is_refused"):
-                self._answers.get(event["name"], {})[event["rank"]] = event
-                continue
-            if event["number"] > self._number:
-                # From another process, as before a restart of the kernel: what it has sent is not overwritten.
-                self._number, self._answers = event["number"], {event["name"]: {}}
-                self._owned.update(event.get("loaded") or ())
-            answers = self._answers.get(event["name"], {})
-            answers[event["rank"]] = event
-            self._owned.update(event.get("names") or ())
-            self._is_broken = self._is_broken or _breaks(answers.values())
-            if "repaired" in event:
-                self._repairs, self._is_broken = event["repaired"], False
+        with self._reading:
+            for event in self._events.read():
+                self._take_event(event)
+
+    def _take_event(self, event: dict[str, Any]) -> None:
+        if (event.get("attempt") or 0) > self._attempt:
+            # Other processes: they have nothing of what those before had.
+            self._attempt, self._repairs, self._is_broken = event["attempt"], 0, False
+            self._owned, self._sent = set(), {}
+        if event.get("event") != EventKind.CELL or event["attempt"] != self._attempt:
+            return
+        number, own = event["number"], self._answers.get(event["name"])
+        if event.get("is_refused"):
+            if own is not None:
+                own[event["rank"]] = event
+            return
+        if number > self._number:
+            # From another process, as before a restart of the kernel: what it has sent is not overwritten.
+            self._number, self._others = number, {}
+            self._owned.update(event.get("loaded") or ())
+        answers = own if own is not None else self._others if number == self._number else {}
+        answers[event["rank"]] = event
+        self._owned.update(event.get("names") or ())
+        self._is_broken = self._is_broken or _breaks(answers.values())
+        if "repaired" in event:
+            self._repairs, self._is_broken = event["repaired"], False
 
     def _prepare(self) -> None:
         """Wait for the ranks, and repair their process group if a cell has left it broken."""
@@ -480,6 +487,11 @@ class LiveJob(Job[None]):
             "live.restart() or `%distribute restart` starts others",
             self.ref,
         )
+
+
+def _line(ranks: str, bundle: Mapping[str, str]) -> str:
+    text = bundle["text/plain"]
+    return f"{ranks}:{chr(10) if chr(10) in text else ' '}{text}"
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -275,6 +275,12 @@ def _reduce_state(status: JobStatus, event: dict[str, Any]) -> JobStatus:
         status, state=state, reason=event.get("reason") or "", cause=FailureCause(cause) if cause else None,
         idle_s=event.get("idle_s"), idle_since=time if event.get("idle_s") else None,
     )  # fmt: skip
+    if event.get("idle_s") or (status.idle_s and changed.is_final):
+        # Warm pods have no ranks of their own.
+        each = RankStateName.STOPPED if changed.is_final else RankStateName.RUNNING
+        changed = dataclasses.replace(
+            changed, replicas=tuple(dataclasses.replace(replica, state=each) for replica in changed.replicas)
+        )
     if isinstance(event.get("failed_rank"), int):
         # Events of several agents come interleaved: the one that judges the job knows who failed first.
         changed = dataclasses.replace(changed, failed_rank=event["failed_rank"])

@@ -152,6 +152,17 @@ def test_another_process_attaches_and_goes_on(live, main):
     assert repr(live.run("mine")) == "ranks 0-1: 5"
 
 
+def test_a_cell_that_waits_gets_its_answers_when_another_one_follows_it(live):
+    assert repr(live.run("import time; rank // 2")) == "ranks 0-1: 0"
+    with ThreadPoolExecutor(1) as pool:
+        # Rank 0 answers both before rank 1 answers the first.
+        running = pool.submit(live.run, "print('begins', flush=True); time.sleep(1 + rank); rank // 2")
+        while not [line for line in live.logs() if line.text == "begins"]:
+            time.sleep(0.1)
+        assert repr(live.run("1 + rank // 2")) == "ranks 0-1: 1"
+        assert repr(running.result(10)) == "ranks 0-1: 0"
+
+
 def test_idle_ranks_end_and_the_next_cell_says_when_and_why():
     live = kd.live(1, idle="1 s")
     live.run("1")

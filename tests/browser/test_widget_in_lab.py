@@ -256,7 +256,7 @@ def test_it_is_accessible_and_fits_in_every_theme_and_width(notebook, ended, the
 
 def test_a_page_that_nobody_sees_is_sent_nothing(notebook):
     page, sent = notebook.page, []
-    view = notebook.show("job = kd.launch(work, 3000, 0.1, number_of_processes=2, name='unseen')\njob")
+    view = notebook.show("job = kd.launch(work, 3000, 0.3, number_of_processes=2, name='unseen')\njob")
     expect(lines(view).first).to_be_visible()
     client = page.context.new_cdp_session(page)
     client.send("Network.enable")
@@ -279,7 +279,7 @@ def test_a_page_that_nobody_sees_is_sent_nothing(notebook):
     assert sent == []
     before = lines(view).count()
     page.evaluate("() => { delete document.visibilityState; document.dispatchEvent(new Event('visibilitychange')); }")
-    expect(lines(view).nth(before + 30)).to_be_attached()
+    expect(lines(view).nth(before + 20)).to_be_attached()
     shown = [text for text in lines(view).all_text_contents() if text.startswith("[0]")]
     assert shown == [f"[0] step {number} of rank 0" for number in range(len(shown))]
     notebook.value("job.delete()")

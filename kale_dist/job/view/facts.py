@@ -136,7 +136,8 @@ def name(status: JobStatus) -> str:
 def state(status: JobStatus) -> str:
     """The job's state, and whether a person has to act; of warm pods without a job, how long they have waited for one."""
     if status.idle_s and status.idle_since is not None:
-        return f"idle {(time.time() - status.idle_since) / 60:.0f} of {status.idle_s / 60:.3g} min"
+        unit, unit_s = ("s", 1) if status.idle_s < 60 else ("min", 60)  # noqa: PLR2004
+        return f"idle {(time.time() - status.idle_since) / unit_s:.0f} of {status.idle_s / unit_s:.3g} {unit}"
     return f"{status.state.value}, needs you" if status.needs_action else status.state.value
 
 
@@ -169,7 +170,9 @@ def sentence(status: JobStatus, now: float | None, *, error: str = "") -> str:
             doing = reason or _debugged(status) or _doing(status) or f"Running{on}"
             return f"Attempt {status.attempt + 1}: {doing}" if status.attempt else doing
         case StateName.SUCCEEDED:
-            return f"Succeeded{after}{on}{f', in attempt {status.attempt + 1}' if status.attempt else ''}"
+            return _ended(
+                "Succeeded", f"{after}{on}{f', in attempt {status.attempt + 1}' if status.attempt else ''}", reason
+            )
         case StateName.CANCELLED:
             kept = kept_checkpoint(status)
             return _ended("Cancelled", after, reason) + (f". {kept}" if kept else "")

@@ -580,7 +580,7 @@ class Follower:
         Returns:
             Whether everything is here that will ever be.
         """
-        if self._key is None:
+        if self._key is None or self._spec.kind == WARM:
             return True
         copy, files, status = self._copy, self._run.files, self._status.status()
         is_success = verdict.state is StateName.SUCCEEDED

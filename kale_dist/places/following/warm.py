@@ -25,6 +25,7 @@ from kale_dist.job.reader import JobReader
 from kale_dist.job.records import Record
 from kale_dist.job.spec.job_spec import WARM, Debugging, JobSpec, Policy
 from kale_dist.job.status import JobStatus
+from kale_dist.job.view import facts
 from kale_dist.places.following.client import HeadClient
 from kale_dist.wire import Source, payload
 from kale_dist.wire.blobs import FolderStore, map_file, pack_blobs
@@ -222,7 +223,7 @@ def _told(made: Record, noun: str) -> str:
     queue = f", quota of the queue {spec.cluster.queue}" if spec.cluster.queue else ""
     return (
         f"{made.ref} holds {spec.topology.number_of_pods} {noun}s{f', {gpus} GPUs' if gpus else ''}{queue} until it has waited "
-        f"{(spec.keep_warm_s or 0.0) / 60:.3g} min for a call that fits. To end it before: kale-dist cancel {made.ref}"
+        f"{facts.duration(spec.keep_warm_s or 0.0)} for a call that fits. To end it before: kale-dist cancel {made.ref}"
     )
 
 

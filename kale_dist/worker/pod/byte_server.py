@@ -64,12 +64,7 @@ _OUTCOME = re.compile(r"outcome-\d{1,6}-\d{1,6}", re.ASCII)
 
 
 class Served:
-    """Whose answers a server gives.
-
-    Args:
-        key: The secret that requests are signed with.
-        store: Where blobs come from.
-    """
+    """Whose answers a server gives, with the secret that requests are signed with and its blobs."""
 
     offer: Callable[[bytes], Any] | None = None
     """Takes a job; None where the pods are not warm."""
@@ -274,12 +269,6 @@ class _Request(http.server.BaseHTTPRequestHandler):
                 self._left -= len(data)
 
     def _route(self, path: list[str], query: dict[str, str], body: bytes) -> None:
-        """Do what is asked.
-
-        Raises:
-            ValueError: It makes no sense.
-            FileNotFoundError: There is no such thing.
-        """
         raise NotImplementedError
 
     do_GET = do_PUT = do_POST = _answer  # noqa: N815 - as the base class calls them
@@ -354,8 +343,6 @@ class _JobRequest(_Request):
             case _:
                 raise FileNotFoundError
 
-    # -- the stream -------------------------------------------------------------------------------------------------
-
     def _stream(self, writer: JobWriter, line: int, event: int) -> None:
         """Send all blocks from some numbers on, until the job has ended."""
         owner = self._owner
@@ -389,8 +376,6 @@ class _JobRequest(_Request):
                     if writer.written == written and not owner.news.wait(SILENCE_LIMIT_S / 4):
                         # So that both sides notice an end of the connection.
                         self.wfile.write(b"\n")
-
-    # -- files ------------------------------------------------------------------------------------------------------
 
     def _take(self, digest: str, offset: int) -> None:
         """Take the body of a PUT, append it, and answer."""

@@ -95,7 +95,7 @@ class WarmPods(JobRun):
         writer, relays, idle_s = self._site.writer, self._site.relays, self.order.idle_s
         running = functools.partial(writer.event, EventKind.STATE, state=str(StateName.RUNNING), cause="")
         while True:
-            running(reason="", idle_s=idle_s)
+            running(reason="Waits for a call that fits", idle_s=idle_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(idle_s):
                     while not (self._next or self._stop or self._is_released):
