@@ -19,7 +19,7 @@ NOTEBOOKS = sorted(
     if path.stem not in ("debugging", "live", "tour", "strategies")
 )
 ON_A_CLUSTER = {"cluster", "data"}
-NIGHTLY = {"data", "gan", "hugging_face", "images", "packages", "sounds", "sweep"}
+NIGHTLY = {"data", "gan", "hugging_face", "images", "packages", "resuming", "sounds", "sweep"}
 IN_CONTAINERS = {"packages"}
 
 

@@ -50,7 +50,7 @@ def test_the_one_on_live_ranks_teaches_what_it_says(typed):
     assert "has ended" in outputs[11]
 
 
-@pytest.mark.parametrize("path", [DEBUGGING, LIVE], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [DEBUGGING, pytest.param(LIVE, marks=pytest.mark.nightly)], ids=["debugging", "live"])
 def test_without_a_person_it_runs_to_its_end(tmp_path, path):
     found = subprocess.run(
         [sys.executable, "-m", "kale_dist.cli", "run", str(path), "-o", str(tmp_path / "executed.ipynb")],

@@ -88,11 +88,7 @@ def check(expected, found):
     assert found[2] == expected[2]
 
 
-DEFAULT = {
-    "enumerated_with_a_warm_up", "hidden_state", "own_accumulation", "first_weights", "through_tqdm", "loop_in_a_method",
-    "zipped", "one_iterator_in_several_loops", "a_global_counter",
-    "persistent workers", "accumulate", "not sharded", "a stream",
-}  # fmt: skip
+DEFAULT = {"hidden_state", "through_tqdm", "loop_in_a_method", "accumulate", "not sharded"}
 """Cases of the gate; `make nightly` runs all."""
 
 
@@ -198,6 +194,7 @@ def per_batch(model, loader, criterion, optimizer, device, args):
     return {"loss": total, "rates": rates}
 
 
+@pytest.mark.nightly
 def test_a_one_cycle_scheduler_of_batches_goes_on_within_an_epoch():
     expected, _, _ = train(per_batch, -1, schedule=one_cycle)
     found, attempt, log = train(per_batch, 1, schedule=one_cycle)

@@ -114,14 +114,19 @@ def test_a_training_in_a_notebook_with_a_default_device_is_as_any_other(tmp_path
 @pytest.mark.parametrize(
     "switch",
     [
-        "torch.backends.fp32_precision = 'tf32'",
         "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-        "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
-        "torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
-        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
-        "torch.backends.cuda.matmul.allow_tf32 = True",
-        "torch.backends.cudnn.allow_tf32 = False",
         "torch.set_float32_matmul_precision('high')",
+        *(
+            pytest.param(switch, marks=pytest.mark.nightly)
+            for switch in (
+                "torch.backends.fp32_precision = 'tf32'",
+                "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+                "torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
+                "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+                "torch.backends.cuda.matmul.allow_tf32 = True",
+                "torch.backends.cudnn.allow_tf32 = False",
+            )
+        ),
     ],
 )
 def test_each_switch_of_precision_is_taken_over(switch):

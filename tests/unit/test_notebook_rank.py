@@ -46,6 +46,7 @@ def cells_of(executed):
     return nbformat.reads(executed.decode(), as_version=4).cells
 
 
+@pytest.mark.nightly
 def test_a_notebook_is_executed_by_a_whole_library_with_settings_of_its_caller(start):
     job = start(
         "import os\nimport kale_dist as kd\nprint(os.environ['KALE_DIST_QUEUE'], os.environ['KALE_DIST_ON'], 'RANK' in os.environ)",

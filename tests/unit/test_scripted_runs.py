@@ -254,6 +254,7 @@ def test_a_notebook_that_cannot_be_saved_any_more_is_no_success(tmp_path):
     assert "No such file" in execution.failure
 
 
+@pytest.mark.nightly
 def test_a_notebook_of_50_mb(tmp_path):
     cells = [cell(f"print({number})") for number in range(20)]
     path = write(tmp_path / "large.ipynb", new_markdown_cell("x" * 50_000_000), *cells)
