@@ -523,7 +523,7 @@ def _fingerprint(value: object) -> str:
         pickler.dump(value)
     except Exception:  # noqa: BLE001 - sending it says why it cannot be sent
         return secrets.token_hex(8)
-    digest = hashlib.sha256(file.getbuffer())
+    digest = hashlib.sha256(file.getvalue())
     pieces = [buffer.raw() for buffer in pickler.buffers] + [piece for storage in pickler.storages for piece in storage]
     cut = [piece[at : at + _PIECE_BYTES] for piece in pieces for at in range(0, len(piece), _PIECE_BYTES)]
     # A checksum of all bytes, because neither numpy nor `tensor.data` counts changes. This one takes a third of SHA-256's time.

@@ -98,7 +98,7 @@ def capture(
         # Blobs are named by their content: a file that is sent under several names is stored once.
         files = [(file.path, writer.put((file.read(),)), file.mode) for file in local.files]
         texts = writer.put((json.dumps(_cell_sources(pickler.codes, pickler.classes)).encode(),))
-        pickled = writer.put((file.getbuffer(),))
+        pickled = writer.put((file.getvalue(),))
         main = sys.modules["__main__"]
         manifest = {
             "contract": wire.VERSION,
