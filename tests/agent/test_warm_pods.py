@@ -103,8 +103,9 @@ def test_nothing_of_a_job_is_seen_by_the_next_one_in_the_same_pods(make):
         second.outcome(0, job=first.order.job)
     second.client.ack()
     until_idle(pods, 2)
+    idle = "Waits for a call that fits"
     assert [event["reason"] for event in pods.events(EventKind.STATE)] == [
-        "", f"Runs {first.order.job}", "", f"Runs {second.order.job}", ""
+        idle, f"Runs {first.order.job}", idle, f"Runs {second.order.job}", idle
     ]  # fmt: skip
     assert not list(pathlib.Path("/dev/shm").glob(f"torch_{left[0][1]}_*"))
 
