@@ -154,7 +154,7 @@ def test_an_order_that_is_sent_again_does_nothing_and_strangers_are_refused(make
     job.client.ack()
     assert head.offer(job.described(), b"") == {"missing": []}
     until_idle(pods, 1)
-    assert len([event for event in pods.events(EventKind.STATE) if event["reason"]]) == 1
+    assert len([event for event in pods.events(EventKind.STATE) if not event.get("idle_s")]) == 1
     again = WarmJob(pods, rank, job_id="again")
     again.offer()
     end = again.follow()
