@@ -24,7 +24,7 @@ _NEIGHBOURS = {
     "batch_size": "It is the DataLoader's", "lr": "It is the optimizer's", "learning_rate": "It is the optimizer's",
     "num_workers": "Use `number_of_processes`; workers that load data are an argument of the DataLoader",
     "nproc_per_node": _EACH, "num_proc_per_node": _EACH, "num_nodes": _EACH, "nnodes": _EACH,
-    "env": "Use `environment`", "env_vars": "Use `environment`", "backend": "Use `on`: 'local', 'docker' or 'kubernetes'",
+    "env": "Use `environment`", "env_vars": "Use `environment`", "env_from": "Use `secret_environment` of kd.Kubernetes(...)", "backend": "Use `on`: 'local', 'docker' or 'kubernetes'",
     "gpus": "Use `cuda=True` for one GPU a process", "gpu": "Use `cuda=True`", "use_gpu": "Use `cuda=True`", "device": "Use `cuda`",
     "gradient_accumulation_steps": "Use `accumulate`", "accumulate_grad_batches": "Use `accumulate`",
     "max_grad_norm": "Use `clip_norm`", "gradient_clip_val": "Use `clip_norm`", "mixed_precision": "Use `precision`",

@@ -28,7 +28,8 @@ _MAX_UNSENT_BYTES = 1 << 20
 _CANCELLED = "The job was cancelled"
 _LOOK_EACH_S = 0.1
 _KERNEL_ENDED = (
-    "The notebook's kernel, or the script, that started it ended. Wait for the job there, or pass detach=True"
+    "The notebook's kernel, or the script, that started it ended. Wait for the job there, or pass detach=True, which live ranks "
+    "do not have"
 )
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group at the other end of a Unix socket."""
