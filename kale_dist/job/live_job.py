@@ -214,14 +214,16 @@ class LiveJob(Job[None]):
             BackendError: It cannot be reached.
         """
         status = self.status
-        if status.is_final:
-            new = self.retry()
-            assert isinstance(new, LiveJob)  # noqa: S101 - for mypy
-            new.wait_until_ready()
-            return new
-        self._backend.tell(self._ref, -1, {"restart": status.attempt})
-        self._until(lambda now: now.attempt > status.attempt and now.state is StateName.RUNNING)
-        return self
+        if not status.is_final:
+            self._backend.tell(self._ref, -1, {"restart": status.attempt})
+            # A job that was cancelled just before ends.
+            self._until(lambda now: now.is_final or (now.attempt > status.attempt and now.state is StateName.RUNNING))
+        if not self.done():
+            return self
+        new = self.retry()
+        assert isinstance(new, LiveJob)  # noqa: S101 - for mypy
+        new.wait_until_ready()
+        return new
 
     @short_refusals
     def stop(self) -> JobStatus:

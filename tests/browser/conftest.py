@@ -64,13 +64,16 @@ def context(browser):
 @pytest.fixture(scope="module")
 def open_notebook(server, context):
     """A function that opens notebooks; their kernels end with the tests of the file."""
-    opened = []
+    opened = {}
 
     def open_one(name, cells=(), kernel="python3", content=None):
         content = content or jupyter_lab.new_notebook(cells, kernel)
-        opened.append(jupyter_lab.Notebook(server, context, name, content))
-        return opened[-1]
+        if name in opened:
+            # A test that runs again gets a new kernel.
+            opened[name].close()
+        opened[name] = jupyter_lab.Notebook(server, context, name, content)
+        return opened[name]
 
     yield open_one
-    for notebook in opened:
+    for notebook in opened.values():
         notebook.close()

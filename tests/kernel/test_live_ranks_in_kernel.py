@@ -197,6 +197,8 @@ def test_c_code_that_never_returns_is_named_and_a_second_stop_ends_the_ranks(ker
     for said in ("runs", "C code cannot be interrupted"):
         while said not in kernel.client.get_iopub_msg(timeout=30)["content"].get("text", ""):
             pass
+        # An interrupt between the line and the call in C would end the cell.
+        time.sleep(1)
         kernel.manager.interrupt_kernel()
     assert kernel.finish(message).error.startswith("KeyboardInterrupt")
     assert not kernel("%distribute restart").error
