@@ -221,7 +221,8 @@ class JobView {
     });
     this.see = this.see.bind(this);
     this.watched = [
-      ...PARTS.map((part) => [`change:${part}`, () => this.drawPart(part)]),
+      // Each in a task of its own, so that lines of the log wait for one of them alone.
+      ...PARTS.map((part) => [`change:${part}`, () => this.later(part, 0, () => this.drawPart(part))]),
       ["change:state", () => this.drawActions()],
       ["change:name", () => this.drawActions()],
       ["change:world_size", () => this.log.setRanks(this.model.get("world_size"))],
