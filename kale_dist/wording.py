@@ -23,6 +23,9 @@ EXTRAS = {
 }
 """The packages that parts of this library need, by the names of its extras; further ones are dependencies of these."""
 
+GET_WIDGETS = "install anywidget in the environment that JupyterLab itself runs in (the kernel has it)"
+"""What a person does who sees no widgets."""
+
 
 def install(extra: str) -> str:
     """How to install an extra, as the docs say it, and its packages beside a library that was installed without a clone."""

@@ -308,8 +308,8 @@ class LauncherForm(anywidget.AnyWidget):
     def __repr__(self) -> str:
         """What front ends without widgets show: how to get them, and the call that the form would make, or what it lacks."""
         return (
-            "The form needs a page with widgets: install anywidget in the environment that JupyterLab itself runs in "
-            f"(the kernel has it), and reload the page. Without it:\n\n{self.problem.get('text') or self.code}"
+            f"The form needs a page with widgets: {wording.GET_WIDGETS}, and reload the page. Without it:\n\n"
+            f"{self.problem.get('text') or self.code}"
         )
 
     def _changed(self, _change: Any) -> None:

@@ -24,6 +24,7 @@ import anywidget
 import traitlets
 from IPython import get_ipython
 
+from kale_dist import wording
 from kale_dist.errors import JobNotFoundError, KaleDistError
 from kale_dist.job import view
 from kale_dist.job.handle import Job, inside
@@ -56,8 +57,8 @@ _ANSWER_S = 8.0
 
 _FIRST_PAGE = "the page of the cell"
 _NO_WIDGETS = (
-    "This page shows no widgets, only this picture. For the live view, install anywidget "
-    "in the environment that JupyterLab itself runs in (the kernel has it), reload the page, and show the job again."
+    f"This page shows no widgets, only this picture. For the live view, {wording.GET_WIDGETS}, "
+    "reload the page, and show the job again."
 )
 STATIC = pathlib.Path(__file__).parent / "static"
 """Scripts and styles of the pages, the form's too."""

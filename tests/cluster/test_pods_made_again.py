@@ -1,5 +1,6 @@
 """Worker pods that are lost on the real cluster and made again by their controllers, while no notebook lives."""
 
+import functools
 import json
 import pathlib
 import signal
@@ -20,6 +21,7 @@ from kale_dist.places.manifests import KINDS
 from kale_dist.wire import StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
+nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
 
 NOTEBOOK = """
     import os, signal, sys
@@ -108,9 +110,9 @@ def head_has_ended(namespace, name):
     ("word", "how"),
     [
         ("pytorch", "evict"),
-        pytest.param("pytorch", "delete", marks=pytest.mark.nightly),
-        pytest.param("job", "evict", marks=pytest.mark.nightly),
-        pytest.param("job", "delete", marks=pytest.mark.nightly),
+        nightly("pytorch", "delete"),
+        nightly("job", "evict"),
+        nightly("job", "delete"),
     ],
 )
 def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(namespace, word, how):
@@ -134,12 +136,12 @@ def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(na
     ("word", "how", "ranks", "master"),
     [
         ("job", "delete", 2, None),
-        pytest.param("job", "delete", 1, None, marks=pytest.mark.nightly),
-        pytest.param("job", "kill", 2, None, marks=pytest.mark.nightly),
-        pytest.param("pytorch", "delete", 2, None, marks=pytest.mark.nightly),
-        pytest.param("pytorch", "delete", 1, None, marks=pytest.mark.nightly),
-        pytest.param("pytorch", "delete", 2, False, marks=pytest.mark.nightly),
-        pytest.param("pytorch", "kill", 2, None, marks=pytest.mark.nightly),
+        nightly("job", "delete", 1, None),
+        nightly("job", "kill", 2, None),
+        nightly("pytorch", "delete", 2, None),
+        nightly("pytorch", "delete", 1, None),
+        nightly("pytorch", "delete", 2, False),
+        nightly("pytorch", "kill", 2, None),
     ],
 )
 def test_a_head_that_is_lost_comes_back_and_resumes_without_a_notebook(namespace, word, how, ranks, master):
@@ -191,9 +193,9 @@ def object_with(namespace, word, whose, code):
     ("word", "whose"),
     [
         ("pytorch", "head"),
-        pytest.param("pytorch", "worker", marks=pytest.mark.nightly),
-        pytest.param("job", "head", marks=pytest.mark.nightly),
-        pytest.param("job", "worker", marks=pytest.mark.nightly),
+        nightly("pytorch", "worker"),
+        nightly("job", "head"),
+        nightly("job", "worker"),
     ],
 )
 def test_what_a_pods_exit_code_says_its_controller_does(namespace, word, whose, plain_image):

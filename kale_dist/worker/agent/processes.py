@@ -194,8 +194,9 @@ def import_folders() -> list[pathlib.Path]:
 
 def remove_shared_memory(owners: list[int]) -> None:
     """Remove shared memory of torch that dead processes have left; torch puts the maker's pid into the name."""
+    names = set(map(str, owners))
     # One pattern for all: Python keeps each that was used (32,768 since 3.12).
     for file in pathlib.Path("/dev/shm").glob("torch_*"):  # noqa: S108 - where Linux keeps it
-        if file.name.split("_")[1] in map(str, owners):
+        if file.name.split("_")[1] in names:
             with contextlib.suppress(OSError):
                 file.unlink()
