@@ -179,13 +179,21 @@ class _Passes:
 
     def __init__(self, case):
         self.case, self.loader, self.lock = case, case.made_loader(), threading.Lock()
-        self.drawn = []
+        self.drawn, self.evaluated = [], []
 
     def windows(self, number):
+        return self._once(self.drawn, number, self._draw)
+
+    def to_evaluate(self, number):
+        make = tables.OPTIONS[self.case.option]["eval_data_loader"]
+        return self._once(self.evaluated, number, lambda: tables.joined(list(make(self.loader))))
+
+    def _once(self, drawn, number, draw):
+        """Draw for the first rank that comes: each iterator of a loader takes a number from torch's global generator."""
         with self.lock:
-            if number == len(self.drawn):
-                self.drawn.append(self._draw())
-            return self.drawn[number]
+            if number == len(drawn):
+                drawn.append(draw())
+            return drawn[number]
 
     def _draw(self):
         options, n = tables.OPTIONS[self.case.option], self.case.shards
@@ -244,8 +252,7 @@ class _Alone:
             metrics = step(self.model, self, tables.criterion, self.optimizer, torch.device("cpu"), args)
             self._mix(range(self.n))
             if "eval_data_loader" in options:
-                batches = list(options["eval_data_loader"](self.passes.loader))
-                metrics = metrics and {**metrics, "eval_loss": self.model.loss(*tables.joined(batches)).item()}
+                metrics = metrics and {**metrics, "eval_loss": self.model.loss(*self.passes.to_evaluate(epoch)).item()}
             if scheduler is not None:
                 scheduler.step()
         is_own = self.n > 1 or self.passes.has_idle
@@ -431,7 +438,7 @@ def _unequal(what, mine, theirs, tolerance):
     elif isinstance(theirs, list | tuple):
         yield from _unequal(what, dict(enumerate(mine)), dict(enumerate(theirs)), tolerance)
     elif isinstance(theirs, torch.Tensor | float):
-        mine, theirs = torch.as_tensor(mine).detach(), torch.as_tensor(theirs).detach()
+        mine, theirs = (torch.as_tensor(each).detach().to_dense() for each in (mine, theirs))
         if mine.shape != theirs.shape:
             yield f"{what} is of shape {tuple(mine.shape)}, not {tuple(theirs.shape)}"
         elif mine.numel():

@@ -90,5 +90,13 @@ MENDED = (
         "the rest of a window was stepped where no step is made",
     ),
     Found("step=unfreezes option=split ranks=3", "parameters that a step unfreezes were not weighed in uneven batches"),
+    Found(
+        "loader=shuffled-by-seed strategy=gossip option=evaluates",
+        "here the hunt itself was wrong: each of its ranks drew a random number to evaluate",
+    ),
+    Found(
+        "model=sparse-embedding optimizer=two-groups strategy=ddp-ring ranks=2 samples=17",
+        "here the hunt itself was wrong: it took the maximum of a sparse momentum",
+    ),
 )
 """What was wrong once."""
