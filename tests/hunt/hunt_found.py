@@ -38,6 +38,15 @@ KNOWN = (
         "torch cannot clip the values of no gradients, which is what a stage of frozen layers has",
     ),
     Found(
+        "model=frozen step=sam-in-the-step strategy=pipeline|pipeline-1|pipeline-checkpointed|mesh-data-pipeline",
+        "the step stacks the norms of a stage's gradients, and a stage of frozen layers has none",
+    ),
+    Found(
+        "step=clamps-weights strategy=diloco",
+        "the momentum of DiLoCo's step takes the first clamp for a direction, and goes on in it",
+        is_certain=False,
+    ),
+    Found(
         "model=experts loader=stream optimizer=adam step=backward-twice strategy=fsdp-whole samples=17",
         "found on 23 November and not understood yet: a weight that no rank has used in an uneven batch",
     ),
@@ -90,6 +99,7 @@ MENDED = (
         "the rest of a window was stepped where no step is made",
     ),
     Found("step=unfreezes option=split ranks=3", "parameters that a step unfreezes were not weighed in uneven batches"),
+    Found("step=adds-to-data option=scheduler", "no scheduler moved where the optimizer had made no step"),
     Found(
         "loader=shuffled-by-seed strategy=gossip option=evaluates",
         "here the hunt itself was wrong: each of its ranks drew a random number to evaluate",

@@ -1,7 +1,11 @@
 """Parameter servers that lose a rank: a server with a backup costs nothing, a worker of asynchronous ones its share."""
 
+import contextlib
 import os
+import pathlib
 import signal
+import socket
+import time
 
 import pytest
 import torch
@@ -18,11 +22,21 @@ PRIMARY, BACKUP = 2, 3
 """Of two workers."""
 
 
-def die(rank, attempt=0):
-    """Kill this process as the kernel does when memory ran out, if it is this rank."""
+def die(rank, attempt=0, unseen_s=0.0):
+    """Kill this process as the kernel does when memory ran out, if it is this rank; its connections end `unseen_s` before."""
     place = kd.context()
     if place.in_job and place.rank == rank and place.attempt <= attempt:
+        if unseen_s:
+            cut_connections()
+            time.sleep(unseen_s)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cut_connections():
+    for descriptor in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as one:
+            if one.family == socket.AF_INET and one.getpeername():  # gloo aborts if its listener ends
+                one.shutdown(socket.SHUT_RDWR)
 
 
 class DyingSGD(torch.optim.SGD):
@@ -84,12 +98,14 @@ def test_of_each_server_one_is_enough():
 class Step:
     """One epoch; in the second one of the first attempt a worker dies."""
 
-    def __init__(self, lost=None):
-        self.lost = lost
+    def __init__(self, lost=None, unseen_s=0.0):
+        self.lost, self.unseen_s = lost, unseen_s
         self.epochs = 0
 
     def __call__(self, model, loader, criterion, optimizer, device, args):
         self.epochs += 1
+        if self.epochs == 2 and self.unseen_s:
+            die(self.lost, unseen_s=self.unseen_s)
         total = 0.0
         for number, (x, y) in enumerate(loader):
             if self.epochs == 2 and number == 1 and self.lost is not None:
@@ -113,7 +129,7 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.table
 
 
-def train(strategy, processes, deaths=(), lost=None):
+def train(strategy, processes, deaths=(), lost=None, unseen_s=0.0):
     """A job that has ended: 4 epochs of 48 samples in batches of 4 a worker, evaluated on 12."""
     torch.manual_seed(0)
     model = Scaled()
@@ -122,7 +138,7 @@ def train(strategy, processes, deaths=(), lost=None):
     first, last = torch.utils.data.Subset(data, range(48)), torch.utils.data.Subset(data, range(48, 60))
     job = kd.distribute(
         model, DataLoader(first, 4, shuffle=True), nn.CrossEntropyLoss(),
-        DyingSGD(model.parameters(), deaths, lr=0.1, momentum=0.9), Step(lost), eval_data_loader=DataLoader(last, 4),
+        DyingSGD(model.parameters(), deaths, lr=0.1, momentum=0.9), Step(lost, unseen_s), eval_data_loader=DataLoader(last, 4),
         epochs=4, seed=3, strategy=strategy, number_of_processes=processes, threads=1, max_restarts=1, on="local",
         checkpoint_every=1,
     )  # fmt: skip
@@ -161,9 +177,10 @@ def test_a_worker_of_asynchronous_servers_may_be_lost():
         job.delete()
 
 
-@pytest.mark.nightly
-def test_rank_0_ends_the_attempt_and_the_job_resumes():
-    job = train(ParameterServer(mode="async"), 3, lost=0)
+@pytest.mark.parametrize("unseen_s", [pytest.param(0.0, marks=pytest.mark.nightly), 0.1])
+def test_rank_0_ends_the_attempt_and_the_job_resumes(unseen_s):
+    """Also where the others' errors, that they miss it, are told before its end."""
+    job = train(ParameterServer(mode="async"), 3, lost=0, unseen_s=unseen_s)
     try:
         assert (job.status.state, job.status.attempt) == (StateName.SUCCEEDED, 1), lines(job)
         assert "resumes after epoch 1" in lines(job)

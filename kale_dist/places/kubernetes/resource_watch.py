@@ -9,7 +9,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import urllib3
@@ -62,16 +62,15 @@ class ResourceWatch:
         """List, then watch from there on, until `stop`.
 
         Yields:
-            `LISTED` with a list of all objects; `ADDED`, `MODIFIED` or `DELETED` with one object; `TROUBLED` with the error that
-            keeps changes from coming, and with None when the server serves a watch (again).
+            `ADDED`, `MODIFIED` or `DELETED` with one object; `LISTED` after all objects of a list, with their uids; `TROUBLED` with
+            the error that keeps changes from coming, and with None when the server serves a watch (again).
         """
         version, failures = "", 0
         while not self._stopped.is_set():
             began, error = math.inf, None
             try:
                 if not version:
-                    items, version = self._list()
-                    yield LISTED, items
+                    version = yield from self._list()
                 with self._open(version) as response:
                     began = time.monotonic()
                     yield TROUBLED, None
@@ -98,19 +97,22 @@ class ResourceWatch:
                     continue
             self._stopped.wait(_pause_s(failures, error))
 
-    def _list(self) -> tuple[list[dict[str, Any]], str]:
-        """All objects, page by page, and the version to watch from."""
-        items: list[dict[str, Any]] = []
+    def _list(self) -> Generator[tuple[str, Any], None, str]:
+        """Yield a list, of which one page at a time is held, and return the version to watch from."""
+        uids: set[str] = set()
         rest = None
         while True:
             response = self._call(
                 limit=_PAGE, _continue=rest, _preload_content=False, _request_timeout=(_CONNECT_S, _LIST_S)
             )
             page = json.loads(response.data)
-            items += page["items"]
+            for item in page["items"]:
+                uids.add(item["metadata"]["uid"])
+                yield ADDED, item
             rest = page["metadata"].get("continue")
             if not rest:
-                return items, str(page["metadata"]["resourceVersion"])
+                yield LISTED, uids
+                return str(page["metadata"]["resourceVersion"])
 
     @contextlib.contextmanager
     def _open(self, version: str) -> Iterator[urllib3.BaseHTTPResponse]:

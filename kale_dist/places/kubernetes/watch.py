@@ -19,7 +19,7 @@ from typing import Any
 from kale_dist.job.spec import quantities
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import sentences
-from kale_dist.places.kubernetes.resource_watch import ADDED, DELETED, LISTED, TROUBLED, ResourceWatch
+from kale_dist.places.kubernetes.resource_watch import DELETED, LISTED, TROUBLED, ResourceWatch
 from kale_dist.places.kubernetes.views import (
     EventView,
     JobView,
@@ -235,15 +235,14 @@ class _State:
         }[what]  # fmt: skip
         if change != LISTED:
             return take(change, value)
-        names = {name for item in value for name in take(ADDED, item)} | self._vanish(what, value)
+        names = self._vanish(what, value)
         if what == _PODS and what not in self.listed:
             names |= set(self._followed)
         self.listed.add(what)
         return names
 
-    def _vanish(self, what: str, listed: Collection[Object]) -> set[str]:
-        """Jobs or pods were deleted between two lists."""
-        there = {item["metadata"]["uid"] for item in listed}
+    def _vanish(self, what: str, there: Collection[str]) -> set[str]:
+        """Jobs or pods were deleted between two lists: their uids are not in the second."""
         if what == _JOBS:
             jobs = [job for job in self.jobs.values() if job["metadata"]["uid"] not in there]
             return {name for job in jobs for name in self._job(DELETED, job)}

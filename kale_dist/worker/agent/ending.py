@@ -22,7 +22,9 @@ BLAME_AFTER_S = 0.15
 BLAME_FAR_AFTER_S = 0.5
 """The same where ranks run in several pods."""
 
-_PEER_GONE = re.compile(r"gloo|connection (closed|reset|refused)|broken pipe|peer|socket|store", re.IGNORECASE)
+_PEER_GONE = re.compile(
+    r"gloo|connection (closed|reset|refused)|broken pipe|peer|socket|store|rank \d+ was lost", re.IGNORECASE
+)
 
 
 def rank_state(rank: Rank, *, stopped: bool) -> RankStateName:

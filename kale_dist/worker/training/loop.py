@@ -502,7 +502,7 @@ class Session:
                     "Return {'loss': ...} from eval_step or train_step",
                 )
             scheduler.step(loss)
-        elif self.control.real_steps:
+        else:
             scheduler.step()
 
     # -- what remains ----------------------------------------------------------------------------------------------
