@@ -42,6 +42,15 @@ KNOWN = (
         "the step stacks the norms of a stage's gradients, and a stage of frozen layers has none",
     ),
     Found(
+        "step=sam-by-two-steps optimizer=sam fault=between|within",
+        "the momentum of an optimizer within another is in no state_dict, so that no checkpoint has it",
+    ),
+    Found(
+        "step=penalizes-weights strategy=tensor|mesh-data-tensor",
+        "parts that weigh nearly the same: losses of ranks differ by less than a thousandth, which is taken for rounding",
+        is_certain=False,
+    ),
+    Found(
         "step=clamps-weights strategy=diloco",
         "the momentum of DiLoCo's step takes the first clamp for a direction, and goes on in it",
         is_certain=False,
@@ -99,6 +108,14 @@ MENDED = (
         "the rest of a window was stepped where no step is made",
     ),
     Found("step=unfreezes option=split ranks=3", "parameters that a step unfreezes were not weighed in uneven batches"),
+    Found(
+        "model=own-parameters strategy=ddp-powersgd ranks=3 option=split samples=27",
+        "a gradient without dimensions was compressed",
+    ),
+    Found(
+        "model=experts loader=stream optimizer=two-groups strategy=gossip-exponential ranks=4 option=clip samples=17",
+        "here the hunt itself was wrong: an idle rank repeats its own last batch of a stream",
+    ),
     Found("step=adds-to-data option=scheduler", "no scheduler moved where the optimizer had made no step"),
     Found(
         "loader=shuffled-by-seed strategy=gossip option=evaluates",

@@ -16,6 +16,7 @@ class LogView {
     this.next = 0;
     this.shown = 0;
     this.top = 0;
+    this.frame = 0;
     this.complete = false; // whether this view has received the lines from before it
     this.box = element("div", { ...OWN_KEYS, class: "kd-lines", role: "log", "aria-label": "Log", "aria-live": "off", tabindex: "0" });
     this.empty = element("div", { class: "kd-empty" }, "No output");
@@ -139,8 +140,12 @@ class LogView {
     if (rows.length) this.toEnd();
   }
 
+  // Once a frame: to read a height in between lays out whatever has changed in the page.
   toEnd() {
-    if (this.choice.follow) this.box.scrollTop = this.box.scrollHeight;
+    this.frame ||= requestAnimationFrame(() => {
+      this.frame = 0;
+      if (this.choice.follow) this.box.scrollTop = this.box.scrollHeight;
+    });
   }
 
   clear() {

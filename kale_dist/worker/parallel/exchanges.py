@@ -126,7 +126,8 @@ class _TorchBucket:
         return flat
 
     def gradients(self) -> list[Tensor]:
-        return list(self._bucket.views)
+        # PowerSGD asks each for its first dimension.
+        return [view.reshape(view.shape or (1,)) for view in self._bucket.views]
 
     def parameters(self) -> list[Tensor]:
         return list(self._bucket.parameters)
