@@ -252,7 +252,8 @@ class _Alone:
             metrics = step(self.model, self, tables.criterion, self.optimizer, torch.device("cpu"), args)
             self._mix(range(self.n))
             if "eval_data_loader" in options:
-                metrics = metrics and {**metrics, "eval_loss": self.model.loss(*self.passes.to_evaluate(epoch)).item()}
+                data = self.passes.to_evaluate(epoch)
+                metrics = metrics and {**metrics, "eval_loss": self.model.loss(*data).item()}
             if scheduler is not None:
                 scheduler.step()
         is_own = self.n > 1 or self.passes.has_idle

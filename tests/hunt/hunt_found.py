@@ -44,6 +44,7 @@ KNOWN = (
     Found(
         "step=sam-by-two-steps optimizer=sam fault=between|within",
         "the momentum of an optimizer within another is in no state_dict, so that no checkpoint has it",
+        is_certain=False,
     ),
     Found(
         "step=penalizes-weights strategy=tensor|mesh-data-tensor",
