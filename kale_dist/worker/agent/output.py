@@ -45,7 +45,7 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 _GLOO_CONNECTED = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1"
 )
-"""Gloo of torch 2.10 prints this line to stdout for each group that is complete, and nothing silences it."""
+"""Gloo of torch 2.9 and 2.10 prints this line to stdout for each group that is complete, and nothing silences it."""
 
 Body = tuple[bytes, int]
 """Marked lines, and how many they are."""
