@@ -45,7 +45,7 @@ from kale_dist.wire import blobs, context
 MAIN_VARIABLE = "KALE_DIST_SNAPSHOT"
 """From this variable a rank's child processes (spawned DataLoader workers) learn from which snapshot to fill `__main__`."""
 
-OLDEST_TORCH = "2.11"
+OLDEST_TORCH = "2.9"
 """The oldest one that is tested, as in pyproject.toml."""
 
 MAIN_SPEC = "kale_dist.snapshot.main_module"

@@ -143,6 +143,23 @@ def test_output_of_python_c_and_children_in_whole_lines(jobs):
     assert [line.sequence for line in job.log()] == list(range(5))
 
 
+def test_what_gloo_says_of_a_complete_group_is_left_out(jobs):
+    said = "[Gloo] Rank 0 is connected to {} peer ranks. Expected number of connected peer ranks is : {}"
+    own = [said.format(0, 1), f"mine: {said.format(1, 1)}", f"{said.format(1, 1)}!", "[Gloo] mine", ""]
+
+    def talk():
+        print(said.format(1, 1), *own, said.format(15, 15), "last", sep="\n", flush=True)
+        half = said.format(3, 3).encode()
+        os.write(1, half[:30])
+        time.sleep(0.3)
+        os.write(1, half[30:] + b"\nend\n")
+
+    job = jobs.run(talk, ranks=1)
+    job.wait()
+    assert [line.text for line in job.log()] == [*own, "last", "end"]
+    assert [line.sequence for line in job.log()] == list(range(len(own) + 2))
+
+
 def test_a_flood_of_lines_is_whole(jobs):
     def flood():
         from kale_dist.wire import context

@@ -2,7 +2,7 @@
 
     python tests/gpu/run.py --out DIR [--dry] [--group A|B|C]
 
-It needs one NVIDIA GPU, a torch with CUDA from 2.11 on, Python from 3.11 on, cloudpickle, numpy and pytest; no network, and
+It needs one NVIDIA GPU, a torch with CUDA from 2.9 on, Python from 3.11 on, cloudpickle, numpy and pytest; no network, and
 nothing of kale_dist installed. `DIR/gpu.json` gets the figures and what became of each test. Without a GPU it says so and
 runs nothing. `--dry` runs what can run on a CPU, to try the suite itself.
 """

@@ -42,6 +42,11 @@ _LOOK_AGAIN_S = 0.1
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
+_GLOO_CONNECTED = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1"
+)
+"""Gloo of torch 2.9 and 2.10 prints this line to stdout for each group that is complete, and nothing silences it."""
+
 Body = tuple[bytes, int]
 """Marked lines, and how many they are."""
 
@@ -205,6 +210,8 @@ class LineCutter:
             if lines and self._bar is not None:
                 lines.insert(0, self._bar)
                 self._bar = None
+        if b"[Gloo]" in data:
+            lines = [line for line in lines if not _GLOO_CONNECTED.fullmatch(line)]
         return self._marked(lines)
 
     def show_bar(self) -> Body:
