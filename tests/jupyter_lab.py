@@ -238,10 +238,11 @@ class Notebook:
 
     def dress(self, theme, width):
         """Give JupyterLab a theme, and the window a width."""
-        self.page.set_viewport_size({"width": width, "height": 900})
         self.page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
         self.page.wait_for_function("theme => document.body.dataset.jpThemeName === theme", arg=theme)
         self.page.wait_for_selector("#jupyterlab-splash", state="detached")
+        # After the theme, whose sheets change sizes too: what is laid out anew is seen in the end.
+        self.page.set_viewport_size({"width": width, "height": 900})
         # Colours fade in after a change of theme.
         self.page.evaluate(
             """() => Promise.allSettled(document.getAnimations().filter((one) => one instanceof CSSTransition)
