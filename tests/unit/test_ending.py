@@ -5,10 +5,12 @@ from __future__ import annotations
 import types
 
 import pytest
+import torch
 
 from kale_dist.wire import FailureCause, RankStateName
 from kale_dist.worker.agent.ending import blame, rank_state
 from kale_dist.worker.agent.near_rank import End
+from kale_dist.worker.rank import stand_ins
 
 
 def failed(rank, error_type="ValueError", error_text="bad", **more):
@@ -90,3 +92,34 @@ def test_the_final_state_of_a_rank(rank, stopped, state):
 )
 def test_another_attempt_is_for_lost_ranks_alone(rank, expected):
     assert blame([rank]).may_restart is expected
+
+
+class Reset:
+    """A DataLoader's queue, whose other end a dead worker was."""
+
+    def get(self, timeout=None):
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+
+class Unreachable(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_connection_that_a_dead_loader_worker_cut_is_named_after_it():
+    batches = iter(torch.utils.data.DataLoader([0], num_workers=1))
+    batches._data_queue, queue = Reset(), batches._data_queue
+    with pytest.raises(ConnectionResetError) as raised:
+        next(batches)
+    batches._data_queue = queue
+    assert str(stand_ins.clearer(raised.value)).startswith("A DataLoader worker died")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_connection_that_the_dataset_lost_keeps_its_error(num_workers):
+    with pytest.raises(ConnectionResetError) as raised:
+        next(iter(torch.utils.data.DataLoader(Unreachable(), num_workers=num_workers)))
+    assert stand_ins.clearer(raised.value) is raised.value

@@ -14,6 +14,7 @@ import importlib.util
 import io
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -181,7 +182,8 @@ def clearer(error: BaseException) -> BaseException:
     """What the job reports in the place of an error of the user's code, or the error itself with a note.
 
     The error of `.to(0)` on a machine without a GPU, which torch raises where nothing can be put in place, in our words. A note
-    to a name that is not registered, and, in a container, to a write that was refused: torch's own names neither file nor user. pdb's `q` has no words at all.
+    to a name that is not registered, and, in a container, to a write that was refused: torch's own names neither file nor user. pdb's `q` has no words at all. A connection that a
+    DataLoader worker's death has cut is named after the worker.
     """
     if type(error).__name__ == "BdbQuit" and not error.args:
         error.args = ("`q` at a breakpoint has ended the rank",)
@@ -192,6 +194,10 @@ def clearer(error: BaseException) -> BaseException:
             frames = frames.tb_next
     if isinstance(error, RuntimeError) and "Cannot access accelerator device" in str(error):
         return NoGpuError(*_NO_GPU).with_traceback(error.__traceback__)
+    if isinstance(error, ConnectionError | EOFError) and _was_fetching(error):
+        death = RuntimeError("A DataLoader worker died while it passed a batch on (often because memory ran out)")
+        death.__cause__ = error
+        return death.with_traceback(error.__traceback__)
     if type(error).__name__.endswith("NotFound"):
         # As gymnasium's of an environment whose package nothing of the call refers to.
         error.add_note(
@@ -207,6 +213,11 @@ def clearer(error: BaseException) -> BaseException:
     if is_torchs and (fault := gpu_faults.find(str(error))):
         error.add_note(f"{fault.sentence}. {fault.remedy}.")
     return error
+
+
+def _was_fetching(error: BaseException) -> bool:
+    """Whether a DataLoader met an error while it took a batch from a worker; one that a worker passed on comes from elsewhere."""
+    return any(frame.f_code.co_name == "_try_get_data" for frame, _line in traceback.walk_tb(error.__traceback__))
 
 
 def _without_gpu() -> None:
