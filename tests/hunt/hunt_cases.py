@@ -271,11 +271,7 @@ class _Alone:
             everything = tables.joined([share for ranks in window for share in ranks])
             mine = tables.joined([ranks[self.rank] for ranks in window]) if self.n > 1 else everything
             self.factor = self.n * len(mine[0]) / len(everything[0])
-            if len(mine[0]):
-                last = mine
-            elif self.case.loader != "stream":
-                last = [part[:1] for part in everything]
-            yield last
+            yield mine if len(mine[0]) else [part[:1] for part in everything]
 
     # As a rank:
 

@@ -182,7 +182,8 @@ class Batches:
         self._own: OwnGenerators | None = None
         self._ahead: tuple[int, Any] | None = None
         self._counts: list[int] | None = None
-        self._previous: Any = None
+        self._lent: Any = None
+        """Another rank's batch, for a rank that has none left."""
         try:
             self._steps: int | None = len(self._loader) if not feed.is_stream else None
         except (TypeError, NotImplementedError):
@@ -283,9 +284,8 @@ class Batches:
             self.samples = self._skipped = start["samples"]
             if feed.reads and feed.is_agreed:
                 for _ in range(self.index if feed.is_stream else 0):
-                    if (found := self._fetch()) is None:
+                    if self._fetch() is None:
                         break
-                    self._previous = found[1]
                 if start["before"] is not None:
                     set_generator_states(start["before"])
                 self._ahead = self._fetch()
@@ -372,13 +372,12 @@ class Batches:
         counts, current = self._counts, self._ahead
         if not sum(counts):
             raise StopIteration
+        local, batch = current or (0, self._lent)
         self._ahead = None if current is None else self._fetch()
         self._counts = self._agree(self._ahead)
-        local = 0
-        if current is not None:
-            local, self._previous = current
+        self._borrow()
         last = not sum(self._counts)
-        return Portion(index=self.index, local=local, total=sum(counts), last=last), self._previous
+        return Portion(index=self.index, local=local, total=sum(counts), last=last), batch
 
     def _next_unaligned(self) -> tuple[Portion, Any]:
         """Take the next batch of an evaluation, which ends with this rank's own data.
@@ -387,10 +386,10 @@ class Batches:
         """
         if self._ahead is not None:
             (local, batch), self._ahead = self._ahead, None
-        elif self.index == 0 and self._previous is not None:
-            local, batch = 0, self._previous
+        elif self.index == 0 and self._lent is not None:
+            local, batch = 0, self._lent
         else:
-            fetched = self._fetch() if self._previous is None else None
+            fetched = self._fetch() if self._lent is None else None
             if fetched is None:
                 raise StopIteration
             local, batch = fetched
@@ -431,13 +430,16 @@ class Batches:
         return numbers[: group.world_size]
 
     def _borrow(self) -> None:
-        """Send a batch to ranks that will never have one of their own; they repeat it with weight 0."""
+        """Send a batch to the ranks that have none left; they repeat it with weight 0.
+
+        A batch of their own would not do: it may use parameters that none of the samples use, which then get a gradient.
+        """
         counts, group = self._counts, self._feed.group
         if counts and any(counts) and not all(counts):
             giver = next(rank for rank, number in enumerate(counts) if number)
             lent = group.send(None if self._ahead is None else self._ahead[1], source=giver)
             if self._ahead is None:
-                self._previous = lent
+                self._lent = lent
 
     # -- progress --------------------------------------------------------------------------------------------------
 
