@@ -52,6 +52,11 @@ KNOWN = (
         is_certain=False,
     ),
     Found(
+        "model=attention step=penalizes-weights optimizer=adam|adamw|adam-fused|adam-warm|adagrad|rmsprop",
+        "Adam magnifies the rounding of a gradient that is 0 but for the penalty: that of the bias of the keys",
+        is_certain=False,
+    ),
+    Found(
         "step=clamps-weights strategy=diloco",
         "the momentum of DiLoCo's step takes the first clamp for a direction, and goes on in it",
         is_certain=False,
@@ -61,7 +66,7 @@ KNOWN = (
         "the page of FSDP says that parts do not mix with ordinary tensors; torch complains in its own words",
     ),
     Found(
-        "model=sparse-embedding fault=within|between strategy=local-sgd-1|local-sgd-2|local-sgd-epoch|gossip|diloco",
+        "model=sparse-embedding fault=within|between",
         "checkpoints hold no sparse tensors, here of the optimizer's momentum, and the log says so",
         is_certain=False,
     ),
@@ -117,6 +122,7 @@ MENDED = (
         "model=experts loader=stream optimizer=adam step=backward-twice strategy=fsdp-whole samples=17",
         "an idle rank of a stream repeated its own last batch, and so used parameters that no sample used",
     ),
+    Found("model=sparse-embedding optimizer=two-groups strategy=tensor ranks=2", "a sparse momentum was not gathered"),
     Found("step=adds-to-data option=scheduler", "no scheduler moved where the optimizer had made no step"),
     Found(
         "loader=shuffled-by-seed strategy=gossip option=evaluates",

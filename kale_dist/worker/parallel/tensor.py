@@ -130,13 +130,16 @@ class Division:
         self._shapes[id(parameter)] = parameter.shape
 
     def _part(self, tensor: Tensor, along: int, pieces: int) -> Tensor:
-        mine = [one.chunk(self.peers.size, along)[self.peers.index] for one in tensor.chunk(pieces, along)]
+        whole = tensor.to_dense() if tensor.is_sparse else tensor
+        mine = [one.chunk(self.peers.size, along)[self.peers.index] for one in whole.chunk(pieces, along)]
         return torch.cat(mine, along).clone()
 
     def whole(self, value: Tensor, parameter: Any) -> Tensor:
         """Gather a parameter, or an optimizer's state of its shape. All ranks of the group call this."""
         if value.shape != self._shapes.get(id(parameter)):
             return value.detach()
+        if value.is_sparse:
+            return self.whole(value.to_dense(), parameter).to_sparse(value.sparse_dim())
         along, pieces = self.dimensions[id(parameter)]
         # These bytes do not count as sent: they are for a checkpoint, not for a step.
         each = [one.chunk(pieces, along) for one in self.peers.gather(value.detach())]
