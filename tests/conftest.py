@@ -33,6 +33,8 @@ def pytest_configure(config):
     own_state.move_into(folder)
     os.environ[_RUN_NAME] = uuid.uuid4().hex
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # A shell's background jobs start with SIGINT ignored, and so does all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _of_this_run():

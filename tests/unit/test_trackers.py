@@ -211,13 +211,14 @@ def test_a_weights_and_biases_folder_has_metrics_and_the_model(tmp_path):
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     weights = torch.load(folder / "files" / "model.pt")
     assert all(torch.equal(weights[name], value) for name, value in job.state_dict().items())
-    found = {}
+    found, kinds = {}, []
     for data in logged(next(folder.glob("*.wandb")).read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
+        kinds.append(record.WhichOneof("record_type"))
         if record.WhichOneof("record_type") == "history":
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             for name, text in items.items():
                 if name.startswith(("train/", "eval/", "pace/", "strategy/")):
                     found.setdefault(name, []).append((int(items["epoch"]), float(text)))
-    assert found == expected(job)
+    assert found == expected(job), (kinds, sorted(path.name for path in folder.rglob("*")))
