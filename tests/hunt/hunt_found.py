@@ -57,6 +57,11 @@ KNOWN = (
         is_certain=False,
     ),
     Found(
+        "model=experts step=clips-norm fault=within|between",
+        "zero_grad(set_to_none=False) leaves zeros, which move a weight by its momentum; after a restart it finds None",
+        is_certain=False,
+    ),
+    Found(
         "step=clamps-weights strategy=diloco",
         "the momentum of DiLoCo's step takes the first clamp for a direction, and goes on in it",
         is_certain=False,
