@@ -121,9 +121,8 @@ LISTEN = """cell => {
     window.late = [];
     new MutationObserver((changes) => {
         const now = Date.now() / 1000;
-        // A cell's plain output is one text that is replaced: what is new is at its end. Reading a whole log would delay it.
-        for (const { target, addedNodes } of changes)
-            for (const place of addedNodes.length ? addedNodes : [target]) note(place.textContent.slice(-20000), now);
+        // A cell's plain output is one text that is replaced: what is new is at its end.
+        for (const place of new Set(changes.map((change) => change.target))) note(place.textContent.slice(-20000), now);
     }).observe(cell, {childList: true, subtree: true, characterData: true});
 }"""
 
