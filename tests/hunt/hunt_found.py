@@ -52,12 +52,12 @@ KNOWN = (
         is_certain=False,
     ),
     Found(
-        "model=attention step=penalizes-weights optimizer=adam|adamw|adam-fused|adam-warm|adagrad|rmsprop",
+        "model=attention step=penalizes-weights optimizer=adam|adamw|adam-fused|adagrad|rmsprop",
         "Adam magnifies the rounding of a gradient that is 0 but for the penalty: that of the bias of the keys",
         is_certain=False,
     ),
     Found(
-        "model=experts step=clips-norm fault=within|between",
+        "model=experts step=clips-norm fault=within|between strategy=local-sgd-1|local-sgd-2|local-sgd-epoch",
         "zero_grad(set_to_none=False) leaves zeros, which move a weight by its momentum; after a restart it finds None",
         is_certain=False,
     ),
@@ -125,7 +125,7 @@ MENDED = (
     ),
     Found(
         "model=experts loader=stream optimizer=adam step=backward-twice strategy=fsdp-whole samples=17",
-        "an idle rank of a stream repeated its own last batch, and so used parameters that no sample used",
+        "the same",
     ),
     Found("model=sparse-embedding optimizer=two-groups strategy=tensor ranks=2", "a sparse momentum was not gathered"),
     Found("step=adds-to-data option=scheduler", "no scheduler moved where the optimizer had made no step"),

@@ -182,8 +182,8 @@ def clearer(error: BaseException) -> BaseException:
     """What the job reports in the place of an error of the user's code, or the error itself with a note.
 
     The error of `.to(0)` on a machine without a GPU, which torch raises where nothing can be put in place, in our words. A note
-    to a name that is not registered, and, in a container, to a write that was refused: torch's own names neither file nor user. pdb's `q` has no words at all. A connection that a
-    DataLoader worker's death has cut is named after the worker.
+    to a name that is not registered, and, in a container, to a write that was refused: torch's own names neither file nor user.
+    pdb's `q` has no words at all. A connection that a DataLoader worker's death has cut is named after the worker.
     """
     if type(error).__name__ == "BdbQuit" and not error.args:
         error.args = ("`q` at a breakpoint has ended the rank",)
