@@ -43,11 +43,12 @@ nightly: $(VENV)/test.stamp $(VENV)/nightly.stamp ## What takes long and rarely 
 stress: $(VENV)/test.stamp ## A thousand jobs in a row: none may hang, abort or leave anything (ARGS="100 kubernetes")
 	@$(BIN)/python benchmarks/trivial_jobs.py $(ARGS)
 
-lint: $(VENV)/lint.stamp $(VENV)/test.stamp ## Style, types and import contracts
+lint: $(VENV)/lint.stamp $(VENV)/test.stamp ## Style, types, import contracts, and what is taken from inside other packages
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python tests/docs/private_names.py
 
 format: $(VENV)/lint.stamp ## Put the code into its form
 	@$(BIN)/ruff check --fix-only

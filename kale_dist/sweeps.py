@@ -437,7 +437,7 @@ class Sweep:
             if job is None or is_lost:
                 self._again(frozen.number, _LOST)
             else:
-                trial = optuna.Trial(self.study, frozen._trial_id)  # noqa: SLF001 - no other way to a trial that was begun
+                trial = optuna.Trial(self.study, _id_of(frozen))
                 self._subscribe(trial, job)
                 self._running[frozen.number].values += frozen.intermediate_values.values()
                 self._running[frozen.number].is_taken_over = True
@@ -504,7 +504,7 @@ class Sweep:
         self.study.enqueue_trial(self._frozen(number).params)
 
     def _note(self, number: int, key: str, value: Any) -> None:
-        self.study._storage.set_trial_user_attr(self._frozen(number)._trial_id, key, value)  # noqa: SLF001 - a trial of another process has no other handle
+        self.study._storage.set_trial_user_attr(_id_of(self._frozen(number)), key, value)  # noqa: SLF001 - for a trial that is over, too
 
     def _frozen(self, number: int) -> Any:
         """A trial in the storage, by its number: they are in the order in which they began."""
@@ -598,6 +598,11 @@ def _journal(name: str) -> Any:
 def _is_locked(name: str) -> bool:
     with _lock_file(name).open("a") as file:
         return not records.try_lock(file)
+
+
+def _id_of(frozen: Any) -> int:
+    """The number by which Optuna's storages know a trial of another process."""
+    return int(frozen._trial_id)  # noqa: SLF001
 
 
 def _sweep_trial(frozen: Any) -> SweepTrial:

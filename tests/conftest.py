@@ -1,5 +1,6 @@
 """For all tests: a state of their own, no process left behind, and a machine that lacks a package."""
 
+import collections
 import contextlib
 import itertools
 import os
@@ -157,8 +158,18 @@ def a_failed_test_gives_its_names_back(request):
             records.delete(name)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter):
-    """Why a test was run once more: else nobody would learn of it."""
+    """The seconds of each folder, and last of all why a test was run once more."""
+    spent = collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                spent["/".join(report.nodeid.split("/")[:2])] += report.duration
+    if terminalreporter.config.option.durations is not None:
+        terminalreporter.section("seconds of each folder, over all lanes")
+        for folder, seconds in spent.most_common():
+            terminalreporter.line(f"{seconds:7.0f} {folder}")
     for report in terminalreporter.getreports("rerun"):
         terminalreporter.section(f"RERUN {report.nodeid}", sep="_")
         terminalreporter.line(report.longreprtext)

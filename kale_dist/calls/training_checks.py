@@ -12,6 +12,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.job.spec.checks import FLAG, Check, check_fields, number, one_of, whole
 from kale_dist.job.spec.job_spec import Request
 from kale_dist.snapshot.pickler import hooks_of
+from kale_dist.snapshot.reducers import LOADERS_ITERATOR
 from kale_dist.wording import show
 from kale_dist.worker.training.settings import Training
 
@@ -337,7 +338,9 @@ def _check_made_loader(argument: str, loader: Any) -> None:
     name = type(loader).__name__
     if _is_prepared(loader):
         raise ConfigError(argument, f"it is a {name} of Accelerate's, which divides its data already", _UNPREPARED)
-    kept = [key for key, value in vars(loader).items() if isinstance(value, _BaseDataLoaderIter) and key != "_iterator"]
+    kept = [
+        key for key, value in vars(loader).items() if isinstance(value, _BaseDataLoaderIter) and key != LOADERS_ITERATOR
+    ]
     if kept:
         problem = f"{name} keeps an iterator of its own ({kept[0]!r}), whose data cannot be divided over processes"
         remedy = "Pass a plain DataLoader; persistent_workers=True keeps its workers from one epoch to the next"

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from kale_dist import places
 
-Commands = argparse._SubParsersAction  # noqa: SLF001 - argparse has no public name for what `add_subparsers` returns
+
+class Commands(Protocol):
+    """What `add_subparsers` returns, for which argparse has no public name."""
+
+    @property
+    def add_parser(self) -> Callable[..., argparse.ArgumentParser]:
+        """Adds a command."""
 
 
 def add_parser(
-    commands: Commands[argparse.ArgumentParser],
+    commands: Commands,
     name: str,
     what: str,
     run: Callable[[argparse.Namespace], int] | None = None,

@@ -74,7 +74,7 @@ class Check:
 _NO_GPUS = Check(name="GPUs", verdict=Verdict.OK, sentence="None that torch can use; cuda=True will be refused")
 
 
-def add_command(commands: Commands[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add `doctor`."""
     made = add_parser(commands, "doctor", "check what jobs need", _doctor)
     made.add_argument("--json", action="store_true", help="as JSON")

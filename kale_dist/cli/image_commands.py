@@ -16,7 +16,7 @@ from kale_dist.wire.blobs import FolderStore
 from kale_dist.wording import needing
 
 
-def add_command(commands: Commands[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add `image` and its own commands."""
     parser = add_parser(commands, "image", "make images for jobs ahead of time")
     inner = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

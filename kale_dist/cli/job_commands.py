@@ -24,7 +24,7 @@ from kale_dist.job.view import facts, plain
 from kale_dist.wire import LogLine
 
 
-def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+def add_commands(commands: Commands) -> None:
     """Add the commands."""
 
     def command(name: str, what: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:

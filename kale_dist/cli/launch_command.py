@@ -34,7 +34,7 @@ _TORCHRUN = {
 """The equivalents of torchrun's options. kale_dist does the rendezvous itself."""
 
 
-def add_command(commands: Commands[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add `launch`."""
     made = add_parser(
         commands,

@@ -30,7 +30,7 @@ _ELSEWHERE = tuple(name for name in places.NAMES if name != "local")
 _MIB = 1 << 20
 
 
-def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+def add_commands(commands: Commands) -> None:
     """Add the commands."""
     what = f"list the newest {_NEWEST} jobs, with what they take on the disk of this machine"
     listed = add_parser(commands, "jobs", what, _jobs)

@@ -17,7 +17,7 @@ from kale_dist.errors import ConfigError
 _INTERRUPTED = 130
 
 
-def add_command(commands: Commands[argparse.ArgumentParser]) -> None:
+def add_command(commands: Commands) -> None:
     """Add `run`."""
     run = add_parser(commands, "run", "execute a notebook, and show its jobs' logs and progress", _run)
     run.add_argument("notebook", type=pathlib.Path, metavar="NOTEBOOK")

@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kale_dist.snapshot.reducers import MILESTONES, SCHEDULERS
 from kale_dist.worker.training.settings import Training
 
 _DEPTH = 3
@@ -87,11 +88,11 @@ def _of_scheduler(name: str, scheduler: Any, schedule: Mapping[str, Any]) -> dic
         **{key: schedule[key] for key in schedule if not key.startswith("_")},
     }
     for key, value in settings.items():
-        if key == "_schedulers":
+        if key == SCHEDULERS:
             for number, one in enumerate(value):
                 place = f"{name}.{number}"
                 found |= {place: type(one).__name__, **_of_scheduler(place, one, {})}
-        elif key == "_milestones" or (not key.startswith("_") and key not in _STATE and key != "optimizer"):
+        elif key == MILESTONES or (not key.startswith("_") and key not in _STATE and key != "optimizer"):
             found |= _plain(f"{name}.{key.lstrip('_')}", value)
     return found
 

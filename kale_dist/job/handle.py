@@ -750,7 +750,7 @@ def resource(spec: JobSpec, status: JobStatus) -> dict[str, Any]:
 
 def inside(job: Job[Any]) -> Inside:
     """The parts of a job that only the library itself uses."""
-    return job._inside  # noqa: SLF001 - the one way in
+    return job._inside  # noqa: SLF001 - ours: the one way in
 
 
 def check_lines(ranks: Any, tail: Any, number_of_processes: int) -> tuple[int, ...] | None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from kale_dist.worker.training.settings import Training
+from kale_dist.snapshot.identity import times_changed
+from kale_dist.worker.training.settings import Training
 
 _NAMED = 3
 """Names that a message lists before it counts the rest."""
@@ -205,7 +206,7 @@ def _marks(model: torch.nn.Module) -> dict[str, tuple[str, int, int]]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         try:
             # Tensors made in inference mode do not count their changes.
-            mark = (str(tensor.device), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)  # noqa: SLF001 - torch has no public name for it
+            mark = (str(tensor.device), tensor.data_ptr(), 0 if tensor.is_inference() else times_changed(tensor))
         except (RuntimeError, ValueError):
             # No memory of its own: not initialised yet, or a tensor subclass that wraps others.
             mark = (str(tensor.device), 0, 0)

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kale_dist.snapshot.identity import times_changed
+
 _SAMPLES = 16
 
 
@@ -102,7 +104,7 @@ def _marks(models: list[Any]) -> list[Any]:
 
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     return [
-        (tensor.data_ptr(), tensor._version, _sample(tensor))  # noqa: SLF001 - torch has no public name for it
+        (tensor.data_ptr(), times_changed(tensor), _sample(tensor))
         for tensor in tensors
         if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference()
     ]

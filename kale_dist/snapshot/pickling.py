@@ -23,6 +23,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as internals
 
 from kale_dist.snapshot import reducers
+from kale_dist.snapshot.identity import storage_id
 from kale_dist.wire.blobs import Buffer
 
 CHUNK_BYTES = 32 << 20
@@ -133,7 +134,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
 
     def _reduce_storage(self, storage: Any) -> Reduced:
         # Several Python objects may stand for one storage; its C++ address is what tied weights share.
-        return reducers.same, (self._token(storage, -storage._cdata, lambda: self._number_storage(storage)),)  # noqa: SLF001
+        return reducers.same, (self._token(storage, -storage_id(storage), lambda: self._number_storage(storage)),)
 
     def _number_storage(self, storage: Any) -> tuple[Any, ...]:
         index, accelerated = len(self.storages), storage.device.type != "cpu"
@@ -164,10 +165,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
     def _cells(self, func: types.FunctionType) -> tuple[_Token, ...] | None:
         if func.__closure__ is None:
             return None
-        return tuple(
-            self._token(cell, id(cell), lambda: (internals._make_empty_cell, ()))  # noqa: SLF001
-            for cell in func.__closure__
-        )
+        return tuple(self._token(cell, id(cell), lambda: (reducers.make_cell, ())) for cell in func.__closure__)
 
 
 def _view(storage: Any) -> memoryview:
@@ -205,26 +203,33 @@ def _reduce_error(error: BaseException) -> Reduced:
     return reducers.make_error, (type(error), error.args), dict(error.__dict__), None, None, reducers.set_attributes
 
 
+def _reduce_code(code: types.CodeType) -> Reduced:
+    """Reduce code with the file name that tracebacks, `inspect.getsource` and `breakpoint()` show; cloudpickle 3.1.3 leaves it out."""
+    made, args = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return reducers.make_code, (code.co_filename, made, args)
+
+
 def _reduce_cached(cached: Any) -> Reduced:
-    if _is_importable(cached):
+    if is_importable(cached):
         return NotImplemented
     parameters = cached.cache_parameters()
     return reducers.make_cached, (cached.__wrapped__, parameters["maxsize"], parameters["typed"])
 
 
 def _reduce_new_type(new: Any) -> Reduced:
-    if _is_importable(new):
+    if is_importable(new):
         return NotImplemented
     return reducers.make_new_type, (new.__name__, new.__module__, new.__supertype__)
 
 
-def _is_importable(value: Any) -> bool:
+def is_importable(value: Any) -> bool:
     """Whether an object that pickles by name can be imported by that name; one that was made in a cell cannot."""
     return internals._lookup_module_and_qualname(value) is not None  # noqa: SLF001
 
 
 _STANDARD: dict[type, Callable[[Any], Reduced]] = {
-    functools._lru_cache_wrapper: _reduce_cached,  # noqa: SLF001 - the type of what lru_cache gives
+    types.CodeType: _reduce_code,
+    type(functools.cache(len)): _reduce_cached,
     functools.cached_property: lambda one: (reducers.make_cached_property, (one.func, one.attrname)),
     typing.NewType: _reduce_new_type,
     weakref.WeakKeyDictionary: lambda weak: (
@@ -236,7 +241,8 @@ _STANDARD: dict[type, Callable[[Any], Reduced]] = {
         reducers.set_weak_items,
     ),
 }
-"""Wrappers of the standard library that do not pickle around functions of cells. `singledispatch` uses weak keys."""
+"""What cloudpickle reduces without its file name, and wrappers of the standard library that do not pickle around functions of
+cells. `singledispatch` uses weak keys."""
 
 
 _SUMMARY_WRITERS = ("torch.utils.tensorboard.writer.SummaryWriter", "tensorboardX.writer.SummaryWriter")
@@ -263,7 +269,7 @@ def _bare(kind: type, attributes: dict[str, Any], set_state: Callable[..., None]
 def _reduce_optimizer(optimizer: Any) -> Reduced:
     attributes = dict(optimizer.__dict__)
     # A scheduler replaces `step` by a wrapper around a weak reference; its own reducer puts a new one there.
-    if hasattr(attributes.get("step"), "_wrapped_by_lr_sched"):
+    if hasattr(attributes.get("step"), reducers.IS_COUNTED):
         del attributes["step"]
     return _bare(type(optimizer), attributes, reducers.set_optimizer_state)
 
@@ -274,7 +280,7 @@ def _reduce_scheduler(scheduler: Any) -> Reduced:
 
 def _reduce_loader(loader: Any) -> Reduced:
     # The iterator of persistent workers holds processes and queues of the notebook.
-    return _bare(type(loader), {**loader.__dict__, "_iterator": None})
+    return _bare(type(loader), {**loader.__dict__, reducers.LOADERS_ITERATOR: None})
 
 
 def _reduce_bare(module: Any) -> Reduced:

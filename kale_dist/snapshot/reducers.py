@@ -79,6 +79,18 @@ class Loading:
     """Where tensors go that were on an accelerator: "cpu", or a device of the loading process."""
 
 
+IS_COUNTED = "_wrapped_by_lr_sched"
+"""The mark of an optimizer's `step` that counts for its schedulers; they wrap a `step` without, or warn."""
+
+SCHEDULERS = "_schedulers"
+"""Where a scheduler that is made of others keeps these."""
+
+MILESTONES = "_milestones"
+"""Where it keeps the steps at which the next one takes over."""
+
+LOADERS_ITERATOR = "_iterator"
+"""Where a DataLoader keeps the iterator of persistent workers."""
+
 _current: contextvars.ContextVar[Loading] = contextvars.ContextVar("loading")
 
 MAPPED_BYTES = 1 << 20
@@ -112,6 +124,16 @@ def make(index: int, module: str, qualname: str, constructor: Callable[..., Any]
     if module == "__main__" and qualname.isidentifier():
         now.main.setdefault(qualname, made)
     return made
+
+
+def make_code(file: str, constructor: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
+    """Make a code object whose function was defined in `file`, a cell or a script."""
+    return constructor(*args).replace(co_filename=file)
+
+
+def make_cell() -> types.CellType:
+    """Make an empty variable of an enclosing function, which cloudpickle then sets."""
+    return types.CellType()
 
 
 def make_function(code: types.CodeType, kind: str, module: str, closure: tuple[types.CellType, ...] | None) -> Any:
@@ -325,7 +347,7 @@ def set_scheduler_state(scheduler: Any, attributes: dict[str, Any]) -> None:
     """Fill a learning-rate scheduler, and let its optimizer count steps for it, as its constructor did."""
     scheduler.__dict__.update(attributes)
     optimizer = attributes.get("optimizer")
-    if optimizer is None or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+    if optimizer is None or hasattr(optimizer.step, IS_COUNTED):
         return
     reference = weakref.ref(optimizer)
     function = optimizer.step.__func__
@@ -333,11 +355,16 @@ def set_scheduler_state(scheduler: Any, attributes: dict[str, Any]) -> None:
     @functools.wraps(function)
     def step(*args: Any, **kwargs: Any) -> Any:
         stepped: Any = reference()
-        stepped._opt_called = True  # noqa: SLF001 - the flag that torch's schedulers look at
+        note_step(stepped)
         return function.__get__(stepped, type(stepped))(*args, **kwargs)
 
-    setattr(step, "_wrapped_by_lr_sched", True)  # noqa: B010 - torch's mark, which functions have no type for
+    setattr(step, IS_COUNTED, True)
     optimizer.step = step
+
+
+def note_step(optimizer: Any) -> None:
+    """Tell torch's schedulers that their optimizer has made a step; they warn where none came before theirs."""
+    optimizer._opt_called = True  # noqa: SLF001
 
 
 def set_parametrized_state(module: Any, attributes: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from cloudpickle import cloudpickle as internals
 
 from kale_dist.errors import NotSerializableError
+from kale_dist.snapshot.pickling import is_importable
 from kale_dist.snapshot.sources import type_name
 
 SEARCH_S = 5.0
@@ -108,7 +109,7 @@ def _children(value: Any) -> Iterator[Step]:
             yield "self", value.__self__
             yield f"method {value.__name__}", value.__func__
         case type():
-            if not internals._should_pickle_by_reference(value):  # noqa: SLF001 - cloudpickle has no public name for it
+            if not is_importable(value):
                 yield from ((f"attribute {name}", item) for name, item in vars(value).items())
                 yield from ((f"base {base.__name__}", base) for base in value.__bases__)
         case staticmethod() | classmethod():
@@ -138,7 +139,7 @@ def _items(value: Any) -> Iterator[Step]:
 
 
 def _of_function(function: types.FunctionType) -> Iterator[Step]:
-    if internals._should_pickle_by_reference(function):  # noqa: SLF001
+    if is_importable(function):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
@@ -229,7 +230,7 @@ _REMEDIES = (
         types=(
             "torch.cuda.streams.Stream", "torch.cuda.streams.Event", "torch.cuda.graphs.CUDAGraph", "torch.Stream", "torch.Event",
             "torch._C._CudaStreamBase", "torch._C._CudaEventBase", "torch._C._CUDAGraph", "torch.cuda.memory.MemPool",
-            "ctypes._Pointer", "_ctypes._Pointer", "_ctypes.CFuncPtr",
+            "_ctypes._Pointer", "_ctypes.CFuncPtr",
         ),
         problem="a handle of CUDA or of a C library means something in the notebook's process alone",
         remedy="Make it inside the function, on the rank's own device.",

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_optimizers, refuse_sparse
+from kale_dist.strategies.base import (
+    Conditions,
+    Layout,
+    Settings,
+    check_flags,
+    parameters_of,
+    refuse_optimizers,
+    refuse_sparse,
+)
 from kale_dist.strategies.tensor import check_precision, fitting_names
 from kale_dist.wording import closest
 
@@ -125,7 +133,7 @@ def select_units(modules: Mapping[str, Any], units: Any) -> list[str]:
             f"{name}.{entry}" if name else entry
             for name, module in modules.items()
             if type(module).__name__ in ("ModuleList", "Sequential")
-            for entry in module._modules  # noqa: SLF001 - names of the children, also of those that are there twice
+            for entry, _ in module.named_children()
         ]
         names = [name for name in found if name in modules and _bytes(modules[name]) >= _UNIT_BYTES]
         # A list is never called, so nothing would gather it.
@@ -161,7 +169,7 @@ def _shared_outside(modules: Mapping[str, Any], name: str) -> str:
     for module in modules.values():
         if id(module) in inside:
             continue
-        for parameter in module._parameters.values():  # noqa: SLF001 - by this very module
+        for parameter in parameters_of(module).values():
             if id(parameter) in own:
                 return own[id(parameter)]
     return ""

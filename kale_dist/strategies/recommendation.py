@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kale_dist.errors import ConfigError
+from kale_dist.strategies.base import parameters_of
 from kale_dist.strategies.tensor import kind_of
 
 _GIB = 2**30
@@ -168,8 +169,8 @@ class _Sizes:
             for model in models
             for module in model.modules()
             if kind_of(module)
-            for p in module._parameters.values()  # noqa: SLF001 - a user's class may have a `parameters()` of its own
-            if p is not None and p.requires_grad
+            for p in parameters_of(module).values()
+            if p.requires_grad
         }
         blocks = [block for model in models for block in blocks_of(model)]
         total = _bytes(trained)

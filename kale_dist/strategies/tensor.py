@@ -8,7 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_norms, refuse_optimizers
+from kale_dist.strategies.base import (
+    Conditions,
+    Layout,
+    Settings,
+    check_flags,
+    parameters_of,
+    refuse_norms,
+    refuse_optimizers,
+)
 from kale_dist.wording import closest
 
 WORDS = ("alone", "columns", "columns/3", "rows", "whole")
@@ -137,7 +145,7 @@ def kind_of(module: Any) -> str | None:
         if base.__module__.startswith("torch.nn.modules.") and base.__name__ in ("Linear", "Embedding"):
             # MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear and does not call it.
             is_called = kind.forward is base.forward and kind.__name__[:6] != "NonDyn"
-            weight = module._parameters.get("weight")  # noqa: SLF001 - a parametrized weight is not there
+            weight = parameters_of(module).get("weight")  # a parametrized weight is not there
             has_shape = weight is not None and type(weight).__name__ != "UninitializedParameter"
             limits_norm = getattr(module, "max_norm", None) is not None
             return str(base.__name__) if is_called and has_shape and not limits_norm else None
@@ -228,7 +236,7 @@ def _keep_shared(modules: Mapping[str, Any], words: dict[str, str]) -> None:
     whole: set[int] = set()
     for name, module in modules.items():
         kept = words.get(name, "whole") == "whole"
-        whole |= {id(parameter) for parameter in module._parameters.values() if kept}  # noqa: SLF001 - by this module
+        whole |= {id(parameter) for parameter in parameters_of(module).values() if kept}
     for name in words:
         if id(modules[name].weight) in whole:
             words[name] = "whole"

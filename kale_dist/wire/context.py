@@ -14,7 +14,7 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kale_dist import wire
@@ -200,6 +200,24 @@ def say(text: str, *, warns: bool = False) -> None:
     """Print a sentence for the user into the job's log, and send it as a note; a warning is repeated to who waits for the job."""
     print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
     emit(EventKind.NOTE, text=text, warns=warns)
+
+
+_not_shown: set[str] = set()
+
+
+@contextlib.contextmanager
+def only_shown(what: str) -> Iterator[None]:
+    """Let a rank go on without something that it only shows, where a package has no longer what it takes for that; the log says so once.
+
+    Args:
+        what: The thing, as the subject of a sentence.
+    """
+    try:
+        yield
+    except (AttributeError, ImportError, TypeError) as error:
+        if what not in _not_shown:
+            _not_shown.add(what)
+            say(f"{what} cannot be shown with the versions of this environment: {error}")
 
 
 def mark_progress() -> None:

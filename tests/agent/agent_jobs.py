@@ -16,6 +16,7 @@ from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import EventKind, JobFiles, LogLine, Order, Policy, StateName
 from kale_dist.wire.blobs import FolderStore
+from kale_dist.worker.agent import processes
 from kale_dist.worker.rank.process_state import capture as capture_process
 
 FINAL = (StateName.SUCCEEDED, StateName.FAILED, StateName.CANCELLED)
@@ -113,13 +114,28 @@ def descriptors(pid: int) -> int:
     return len(list(pathlib.Path(f"/proc/{pid}/fd").iterdir()))
 
 
-def gone_within(pids, limit_s):
+def named(pids):
+    """Processes and when they began: process ids are used again."""
+    return {pid: processes.start_time(pid) for pid in pids}
+
+
+def survivors(began, limit_s):
+    """Those of `named` processes that live for longer than that, each with its name, state, parent and command line."""
     deadline = time.monotonic() + limit_s
-    while any(is_alive(pid) for pid in pids):
+    while left := [pid for pid, start in began.items() if processes.is_running(pid, start)]:
         if time.monotonic() > deadline:
-            return False
+            return [_described(pid) for pid in left]
         time.sleep(0.01)
-    return True
+    return []
+
+
+def _described(pid):
+    folder = pathlib.Path("/proc", str(pid))
+    try:
+        state = " ".join((folder / "stat").read_text().split()[:4])
+        return f"{state}: {(folder / 'cmdline').read_bytes().replace(bytes(1), b' ').decode(errors='replace')}"
+    except OSError as error:
+        return f"{pid}: {error}"
 
 
 def all_running(job: RunningJob):

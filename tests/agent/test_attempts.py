@@ -9,7 +9,7 @@ import socket
 import time
 
 import pytest
-from agent_jobs import RunningJob, gone_within
+from agent_jobs import RunningJob, named, survivors
 from plain_jobs import speak_and_sleep
 
 import kale_dist as kd
@@ -56,7 +56,7 @@ def test_a_lost_rank_starts_all_again(jobs, rank, how, times):
     assert {line.attempt for line in job.log() if line.text.startswith("last words")} == set(range(times))
     pids = [event["pid"] for event in job.events(EventKind.RANK) if event["pid"]]
     assert len(set(pids)) == 2 * (times + 1)
-    assert gone_within(pids, 30)
+    assert survivors(named(pids), 30) == []
 
 
 def how_many():

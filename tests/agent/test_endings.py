@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from agent_jobs import RunningJob, add_ranks, all_running, gone_within
+from agent_jobs import RunningJob, add_ranks, all_running, named, survivors
 
 from kale_dist.places.agent_client import cancel_message, send
 from kale_dist.wire import EventKind, JobFiles
@@ -32,7 +32,7 @@ def test_an_exception_ends_the_others_and_is_the_cause(jobs):
     assert (outcome["ok"], outcome["error_type"]) == (False, "ValueError")
     ends = {event["rank"]: event["state"] for event in job.events(EventKind.RANK)}
     assert ends == {0: "stopped", 1: "failed"}
-    assert gone_within(job.pids().values(), 0.1)
+    assert survivors(named(job.pids().values()), 0.1) == []
 
 
 def leave_early():
@@ -141,29 +141,38 @@ def test_timeout(jobs):
     state = job.wait()
     assert (state["state"], state["cause"]) == ("failed", "timeout")
     assert "timeout_s of 1 s" in state["reason"]
-    assert gone_within(job.pids().values(), 0.1)
+    assert survivors(named(job.pids().values()), 0.1) == []
 
 
 def sleep_with_children():
     import subprocess
 
     child = subprocess.Popen(["sleep", "600"])
-    escaped = subprocess.Popen(["sleep", "601"], start_new_session=True)
+    escaped = subprocess.Popen(["sh", "-c", "sleep 601 & echo $!; wait"], start_new_session=True)
     print(child.pid, escaped.pid)
     time.sleep(600)
 
 
-def test_cancel_ends_ranks_and_what_they_started(jobs):
-    job = jobs.run(sleep_with_children)
+def all_started(job):
+    """The ranks of `sleep_with_children`, and the three processes that each has started."""
     pids = all_running(job)
-    job.until(lambda: len([line for line in job.log() if line.rank is not None]) == 2)
-    children = [int(word) for line in job.log() if line.rank is not None for word in line.text.split()]
+    words = job.until(lambda: len(found := job.log_text(rank=0).split() + job.log_text(rank=1).split()) == 6 and found)
+    return named([*pids.values(), *map(int, words)])
+
+
+def test_cancel_ends_ranks_and_what_they_started_and_nothing_of_another_job(jobs):
+    job, other = jobs.run(sleep_with_children), jobs.run(sleep_with_children)
+    ours, theirs = all_started(job), all_started(other)
     jobs.client.cancel(job.order.job)
     jobs.client.cancel(job.order.job)
     state = job.wait()
     assert (state["state"], state["cause"]) == ("cancelled", "user")
-    assert gone_within([*pids.values(), *children], 30)
+    assert survivors(ours, 30) == []
+    assert len(survivors(theirs, 0.0)) == len(theirs) == 8
     jobs.client.cancel(job.order.job)
+    jobs.client.cancel(other.order.job)
+    assert other.wait()["state"] == "cancelled"
+    assert survivors(theirs, 30) == []
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(jobs):
@@ -189,7 +198,7 @@ def test_cancel_at_once_and_before_the_order(jobs):
     job = jobs.run(sleep_with_children)
     jobs.client.cancel(job.order.job, grace_s=0.2)
     assert job.wait()["state"] == "cancelled"
-    assert gone_within(job.pids().values(), 30)
+    assert survivors(named(job.pids().values()), 30) == []
 
 
 def test_a_damaged_snapshot_is_told_not_raised(jobs):

@@ -7,7 +7,7 @@ import subprocess
 import textwrap
 import time
 
-from agent_jobs import RunningJob, gone_within, is_alive
+from agent_jobs import RunningJob, is_alive, named, survivors
 
 from kale_dist.places.agent_client import cancel_message, send
 
@@ -59,22 +59,24 @@ def read_job(root):
 
 def test_a_detached_job_outlives_the_kernel(bare_python, tmp_path):
     kernel, agent, path, ranks = start_kernel(bare_python, tmp_path, detach=True, seconds=2)
+    there = named([agent, *ranks])
     kernel.kill()
     kernel.wait()
     kernel.stdout.close()
     time.sleep(0.3)
     assert all(is_alive(pid) for pid in [agent, *ranks])
     assert read_job(tmp_path).wait()["state"] == "succeeded"
-    assert gone_within([agent, *ranks], 30)
+    assert survivors(there, 30) == []
     assert not send(path, cancel_message("one"))
 
 
 def test_a_detached_job_can_be_cancelled_from_elsewhere(bare_python, tmp_path):
     kernel, agent, path, ranks = start_kernel(bare_python, tmp_path, detach=True, seconds=600)
+    there = named([agent, *ranks])
     kernel.kill()
     kernel.wait()
     kernel.stdout.close()
     assert send(path, cancel_message("one"))
     assert read_job(tmp_path).wait()["cause"] == "user"
-    assert gone_within([agent, *ranks], 30)
+    assert survivors(there, 30) == []
     assert not send(path, cancel_message("one"))

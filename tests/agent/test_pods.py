@@ -16,7 +16,7 @@ import threading
 import time
 
 import pytest
-from agent_jobs import add_ranks, gone_within
+from agent_jobs import add_ranks, named, survivors
 from plain_jobs import (
     fail_on_last,
     large_result,
@@ -152,10 +152,10 @@ def wait_in_barrier():
 def test_an_agent_that_is_killed_takes_its_pod_along_and_is_named(make_bare):
     job = make_bare(speak_and_sleep, ranks=3).put_input().start_all()
     job.until_running()
-    ranks = [pid for pod in job.pods for pid in pod.pids().values()]
+    ranks = named(pid for pod in job.pods for pid in pod.pids().values())
     job.pods[1].process.kill()
     assert job.end() == [1, -signal.SIGKILL, 0]
-    assert gone_within(ranks, 30)
+    assert survivors(ranks, 30) == []
     state = job.state()
     assert (state["state"], state["cause"]) == ("failed", "lost")
     assert state["reason"].startswith("Pod 1 (rank 1) is gone")
@@ -164,10 +164,10 @@ def test_an_agent_that_is_killed_takes_its_pod_along_and_is_named(make_bare):
 def test_a_head_that_is_killed_ends_the_other_pods(make_bare):
     job = make_bare(speak_and_sleep, ranks=3).put_input().start_all()
     job.until_running()
-    ranks = [pid for pod in job.pods for pid in pod.pids().values()]
+    ranks = named(pid for pod in job.pods for pid in pod.pids().values())
     job.pods[0].process.kill()
     assert job.end() == [-signal.SIGKILL, 144, 144]
-    assert gone_within(ranks, 0.1)
+    assert survivors(ranks, 0.1) == []
 
 
 @pytest.mark.parametrize("told", [(0, 1), (0,), (1,)])

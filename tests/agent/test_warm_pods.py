@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from agent_jobs import descriptors, gone_within
+from agent_jobs import descriptors, named, survivors
 from plain_jobs import fail_on_last, rank, speak_and_sleep
 from pod_jobs import WarmJob
 
@@ -94,7 +94,7 @@ def test_nothing_of_a_job_is_seen_by_the_next_one_in_the_same_pods(make):
     assert [one[:5] for one in seen] == [(None, False, "torch.float32", False, 2.0)] * 2
     assert {one[5:] for one in seen}.isdisjoint({one[3:] for one in left})
     for _, pid, child, *_ in left:
-        assert gone_within([pid, child], 0.0)
+        assert survivors(named([pid, child]), 0.0) == []
     assert not (pods.pods[0].folder / "work" / "jobs" / name).exists()
     # Its own verdict and key: what one has signed is refused for the other.
     with pytest.raises(SnapshotDamagedError):

@@ -3,6 +3,9 @@
 import pathlib
 import re
 
+import private_names
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
 LIBRARY = ROOT / "kale_dist"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -22,3 +25,35 @@ def test_its_tree_names_everything_in_the_root_of_the_library():
         f"{path.parent.name}/" for path in LIBRARY.glob("*/__init__.py")
     }
     assert sorted(own - {"__init__.py"} - set(re.findall(r"\w+(?:\.py|/)", tree))) == []
+
+
+def test_it_lists_what_is_taken_from_inside_others():
+    assert list(private_names.differences()) == []
+
+
+def test_each_such_row_says_what_was_tried_and_has_a_test():
+    tests = set(re.findall(r"^def (test_\w+)", (ROOT / "tests/unit/test_private_names.py").read_text(), re.MULTILINE))
+    rows = private_names.listed()
+    assert {use.test for use in rows} == tests
+    assert all(all(texts) for texts in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("import torch\ndef f(x): return x._version", {"_version"}),
+        ("from torch.utils import _pytree", {"torch.utils._pytree"}),
+        ("import torch\ndef f(x): return getattr(x, '_cdata', 0)", {"_cdata"}),
+        ("import torch\ndef f(x):\n    torch.Tensor.backward = x", {"torch.Tensor.backward="}),
+        ("from multiprocessing import util\ndef f(x): setattr(util, 'spawnv_passfds', x)", {"util.spawnv_passfds="}),
+        ("class A:\n    def _own(self): return self._own\ndef f(a): return a._own, '_own'", set()),
+        ("class A:\n    _state = 1\ndef f(a): return a._state  # noqa: SLF001", {"_state"}),
+        ("class A:\n    _state = 1\ndef f(a): return a._state  # noqa: SLF001 - ours", set()),
+        ("import sys\ndef f(): return sys._getframe(1)", set()),
+        ("def f(name): return name.endswith('_s')", set()),
+    ],
+)
+def test_a_name_from_inside_another_package_is_found(tmp_path, monkeypatch, code, names):
+    (tmp_path / "module.py").write_text(code)
+    monkeypatch.setattr(private_names, "PACKAGE", tmp_path)
+    assert {use.name for use in private_names.found()} == names

@@ -215,8 +215,7 @@ class Agent:
         """The job's last event is written."""
         self._jobs.pop(name, None)
         self._wake(name)
-        if not self._jobs:
-            processes.end_orphans(limit_s=0.0, spare=self._pool.pid)
+        processes.end_orphans(limit_s=0.0, spare=self._pool.pid, job=name if self._jobs else "")
 
     def _wake(self, name: str, disk_problem: str = "") -> None:
         """Tell all listeners that a job's files have changed, or why they cannot; the writer's tick limits how often."""

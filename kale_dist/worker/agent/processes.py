@@ -16,6 +16,9 @@ from collections.abc import Collection
 
 from kale_dist.wire import PodVariable
 
+JOB_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Ranks, and what they start, have the job's name in this variable, which is torchrun's own."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -122,23 +125,34 @@ def reap_orphans() -> None:
             pass
 
 
-def end_orphans(limit_s: float, spare: int = 0) -> None:
-    """Kill children that are not the forkserver: what ranks have left behind in sessions of their own.
+def end_orphans(limit_s: float, spare: int = 0, job: str = "") -> None:
+    """Kill children that are not the forkserver, and what those have started: what ranks have left behind in sessions of their own.
 
     Args:
         limit_s: Seconds to continue until no child is left.
         spare: Process id of the forkserver, if it is to live.
+        job: Only what ranks of this job have left behind, as far as their environment tells; empty for all.
     """
     deadline = time.monotonic() + limit_s
     while True:
-        left = [pid for pid in children(os.getpid()) if pid != spare]
+        left = [pid for pid in children(os.getpid()) if pid != spare and (not job or _is_of(pid, job))]
         for pid in left:
+            # The list grows: without their parents these would be left to us, and another job's end may be far away.
+            left += children(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         reap_orphans()
         if not left or time.monotonic() >= deadline:
             return
         time.sleep(0.01)
+
+
+def _is_of(pid: int, job: str) -> bool:
+    """Whether a process has the environment of a job's ranks."""
+    try:
+        return f"{JOB_VARIABLE}={job}".encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def signal_group(group: int, number: int) -> None:

@@ -54,7 +54,7 @@ class Agreement:
         self._kept = []
         for p in parameters:
             if p.grad is not None and p.grad.layout is torch.strided:
-                flat = _local(p.grad).flatten()
+                flat = local_part(p.grad).flatten()
                 # Large ones, as differences of weights are exact there, but not alike: values that are clipped have no factor.
                 largest = flat.abs().topk(min(len(flat), max(_ELEMENTS, min(16 * _ELEMENTS, len(flat) // 4)))).indices
                 places = largest[:: max(1, len(largest) // _ELEMENTS)]
@@ -113,10 +113,11 @@ def _differ(first: list[list[float]], other: list[list[float]]) -> bool:
     )
 
 
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.detach()
+def local_part(tensor: Any) -> Tensor:
+    """Return this rank's part of a `DTensor`, which counts its changes; any other tensor itself."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def _at(tensor: Any, places: Tensor) -> Tensor:
-    return _local(tensor).flatten()[places]
+    return local_part(tensor).detach().flatten()[places]

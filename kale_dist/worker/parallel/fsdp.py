@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import Layout, Settings
+from kale_dist.strategies.base import parameters_of
 from kale_dist.strategies.fsdp import select_units
+from kale_dist.worker.parallel.agreement import local_part
 from kale_dist.worker.parallel.blocks import alter_blocks
-from kale_dist.worker.parallel.replica import Replica, refuse_gradients
+from kale_dist.worker.parallel.replica import Replica, backward_pass, refuse_gradients
 from kale_dist.worker.parallel.tensor import norm_of_parts, whole_states
 from kale_dist.worker.training.group import all_gather_single, reduce_scatter_single
 from kale_dist.worker.training.recipe import Recipe
@@ -87,14 +89,14 @@ class FullySharded(Replica):
             compiled=self.settings.compile,
             checkpointed=self.settings.activation_checkpointing,
         )
-        before = [(module, name, p) for module in modules.values() for name, p in _parameters(module)]
+        before = [(module, name, p) for module in modules.values() for name, p in parameters_of(module).items()]
         named_before = dict(model.named_parameters(remove_duplicate=False))
         stack.callback(self._restore, modules, before, {module: type(module) for module in modules.values()})
         for name in names:
             # The outermost module, too: whole parameters of an evaluation would outlive a step of the optimizer.
             fully_shard(modules[name], mesh=mesh, reshard_after_forward=True)
             # The unit was brought to the GPU whole, which need not hold the next one, too.
-            used = {id(p) for module, own, p in before if module._parameters.get(own) is p}  # noqa: SLF001 - as FSDP does
+            used = {id(p) for module, own, p in before if parameters_of(module).get(own) is p}
             for old in (p for p in named_before.values() if id(p) not in used and parts.recipe is None):
                 old.data = torch.full((), float("nan"), dtype=old.dtype, device=old.device).expand(old.shape)
                 old.grad = None
@@ -119,7 +121,7 @@ class FullySharded(Replica):
         for unit in self._units:
             unit.undo()
         for module, name, old in before:
-            module._parameters[name] = old  # noqa: SLF001 - its __setattr__ would look for hooks of FSDP
+            module.register_parameter(name, old)
         for module, kind in classes.items():
             module.__class__ = kind
         optimizer = self.parts.optimizer
@@ -127,7 +129,11 @@ class FullySharded(Replica):
             group["params"] = [self.old_of(p) for p in group["params"]]
         optimizer.state.clear()
         if self._full is not None:
-            by_name = {f"{name}.{own}" if name else own: p for name, m in modules.items() for own, p in _parameters(m)}
+            by_name = {
+                f"{name}.{own}" if name else own: p
+                for name, m in modules.items()
+                for own, p in parameters_of(m).items()
+            }
             for name, parameter in by_name.items():
                 if name in self._full.model:
                     # On the CPU: one GPU need not hold the whole model.
@@ -219,7 +225,7 @@ class FullySharded(Replica):
 
         Those of a unit are views of one tensor: once torch has added to the first one, all of them count as changed.
         """
-        task = torch._C._current_graph_task_id()  # noqa: SLF001 - as in `Replica`
+        task = backward_pass()
         if task != self._task:
             self._begin(task, None)
 
@@ -364,7 +370,7 @@ def _write_data(stack: contextlib.ExitStack) -> None:
 
     def write(tensor: Any, values: Any) -> None:
         if isinstance(values, DTensor) and values.placements == tensor.placements and values.dtype == tensor.dtype:
-            tensor._local_tensor.detach().copy_(values._local_tensor)  # noqa: SLF001 - to_local() has no gradient to give here
+            local_part(tensor).detach().copy_(local_part(values))
         else:
             original.__set__(tensor, values)
 
@@ -376,25 +382,20 @@ def _materialise(parts: Parts, recipe: Recipe, before: dict[str, Any], now: dict
     """Give every tensor of the model memory and values, one at a time: of a weight, this rank's part."""
     device = parts.group.device
     others = [
-        (fields, name, value)
+        (module, name, value)
         for module in parts.model.modules()
         # Of a module's own attributes, too: a mask need not be a buffer.
-        for fields in (module._buffers, module.__dict__)  # noqa: SLF001 - as `to_empty` does
-        for name, value in fields.items()
+        for name, value in (*module.named_buffers(recurse=False, remove_duplicate=False), *vars(module).items())
         if isinstance(value, Tensor) and value.is_meta
     ]
     parts.model.to_empty(device=device)
-    for fields, name, value in others:
-        fields[name] = recipe.value(value).to(device)
+    for module, name, value in others:
+        setattr(module, name, recipe.value(value).to(device))
     made = {id(now[name]): (now[name], old) for name, old in before.items()}
     for new, old in () if parts.are_weights_read else made.values():
         whole = recipe.value(old)
         part = distribute_tensor(whole, new.device_mesh, new.placements, src_data_rank=None)
         new.detach().to_local().copy_(part.to_local())
-
-
-def _parameters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, p) for name, p in module._parameters.items() if p is not None)  # noqa: SLF001 - of this very module
 
 
 def _public_methods(kind: type) -> list[str]:

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from kale_dist.errors import KaleDistError
+from kale_dist.worker.training.recipe import pytree
 from kale_dist.worker.training.trained import alter, own_parameters
 
 _WHERE = (

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import DDP, Layout, Pipeline
@@ -31,8 +30,9 @@ from kale_dist.wire import context
 from kale_dist.worker.parallel.blocks import alter_blocks
 from kale_dist.worker.parallel.ddp import DataParallel
 from kale_dist.worker.parallel.ghosts import Calls, Ghosts, Shape, ghost, owners_of, units_of
-from kale_dist.worker.parallel.replica import refuse_gradients
+from kale_dist.worker.parallel.replica import backward_pass, refuse_gradients
 from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.recipe import pytree
 from kale_dist.worker.training.result import optimizers_of
 from kale_dist.worker.training.strategy import FullState, Parts
 from kale_dist.worker.training.trained import alter
@@ -340,7 +340,7 @@ class PipelineParallel(DataParallel):
         if self._is_passive:
             yield
             return
-        task = torch._C._current_graph_task_id()  # noqa: SLF001 - what torch.autograd.graph uses itself
+        task = backward_pass()
         if task != self._task:
             self._begin(task, None)
         self._is_within = True

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from kale_dist.errors import KaleDistError
+from kale_dist.snapshot.identity import times_changed
 from kale_dist.strategies import Layout, Settings
-from kale_dist.worker.parallel.agreement import Agreement
+from kale_dist.worker.parallel.agreement import Agreement, local_part
 from kale_dist.worker.training.strategy import Parts, Strategy
 
 
@@ -189,7 +190,7 @@ class Replica(Strategy):
     # -- a backward pass -------------------------------------------------------------------------------------------
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        task = torch._C._current_graph_task_id()  # noqa: SLF001 - what torch.autograd.graph uses itself
+        task = backward_pass()
         if task != self._task:
             self._begin(task, parameter)
         if not self._holding and self._exchanges:
@@ -299,10 +300,14 @@ class Replica(Strategy):
                 )
 
 
+def backward_pass() -> int:
+    """Return the number of the backward pass that runs in this thread; -1 where none does."""
+    return torch._C._current_graph_task_id()  # noqa: SLF001 - what torch.autograd.graph uses itself
+
+
 def _version_of(gradient: Tensor) -> int:
     """Return how often a gradient was changed; of a part of one (`DTensor`), the part counts."""
-    version: int = getattr(gradient, "_local_tensor", gradient)._version  # noqa: SLF001 - torch's public name for it
-    return version
+    return times_changed(local_part(gradient))
 
 
 def _sum_of(gradient: Tensor) -> str:
@@ -310,8 +315,8 @@ def _sum_of(gradient: Tensor) -> str:
 
     What changes many parts at once, as torch's own clipping, is not counted by any of them.
     """
-    part = getattr(gradient, "_local_tensor", None)
-    return "" if part is None else str(float(part.sum()))
+    part = local_part(gradient)
+    return "" if part is gradient else str(float(part.sum()))
 
 
 def refuse_gradients(parameters: Iterable[Tensor], word: str, stack: contextlib.ExitStack) -> None:

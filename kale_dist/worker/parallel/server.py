@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.clip_grad import _get_total_norm
+from torch.nn.utils import get_total_norm
 
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies.server import DEFAULT_STALENESS
@@ -221,7 +221,7 @@ class Server(Strategy):
 
     def _norm(self, gradients: Flat, used: Sequence[bool], kind: int) -> Tensor:
         given = [piece for piece, is_used in zip(gradients.pieces, used, strict=True) if is_used]
-        return _get_total_norm(given, norm_of(kind)).double().reshape(1)
+        return get_total_norm(given, norm_of(kind)).double().reshape(1)
 
     # -- requests and answers --------------------------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class _Asynchronous:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._pairs = server._pairs  # noqa: SLF001 - a part of the server, in this file
+        self._pairs = server._pairs  # noqa: SLF001 - ours: a part of the server, in this file
         self._bound = DEFAULT_STALENESS if server.settings.staleness is None else server.settings.staleness
         self._state = threading.Condition()
         self._living = set(range(len(self._pairs)))
@@ -318,7 +318,7 @@ class _Asynchronous:
         """The version of the weights that each worker has."""
         self._gathering: dict[int, bytes] = {}
         """Values of the workers that wait for the others."""
-        self._final = server._shard.weights()  # noqa: SLF001
+        self._final = server._shard.weights()  # noqa: SLF001 - ours
         """The weights at the end of the epoch."""
         self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
@@ -350,7 +350,7 @@ class _Asynchronous:
 
     def _serve(self, number: int) -> None:
         server, pair = self._server, self._pairs[number]
-        shard = server._shard  # noqa: SLF001
+        shard = server._shard  # noqa: SLF001 - ours
         gradients, weights = shard.weights(), shard.weights()
         while (head := server.receive_head(pair))[0] != Kind.LEAVE:
             context.mark_progress()

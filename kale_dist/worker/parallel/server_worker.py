@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kale_dist.errors import ConfigError, KaleDistError
+from kale_dist.snapshot.identity import times_changed
 from kale_dist.strategies import Layout, Settings
 from kale_dist.worker.parallel.flat import Flat
 from kale_dist.worker.parallel.pairs import LostPeerError, Pair
@@ -156,7 +157,7 @@ class Worker(Replica):
         self._versions = self._present_versions()
 
     def _present_versions(self) -> int:
-        return sum(parameter._version for shard in self._shards for parameter in shard.parameters)  # noqa: SLF001 - torch's public name for it
+        return sum(times_changed(parameter) for shard in self._shards for parameter in shard.parameters)
 
     def _ask(self, kind: Kind, is_used: Callable[[Any], bool], *, norm: float = 0.0) -> None:
         """Send a request with gradients to all servers."""

@@ -174,7 +174,7 @@ class ForkServer:
 
 def _spare_ranks_the_finalizers() -> None:
     """Torch would take each of its operators back at the end of each rank, for 50 ms and nothing."""
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # noqa: SLF001 - no public way
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):  # no public way
         finalizer.atexit = False
 
 

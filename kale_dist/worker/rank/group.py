@@ -87,7 +87,7 @@ class KeptGroup:
         """
         import torch
         import torch.distributed as dist
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # public, and imported there from torch._C
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self.store = TCPStore(
@@ -105,7 +105,8 @@ class KeptGroup:
         else:
             self._init(self.backend, store=store, **given)
         self.world = dist.group.WORLD
-        _mark_waits()
+        with context.only_shown("Which rank waits in an asynchronous collective"):
+            _mark_waits()
         self._exchanges = self._count_exchanges()
         register_optimizer_step_post_hook(self._count_step)
         original: Any = torch.Tensor.backward
@@ -155,18 +156,14 @@ class KeptGroup:
         import torch
 
         devices = [torch.device(name) for name in (("cpu", "cuda") if self._cuda else ("cpu",))]
-        backends = [self.world._get_backend(device) for device in devices]  # noqa: SLF001 - there is no public way
-        return tuple(backend._get_sequence_number_for_group() for backend in backends)  # noqa: SLF001
+        return tuple(collectives(self.world, device) for device in devices)
 
     def _count_step(self, *_: Any) -> None:
         self._steps += 1
 
     def _count_exchanges(self) -> int:
         """Collectives so far, of this group; one more where the user's code has found another way to talk."""
-        from torch.distributed import distributed_c10d as c10d
-
-        found = len(c10d._world.pg_map) + self._has_other_store  # noqa: SLF001 - there is no public list of groups
-        return found + sum(self.exchanges())
+        return len(process_groups()) + self._has_other_store + sum(self.exchanges())
 
     def advise(self, *, trained: bool) -> None:
         """After the user's function: say so if the ranks have trained and never exchanged anything.
@@ -227,12 +224,10 @@ class KeptGroup:
             *_args: Any,
             **_kwargs: Any,
         ) -> None:
-            from torch.distributed import distributed_c10d as c10d
-
             del init_method, timeout
             self._check("world_size", world_size, self._world_size)
             self._check("rank", rank, self._rank)
-            c10d._update_default_pg(self.world)  # noqa: SLF001 - there is no public way to show a group again
+            _show(self.world)
             if self._rank == 0:
                 asked = f" (not {backend})" if backend and str(backend) not in self.backend else ""
                 print(  # noqa: T201 - the rank's output is the job's log
@@ -259,11 +254,33 @@ class KeptGroup:
             if group is None or group is self.world:
                 if c10d.GroupMember.WORLD is None:
                     raise AssertionError("Process group cannot be None")  # what torch raises
-                c10d._update_default_pg(None)  # noqa: SLF001 - as above
+                _show(None)
             else:
                 self._subgroups.append(group)
 
         return destroy_process_group
+
+
+def _show(group: Any) -> None:
+    """Make a group the default one, or let there be none."""
+    from torch.distributed import distributed_c10d as c10d
+
+    c10d._update_default_pg(group)  # noqa: SLF001 - there is no public way to show a group again
+
+
+def process_groups() -> list[Any]:
+    """All process groups of this rank."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return list(c10d._world.pg_map)  # noqa: SLF001 - there is no public list
+
+
+def collectives(group: Any, device: Any) -> int:
+    """How many collectives of a group this rank has begun on a kind of device."""
+    counts = [0]
+    with context.only_shown("Which rank waits for which"):
+        counts.append(group._get_backend(device)._get_sequence_number_for_group())  # noqa: SLF001 - there is no public way
+    return counts[-1]
 
 
 def _replace_spawn() -> None:
@@ -285,9 +302,9 @@ def _replace_spawn() -> None:
 
 def _mark_waits() -> None:
     """Give waiting for an asynchronous collective a Python frame of its own, by which the agent recognises it."""
-    from torch._C import _distributed_c10d
+    import torch.distributed as dist
 
-    work: Any = _distributed_c10d.Work
+    work: Any = dist.Work
     wait = work.wait
 
     @functools.wraps(wait)

@@ -131,7 +131,7 @@ def set_torchrun_environment(assignment: Assignment) -> None:
             "ROLE_WORLD_SIZE": str(attempt.world_size),
             "MASTER_ADDR": assignment.master_addr,
             "MASTER_PORT": str(attempt.port),
-            "TORCHELASTIC_RUN_ID": order.job,
+            processes.JOB_VARIABLE: order.job,
             "TORCHELASTIC_RESTART_COUNT": str(attempt.number),
             "TORCHELASTIC_MAX_RESTARTS": str(order.policy.max_restarts),
             # Code that makes a store from the environment must join rank 0's, not open another at the same port.

@@ -12,7 +12,7 @@ import pathlib
 import socket
 from typing import Any
 
-from kale_dist.worker.rank.group import TIMEOUT
+from kale_dist.worker.rank.group import TIMEOUT, collectives, process_groups
 
 _FIRST_TYPE = 7
 """Backend types from here on are free. A type keeps its first backend, and is one byte."""
@@ -52,13 +52,13 @@ def renew(store: Any, generation: int) -> None:
         Exception: This torch has no such calls.
     """
     import torch
-    from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, _register_comm_hook
-    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed import PrefixStore, ProcessGroup, _register_comm_hook  # type: ignore[attr-defined] # from torch._C
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
     from torch.nn.parallel import DistributedDataParallel
 
     kind: Any = ProcessGroup.BackendType
     gloo: Any = ProcessGroupGloo
-    for group in list(c10d._world.pg_map):  # noqa: SLF001 - there is no public list of groups
+    for group in process_groups():
         options = gloo._Options()  # noqa: SLF001
         options._timeout = TIMEOUT  # noqa: SLF001
         options._devices = [gloo.create_default_device()]  # noqa: SLF001
@@ -80,8 +80,6 @@ def renew(store: Any, generation: int) -> None:
 def counts() -> dict[str, int]:
     """How many collectives of each process group this rank has begun, by the group's name."""
     import torch
-    from torch.distributed import distributed_c10d as c10d
 
-    groups: list[Any] = list(c10d._world.pg_map)  # noqa: SLF001
     cpu = torch.device("cpu")
-    return {group.group_name: group._get_backend(cpu)._get_sequence_number_for_group() for group in groups}  # noqa: SLF001
+    return {group.group_name: collectives(group, cpu) for group in process_groups()}

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kale_dist.snapshot.identity import times_changed
 from kale_dist.wire import context
 from kale_dist.worker.training.group import Group, fingerprint
-
-_CALL = torch.nn.Module._call_impl.__code__  # noqa: SLF001 - the frame that has a layer and what it was given
 
 _NAMED = 5
 """At most this many names are listed."""
@@ -86,7 +85,7 @@ def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
     if isinstance(value, Tensor):
         # Those without a shape have no address, and those of inference mode do not count their changes: the guard gives None.
         address = value.data_ptr() if value.layout is torch.strided else id(value)
-        return address, value._version  # noqa: SLF001 - no public name
+        return address, times_changed(value)
     if isinstance(value, torch.nn.Module):
         return [_mark(tensor, 0, known) for tensor in (*value.parameters(), *value.buffers())]
     if isinstance(value, list | dict | set):
@@ -246,7 +245,10 @@ def note_layer(error: BaseException, model: torch.nn.Module, criterion: Any, bat
         criterion: Passed to the step.
         batch: Which batch it was.
     """
-    called = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
+    called: list[Mapping[str, Any]] = []
+    with context.only_shown("The layer in which a step fails"):
+        code = torch.nn.Module._call_impl.__code__  # noqa: SLF001 - the frame that has a layer and what it was given
+        called = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
     layer = called[-1]["self"]
     name = next((name for name, one in model.named_modules() if one is layer), None)
     kind = f"{type(layer).__name__}({'' if any(layer.children()) else layer.extra_repr()})"

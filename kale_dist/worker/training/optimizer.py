@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kale_dist.errors import ConfigError
+from kale_dist.snapshot.reducers import IS_COUNTED, MILESTONES, SCHEDULERS, note_step
 from kale_dist.wire import context
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
@@ -84,7 +85,7 @@ class Schedules:
 
 def total_of(scheduler: Any) -> int | None:
     """Return how many steps a scheduler is made for; None where it does not say."""
-    parts, milestones = getattr(scheduler, "_schedulers", None), getattr(scheduler, "_milestones", None)
+    parts, milestones = getattr(scheduler, SCHEDULERS, None), getattr(scheduler, MILESTONES, None)
     if parts and milestones:
         last = total_of(parts[-1])
         return None if last is None else milestones[-1] + last
@@ -197,7 +198,7 @@ class OptimizerControl:
                 self._zero_grad(set_to_none=set_to_none)
 
         # Schedulers look for this mark, and wrap or warn where it is missing.
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
+        setattr(step, IS_COUNTED, True)
         step_method, zero_grad_method = types.MethodType(step, optimizer), types.MethodType(zero_grad, optimizer)
         alter(optimizer, stack, step=step_method, zero_grad=zero_grad_method)
 
@@ -275,7 +276,7 @@ class OptimizerControl:
         context.mark_progress()
 
     def _real_step(self) -> Any:
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what schedulers look for
+        note_step(self.optimizer)
         return self._step()
 
     def _scaled_step(self) -> Any:

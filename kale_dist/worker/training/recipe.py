@@ -12,8 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+
+from kale_dist.snapshot.identity import storage_id
+
+pytree = _pytree
+"""Finds the tensors in nested lists, tuples and dicts; torch has no public name for it."""
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -71,12 +76,12 @@ class Recipe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         is_back = str(function) == "aten._to_copy.default" and kwargs.get("device") == _CPU
         if any(map(_is_empty, given)) and (torch.Tag.data_dependent_output in function.tags or is_back):
             # The constructor decides by values.
             return function(*_filled(args, self.value), **kwargs)
-        is_factory = not given and any(one.name == "device" for one in function._schema.arguments)  # noqa: SLF001
+        is_factory = not given and any(one.name == "device" for one in _schema(function).arguments)
         # By `torch.tensor([]).device` Transformers finds out whether to leave weights without values.
         is_constant = function is torch.ops.aten.lift_fresh.default and not _is_empty(args[0]) and args[0].numel()
         if is_constant:
@@ -85,14 +90,14 @@ class Recipe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elsewhere: dict[str, Any] = {"device": _META} if is_factory else {}
             elsewhere |= {"generator": None} if kwargs.get("generator") is not None else {}
             out = function(*args, **{**kwargs, **elsewhere})
-        empty = [one for one in (*given, *tree_leaves(out)) if isinstance(one, Tensor) and _is_empty(one)]
+        empty = [one for one in (*given, *pytree.tree_leaves(out)) if isinstance(one, Tensor) and _is_empty(one)]
         if not empty:
             return out
         state = None
         if torch.Tag.nondeterministic_seeded in function.tags:
             state = _generator(kwargs).get_state()
             first: tuple[Tensor, ...] = ()
-            if given and function._schema.is_mutable:  # noqa: SLF001
+            if given and _schema(function).is_mutable:
                 # What is overwritten needs no values.
                 like = args[0]
                 first = (torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=_CPU),)
@@ -103,7 +108,9 @@ class Recipe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         joined = next(iter(lists.values()), [])
         if len(lists) > 1:
             joined = sorted((one for ops in lists.values() for one in ops), key=lambda one: one.number)
-            for storage in {_key(one) for op in joined for one in tree_leaves((op.args, op.out)) if _is_empty(one)}:
+            for storage in {
+                _key(one) for op in joined for one in pytree.tree_leaves((op.args, op.out)) if _is_empty(one)
+            }:
                 self._operations[storage] = joined
         joined.append(made)
         for one in empty:
@@ -119,7 +126,7 @@ def _filled(given: Any, value: Callable[[Tensor], Tensor]) -> Any:
             return value(one)
         return _CPU if isinstance(one, torch.device) and one == _META else one
 
-    return tree_map(real, given)
+    return pytree.tree_map(real, given)
 
 
 def _values(operations: list[_Operation], wanted: Tensor) -> Tensor:
@@ -131,11 +138,11 @@ def _values(operations: list[_Operation], wanted: Tensor) -> Tensor:
         return made.set_(storages[_key(one)], one.storage_offset(), one.size(), one.stride())
 
     for operation in operations:
-        outs = [one for one in tree_leaves(operation.out) if isinstance(one, Tensor)]
+        outs = [one for one in pytree.tree_leaves(operation.out) if isinstance(one, Tensor)]
         is_view = all(_key(one) in storages for one in outs)
-        if is_view and not operation.function._schema.is_mutable:  # noqa: SLF001
+        if is_view and not _schema(operation.function).is_mutable:
             continue
-        found = [one for one in tree_leaves(operation.run(known)) if isinstance(one, Tensor)]
+        found = [one for one in pytree.tree_leaves(operation.run(known)) if isinstance(one, Tensor)]
         for out, value in zip(outs, found, strict=True):
             if _key(out) not in storages:
                 # Kernels with values may lay them out in another order.
@@ -150,7 +157,12 @@ def _is_empty(one: Any) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the identity of a storage has no public name
+    return storage_id(tensor.untyped_storage())
+
+
+def _schema(function: Any) -> Any:
+    """What an operation takes, and whether it writes into it."""
+    return function._schema  # noqa: SLF001
 
 
 def _generator(kwargs: dict[str, Any]) -> torch.Generator:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.clip_grad import _get_total_norm
+from torch.nn.utils import get_total_norm
 
 from kale_dist.strategies import Layout, Settings
 from kale_dist.worker.training.data.sharding import Pace
@@ -161,7 +161,7 @@ class Strategy:
             gradients: This rank's gradients of the parameters that are clipped; maybe none.
             kind: The p of the p-norm, may be inf.
         """
-        return _get_total_norm(gradients, kind)
+        return get_total_norm(gradients, kind)
 
     def stepped(self) -> None:
         """Called after a real step of the optimizer: average weights, gossip, push and pull."""

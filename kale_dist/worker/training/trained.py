@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kale_dist.strategies.base import parameters_of
 from kale_dist.worker.training.result import one_model, one_optimizer, optimizers_of
 from kale_dist.worker.training.settings import Training
 
@@ -119,8 +120,8 @@ class Progress:
 
 
 def own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """A module's parameters without its children's. A class of the user's may have a `parameters()` without `recurse`."""
-    return [p for p in module._parameters.values() if p is not None]  # noqa: SLF001 - what `parameters()` reads
+    """A module's parameters without its children's."""
+    return list(parameters_of(module).values())
 
 
 def alter(target: Any, stack: contextlib.ExitStack, **attributes: Any) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from kale_dist import wording
 from kale_dist.errors import KaleDistError
+from kale_dist.snapshot.identity import times_changed
 from kale_dist.wire import context
 from kale_dist.worker.training import checkpoint
 from kale_dist.worker.training.data.batches import Batches, Feed
@@ -173,7 +174,7 @@ class Within:
             checkpoint.set_random_states(self._group.device, self._trained.loaders, began)
         self._began = checkpoint.random_states(self._group.device, self._trained.loaders)
         self._marks = _guarded(self._mark)
-        self._buffers = {name: buffer._version for name, buffer in self._trained.model.named_buffers()}  # noqa: SLF001
+        self._buffers = {name: times_changed(buffer) for name, buffer in self._trained.model.named_buffers()}
         try:
             yield
         finally:
@@ -219,7 +220,7 @@ class Within:
                     if isinstance(value, bool | int | float | str) and name != "training":
                         found[id(part), name] = value
                     elif isinstance(value, torch.Tensor) and value.grad_fn is None:
-                        found[id(part), name] = id(value), value._version  # noqa: SLF001
+                        found[id(part), name] = id(value), times_changed(value)
         return found
 
     def _mark(self) -> Any:
@@ -384,7 +385,7 @@ class Within:
         found = {}
         for name, buffer in self._trained.model.named_buffers():
             is_plain = buffer.layout is torch.strided and not isinstance(buffer, DTensor)
-            if is_plain and (buffer.numel() <= LARGE or buffer._version != self._buffers.get(name)):  # noqa: SLF001
+            if is_plain and (buffer.numel() <= LARGE or times_changed(buffer) != self._buffers.get(name)):
                 found[name] = buffer.detach().cpu().clone()
         if sum(one.nbytes for one in found.values()) > MOST_BYTES:
             raise Unkept("changes large buffers")

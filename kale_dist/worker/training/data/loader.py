@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data.distributed import DistributedSampler
 
 from kale_dist.errors import ConfigError
+from kale_dist.snapshot.reducers import LOADERS_ITERATOR
 from kale_dist.worker.training.data import sharding
 from kale_dist.worker.training.data.batches import Batches, Feed
 from kale_dist.worker.training.data.dealing import (
@@ -124,7 +125,7 @@ def _prepare(loader: DataLoader[Any], feed: Feed, stack: contextlib.ExitStack, *
         derived.manual_seed((loader.generator.initial_seed() + group.rank) % 2**63)
         state["generator"] = derived
     make_iterator = loader._get_iterator  # noqa: SLF001 - the seam: the class itself stays
-    state["_iterator"] = None
+    state[LOADERS_ITERATOR] = None
 
     def get_iterator(self: DataLoader[Any]) -> Batches:
         return Batches(self, feed, make_iterator)
@@ -134,7 +135,7 @@ def _prepare(loader: DataLoader[Any], feed: Feed, stack: contextlib.ExitStack, *
     def restore() -> None:
         state.clear()
         state.update(before)
-        state["_iterator"] = None
+        state[LOADERS_ITERATOR] = None
 
     stack.callback(restore)
 

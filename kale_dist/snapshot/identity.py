@@ -1,0 +1,16 @@
+"""Which memory a tensor has, and whether it was changed: what torch has no public names for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def times_changed(tensor: Any) -> int:
+    """Return how often a tensor was changed in place. Writes to `p.data` do not count, and tensors of inference mode cannot say."""
+    changed: int = tensor._version  # noqa: SLF001
+    return changed
+
+
+def storage_id(storage: Any) -> int:
+    """Return the address of a storage's C++ object, which all Python objects that stand for it share."""
+    return int(storage._cdata)  # noqa: SLF001
