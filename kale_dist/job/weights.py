@@ -8,11 +8,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kale_dist.snapshot.identity import times_changed
+
 if TYPE_CHECKING:
     import torch
 
-from kale_dist.snapshot.identity import times_changed
-from kale_dist.worker.training.settings import Training
+    from kale_dist.worker.training.settings import Training
 
 _NAMED = 3
 """Names that a message lists before it counts the rest."""

@@ -165,7 +165,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
     def _cells(self, func: types.FunctionType) -> tuple[_Token, ...] | None:
         if func.__closure__ is None:
             return None
-        return tuple(self._token(cell, id(cell), lambda: (reducers.make_cell, ())) for cell in func.__closure__)
+        return tuple(self._token(cell, id(cell), lambda: (types.CellType, ())) for cell in func.__closure__)
 
 
 def _view(storage: Any) -> memoryview:

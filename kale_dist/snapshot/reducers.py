@@ -83,10 +83,8 @@ IS_COUNTED = "_wrapped_by_lr_sched"
 """The mark of an optimizer's `step` that counts for its schedulers; they wrap a `step` without, or warn."""
 
 SCHEDULERS = "_schedulers"
-"""Where a scheduler that is made of others keeps these."""
-
 MILESTONES = "_milestones"
-"""Where it keeps the steps at which the next one takes over."""
+"""Where a scheduler that is made of others keeps these, and the steps at which the next one takes over."""
 
 LOADERS_ITERATOR = "_iterator"
 """Where a DataLoader keeps the iterator of persistent workers."""
@@ -129,11 +127,6 @@ def make(index: int, module: str, qualname: str, constructor: Callable[..., Any]
 def make_code(file: str, constructor: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
     """Make a code object whose function was defined in `file`, a cell or a script."""
     return constructor(*args).replace(co_filename=file)
-
-
-def make_cell() -> types.CellType:
-    """Make an empty variable of an enclosing function, which cloudpickle then sets."""
-    return types.CellType()
 
 
 def make_function(code: types.CodeType, kind: str, module: str, closure: tuple[types.CellType, ...] | None) -> Any:

@@ -55,11 +55,6 @@ class Layout:
         return cls(shards=1, shard=0, peers=tuple(range(world_size)), replicas=(rank,), part=part)
 
 
-def parameters_of(module: Any) -> dict[str, Any]:
-    """A module's own parameters by their names, without its children's; a user's class may have a `parameters()` without `recurse`."""
-    return {name: one for name, one in module._parameters.items() if one is not None}  # noqa: SLF001
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
     """What a call trains and where, for `Settings.check`, which examines objects of torch without importing torch."""

@@ -7,16 +7,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import (
-    Conditions,
-    Layout,
-    Settings,
-    check_flags,
-    parameters_of,
-    refuse_optimizers,
-    refuse_sparse,
-)
-from kale_dist.strategies.tensor import check_precision, fitting_names
+from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_optimizers, refuse_sparse
+from kale_dist.strategies.tensor import check_precision, fitting_names, parameters_of
 from kale_dist.wording import closest
 
 _UNIT_BYTES = 1 << 20

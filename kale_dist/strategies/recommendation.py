@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import parameters_of
-from kale_dist.strategies.tensor import kind_of
+from kale_dist.strategies.tensor import kind_of, parameters_of
 
 _GIB = 2**30
 _MIB = 2**20

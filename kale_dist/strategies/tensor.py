@@ -8,15 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import (
-    Conditions,
-    Layout,
-    Settings,
-    check_flags,
-    parameters_of,
-    refuse_norms,
-    refuse_optimizers,
-)
+from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_norms, refuse_optimizers
 from kale_dist.wording import closest
 
 WORDS = ("alone", "columns", "columns/3", "rows", "whole")
@@ -136,6 +128,11 @@ def check_precision(given: Conditions) -> None:
     if given.precision == "fp16":
         problem = "'fp16' skips a step where gradients overflow, and each rank sees only its part of them"
         raise ConfigError("precision", problem, "Use precision='bf16', which needs no scaled loss")
+
+
+def parameters_of(module: Any) -> dict[str, Any]:
+    """A module's own parameters by their names, without its children's; a user's class may have a `parameters()` without `recurse`."""
+    return {name: one for name, one in module._parameters.items() if one is not None}  # noqa: SLF001
 
 
 def kind_of(module: Any) -> str | None:

@@ -207,11 +207,7 @@ _not_shown: set[str] = set()
 
 @contextlib.contextmanager
 def only_shown(what: str) -> Iterator[None]:
-    """Let a rank go on without something that it only shows, where a package has no longer what it takes for that; the log says so once.
-
-    Args:
-        what: The thing, as the subject of a sentence.
-    """
+    """Let a rank go on without `what` it only shows, where a package no longer has what that takes; the log says so once."""
     try:
         yield
     except (AttributeError, ImportError, TypeError) as error:

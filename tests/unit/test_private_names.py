@@ -412,7 +412,7 @@ def test_checkpoint_load_module():
     assert state._metadata[""]["version"] == 2, "a state dict has no longer the versions of its modules in _metadata"
 
 
-def test_base_parameters_of():
+def test_tensor_parameters_of():
     linear = nn.Linear(1, 1)
     assert linear._parameters["weight"] is linear.weight, "a module keeps its parameters elsewhere than in _parameters"
 

@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import Layout, Settings
-from kale_dist.strategies.base import parameters_of
 from kale_dist.strategies.fsdp import select_units
+from kale_dist.strategies.tensor import parameters_of
 from kale_dist.worker.parallel.agreement import local_part
 from kale_dist.worker.parallel.blocks import alter_blocks
 from kale_dist.worker.parallel.replica import Replica, backward_pass, refuse_gradients

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kale_dist.strategies.base import parameters_of
+from kale_dist.strategies.tensor import parameters_of
 from kale_dist.worker.training.result import one_model, one_optimizer, optimizers_of
 from kale_dist.worker.training.settings import Training
 
