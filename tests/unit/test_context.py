@@ -123,3 +123,20 @@ def test_a_forked_child_of_a_rank_is_silent(rank):
         os._exit(0)
     os.waitpid(pid, 0)
     assert rank() == []
+
+
+def test_what_is_only_shown_fails_nothing_where_a_package_lacks_it_and_the_log_says_so_once(rank, capsys, monkeypatch):
+    from kale_dist.worker.rank.group import collectives
+
+    monkeypatch.setattr(context, "_not_shown", set())
+    group = object()
+    assert [collectives(group, "cpu"), collectives(group, "cpu")] == [0, 0]
+    said = capsys.readouterr().out
+    assert said.count("Which rank waits for which cannot be shown with the versions of this environment") == 1
+    assert "_get_backend" in said
+    assert [event["event"] for event in rank()] == ["note"]
+
+
+def test_other_errors_in_what_is_shown_are_errors():
+    with pytest.raises(ZeroDivisionError), context.only_shown("The rate"):
+        1 / 0  # noqa: B018

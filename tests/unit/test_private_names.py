@@ -573,7 +573,7 @@ def test_process_state_read_flags():
         torch.set_default_device(None)
 
 
-def test_forkserver_preloaded():
+def test_forkserver_forkserver_serve():
     assert importlib.import_module("torch._dynamo"), "torch._dynamo is gone"
 
 

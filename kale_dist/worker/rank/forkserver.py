@@ -31,7 +31,6 @@ from kale_dist.worker.rank import process_state, rank_main
 PRELOADED = (
     "torch",
     "torch.distributed",
-    "torch._dynamo",
     "torch.optim",
     "torch.nn.parallel",
     "torch.utils.data",
@@ -42,7 +41,7 @@ PRELOADED = (
     "kale_dist.worker.training.loop",
     "kale_dist.worker.parallel.ddp",
 )
-"""What a rank needs before its first step; each takes long the first time (`torch._dynamo` as long as torch)."""
+"""What a rank needs before its first step; each takes long the first time."""
 
 PRELOADED_WITHOUT_TORCH = ("cloudpickle", "kale_dist.snapshot.loading", "kale_dist.snapshot.outcome")
 """The same in an image without torch, such as one with TensorFlow."""
@@ -72,6 +71,9 @@ class ForkServer:
         for module in PRELOADED if loading.has_torch() else PRELOADED_WITHOUT_TORCH:
             importlib.import_module(module)
         _import_optional("numpy")
+        if "torch" in sys.modules:
+            # As long as torch itself, at the first step of an optimizer.
+            _import_optional("torch._dynamo")
         _spare_ranks_the_finalizers()
         _do_first_calls()
         # Each rank empties this cache, which takes 6 ms while it has the folders of the imports above.
