@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import itertools
+import operator
 import os
 import pathlib
 import re
@@ -86,10 +87,24 @@ def pytest_runtest_makereport(item):
 _COLLECTED = pytest.StashKey[set[str]]()
 
 
-@pytest.hookimpl(tryfirst=True)
+_WAITING = {"browser", "cluster", "containers", "kernel", "notebooks"}
+"""Folders of tests that wait for pods, containers, kernels and pages more than they compute."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(session, items):
     # Before `-k` and `-m` leave some out.
     session.stash[_COLLECTED] = {item.nodeid for item in items}
+    yield
+    # Files that wait and files that compute take turns, so that the lanes of `make test` run some of each at once.
+    files = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    kinds = [[], []]
+    for path, tests in files.items():
+        kinds[path.parent.name in _WAITING].append(tests)
+    turns = [(number / len(kind), tests) for kind in kinds for number, tests in enumerate(kind)]
+    items[:] = [item for _, tests in sorted(turns, key=operator.itemgetter(0)) for item in tests]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Jobs on the real cluster, as their users see them: called from here, run by pods, and nothing left in the end."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import textwrap
 import time
 
+import notebook_parts
 import pytest
 from data_work import WithTable
 from on_cluster import pods_in, run_kubectl
@@ -26,6 +28,7 @@ from kale_dist.job.backend import JobRef
 from kale_dist.wire import FailureCause, StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
+INSTALLED = importlib.metadata.version("cloudpickle")
 
 
 @pytest.fixture
@@ -55,7 +58,12 @@ def wait_for_line(job, text, timeout_s=90):
 
 def in_new_process(code, tmp_path):
     """Run a script as on another machine: with a state folder of its own."""
-    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "PYTHONWARNINGS": "default"}
+    environment = {
+        **os.environ,
+        "XDG_STATE_HOME": str(tmp_path),
+        "IPYTHONDIR": str(tmp_path),
+        "PYTHONWARNINGS": "default",
+    }
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, check=False
     )
@@ -120,6 +128,43 @@ def test_the_first_failing_rank_s_own_exception_comes_back(plain):
     assert isinstance(caught.value.__cause__, KeyError)
     assert job.status.failed_rank == 1
     job.delete()
+
+
+FAILS = """def fails(version):
+    import cloudpickle
+
+    assert cloudpickle.__version__ == version
+    return {}['absent']
+"""
+
+
+@pytest.mark.parametrize(
+    "version", [INSTALLED, pytest.param(notebook_parts.CLOUDPICKLES[0], marks=pytest.mark.nightly)]
+)
+def test_pods_have_the_notebooks_cloudpickle_and_an_error_the_lines_of_its_cell(
+    namespace, plain_image, tmp_path, version
+):
+    packages = [] if version == INSTALLED else [str(notebook_parts.cloudpickle(version))]
+    pods = f"on_cluster.pods_in({namespace!r}, image={plain_image!r})"
+    cells = [
+        "import cloudpickle, on_cluster\nimport kale_dist as kd",
+        FAILS,
+        f"job = kd.launch(fails, cloudpickle.__version__, number_of_processes=1, on={pods})\njob.result(120)",
+        "job.delete()\nprint('with', cloudpickle.__version__)",
+    ]
+    told = in_new_process(
+        f"""
+        import sys
+        sys.path[:0] = {[*packages, *sys.path]!r}
+        from IPython.core.interactiveshell import InteractiveShell
+        shell = InteractiveShell.instance(colors="nocolor")
+        for cell in {cells!r}:
+            shell.run_cell(cell, store_history=True)
+        """,
+        tmp_path,
+    )
+    assert "File \"Cell In[2]\", line 5, in fails\n    return {}['absent']\n" in told
+    assert told.endswith(f"with {version}\n")
 
 
 @pytest.mark.nightly

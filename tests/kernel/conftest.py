@@ -10,6 +10,7 @@ import signal
 import time
 
 import jupyter_client
+import notebook_parts
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -113,9 +114,10 @@ def new_kernel(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    """A kernel shared by the tests of a file, with kale_dist imported as kd."""
-    kernel = Kernel(tmp_path_factory.mktemp("notebook"))
+def kernel(request, tmp_path_factory):
+    """A kernel shared by the tests of a file, with kale_dist imported as kd. Its parameter is a version of cloudpickle."""
+    packages = notebook_parts.cloudpickle(request.param) if hasattr(request, "param") else ROOT
+    kernel = Kernel(tmp_path_factory.mktemp("notebook"), packages)
     kernel.good("import kale_dist as kd, torch, time, os")
     yield kernel
     kernel.close()

@@ -8,6 +8,7 @@ import sys
 import types
 
 import pytest
+from own_files import own_files
 from played import play
 
 from kale_dist import wire
@@ -276,7 +277,7 @@ def test_environment_names_of_ipython_do_not_drag_the_shell_along(tmp_path):
 
 
 def test_an_exception_comes_back_as_itself_with_cell_lines(tmp_path):
-    play(
+    printed = play(
         tmp_path,
         "class Broken(ValueError):\n    def __init__(self, code):\n        super().__init__(code)\n        self.code = code",
         "def helper(x):\n    try:\n        {}[x]\n    except KeyError as error:\n        raise Broken(7) from error  # here",
@@ -285,9 +286,11 @@ def test_an_exception_comes_back_as_itself_with_cell_lines(tmp_path):
 error = outcome.error
 assert type(error) is Broken and error.code == 7 and isinstance(error.__cause__, KeyError), repr(error)
 assert 'raise Broken(7) from error  # here' in outcome.traceback and "{}[x]" in outcome.traceback
-assert "kale_dist" not in outcome.traceback and outcome.traceback.rstrip().endswith("Broken: 7"), outcome.traceback
+assert outcome.traceback.rstrip().endswith("Broken: 7"), outcome.traceback
+print(outcome.traceback)
 """,
     )
+    assert own_files(printed) == []
 
 
 def test_a_second_snapshot_of_an_edited_cell_costs_kilobytes(tmp_path):
