@@ -96,6 +96,9 @@ def pytest_collection_modifyitems(session, items):
     # Before `-k` and `-m` leave some out.
     session.stash[_COLLECTED] = {item.nodeid for item in items}
     yield
+    # A slice of the nightly is every so-manieth of its tests (.ci/nightly).
+    part, _, parts = os.environ.get("KALE_DIST_TEST_PART", "0/1").partition("/")
+    items[:] = items[int(part) :: int(parts)]
     # Files that wait and files that compute take turns, so that the lanes of `make test` run some of each at once.
     files = {}
     for item in items:
