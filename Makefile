@@ -3,20 +3,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-LANES ?= 2
+LANES ?= 3
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: dist release help demo test coverage gpu nightly stress lint format docs bench clean
+.PHONY: dist release help demo test coverage gpu newest oldest nightly stress lock lint format docs bench clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  ARGS=...         more arguments for pytest: make test ARGS='-k sharding -x'"
-	@echo "  LANES=...        how many tests run at once (2): make test LANES=0 ARGS='--pdb'"
+	@echo "  LANES=...        how many files of tests run at once (3): make test LANES=0 ARGS='--pdb'"
 	@echo "  SLICE=...        one slice of the nightly, 0 to 12: make nightly SLICE=3"
 	@echo "  PYTHON=...       another interpreter than python3"
 	@echo "  REPOSITORY=...   where a release's README has its pictures: make release REPOSITORY=https://github.com/me/kale_dist"
@@ -37,11 +37,21 @@ gpu: PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu: ## The tests that need a GPU, in nine minutes, and what they measure into build/gpu; installs nothing
 	@$(PYTHON) tests/gpu/run.py --out build/gpu $(ARGS)
 
+newest: $(VENV)/test.stamp .venv-newest/venv.stamp ## What others' releases may break, with the newest of everything but PyTorch
+	@LANES=$(LANES) .ci/other-versions $@ $(ARGS)
+
+oldest: $(VENV)/test.stamp .venv-oldest/venv.stamp ## The same with the oldest that pyproject.toml allows, on Python 3.11
+	@LANES=$(LANES) .ci/other-versions $@ $(ARGS)
+
 nightly: $(VENV)/test.stamp $(VENV)/nightly.stamp ## What takes long and rarely breaks: more browsers and faults, a thousand jobs, the newest and oldest PyTorch
-	@LANES=$(LANES) .ci/nightly $(PYTHON) $(SLICE)
+	@LANES=$(LANES) .ci/nightly $(SLICE)
 
 stress: $(VENV)/test.stamp ## A thousand jobs in a row: none may hang, abort or leave anything (ARGS="100 kubernetes")
 	@$(BIN)/python benchmarks/trivial_jobs.py $(ARGS)
+
+lock: $(VENV)/venv.stamp ## Write the newest versions that pyproject.toml allows into .ci/constraints*.txt (ARGS=--no-upgrade: as few as it must)
+	@$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt uv
+	@.ci/lock $(BIN)/uv $(ARGS)
 
 lint: $(VENV)/lint.stamp $(VENV)/test.stamp ## Style, types, import contracts, and what is taken from inside other packages
 	@$(BIN)/ruff check
@@ -60,7 +70,7 @@ docs: $(VENV)/docs.stamp ## The documentation, into build/docs
 
 dist: $(VENV)/lint.stamp ## The wheel and the source archive, into dist, as they would be released
 	@rm -rf dist
-	@$(BIN)/python -m build --outdir dist >/dev/null
+	@PIP_CONSTRAINT=$(CURDIR)/.ci/constraints.txt $(BIN)/python -m build --outdir dist >/dev/null
 	@$(BIN)/twine check --strict dist/*
 
 release: $(VENV)/lint.stamp docs ## Build and check what a release has, and write its notes; a person uploads it
@@ -70,16 +80,17 @@ bench: $(VENV)/test.stamp ## Time to the first training step, against torchrun
 	@$(BIN)/python benchmarks/launch.py
 
 clean: ## Remove what was made here, the virtual environment too
-	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-* build dist *.egg-info .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/venv.stamp: .ci/make-venv
-	@echo "Making $(VENV); the first time this takes a few minutes."
-	@.ci/make-venv $(PYTHON) $(VENV)
+.venv-oldest/venv.stamp: PYTHON := python3.11
+$(VENV)/venv.stamp .venv-newest/venv.stamp .venv-oldest/venv.stamp: %/venv.stamp: .ci/make-venv
+	@echo "Making $*; the first time this takes a few minutes."
+	@.ci/make-venv $(PYTHON) $*
 	@touch $@
 
 # One stamp for each dependency group of pyproject.toml. The name in front of the colon is the group's.
-$(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/nightly.stamp $(VENV)/lint.stamp $(VENV)/docs.stamp: $(VENV)/%.stamp: $(VENV)/venv.stamp pyproject.toml
+$(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/nightly.stamp $(VENV)/lint.stamp $(VENV)/docs.stamp: $(VENV)/%.stamp: $(VENV)/venv.stamp pyproject.toml $(wildcard .ci/constraints*)
 	@echo "Installing what \`$*\` needs"
-	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[docker,images,kubernetes,notebook]' --group $*
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[all]' --group $* $(addprefix --constraint=,.ci/constraints.txt $(wildcard .ci/constraints-$*.txt)) --build-constraint=.ci/constraints.txt
 	@touch $@

@@ -191,6 +191,10 @@ def pytest_terminal_summary(terminalreporter):
     for report in terminalreporter.getreports("rerun"):
         terminalreporter.section(f"RERUN {report.nodeid}", sep="_")
         terminalreporter.line(report.longreprtext)
+    for report in terminalreporter.getreports("rerun"):
+        crash = getattr(report.longrepr, "reprcrash", None)
+        error = (crash.message if crash else report.longreprtext).partition("\n")[0]
+        terminalreporter.line(f"Run once more: {report.nodeid}: {error}")
 
 
 @pytest.fixture(scope="session")

@@ -88,6 +88,7 @@ def assert_in_time(box, condition):
     box.page.wait_for_function(condition, arg=box.element_handle())
 
 
+@pytest.mark.newest
 def test_it_shows_state_curves_ranks_and_log(ended):
     expect(ended).to_have_attribute("aria-label", "Job ended, succeeded")
     expect(ended.get_by_role("img", name=re.compile("^loss: "))).to_be_visible()

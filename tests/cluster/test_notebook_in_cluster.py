@@ -101,6 +101,7 @@ def test_a_notebook_with_a_parameter_trains_on_other_pods_with_the_least_rights(
     assert left_behind(place[0]) == []
 
 
+@pytest.mark.nightly
 def test_a_failing_cell_is_told_with_its_traceback_and_the_notebook_is_kept(place):
     cells = ["x = 1", "def inner():\n    raise ValueError('on purpose')\nprint('before')\ninner()", "print('never')"]
     running = start(place, cells, "--packages", "auto", "--json", "run.json")

@@ -135,7 +135,7 @@ def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(na
 @pytest.mark.parametrize(
     ("word", "how", "ranks", "master"),
     [
-        ("job", "delete", 2, None),
+        nightly("job", "delete", 2, None),
         nightly("job", "delete", 1, None),
         nightly("job", "kill", 2, None),
         nightly("pytorch", "delete", 2, None),

@@ -243,6 +243,7 @@ def test_another_users_job_is_seen_and_its_result_only_with_trust(on, tmp_path):
     job.delete()
 
 
+@pytest.mark.nightly
 def test_a_job_that_another_user_cancels_is_not_restarted(on, tmp_path):
     """Without the key they can only stop its containers, which looks like a loss."""
     job = flat.launch(hang, number_of_processes=2, max_restarts=1, **on)

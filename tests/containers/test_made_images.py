@@ -47,6 +47,7 @@ def test_without_a_registry_it_is_built_in_the_engine(settings):
     assert results == ["0.8.0"] * 2
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_submitted_again_has_the_image_that_was_made(settings, image, capfd):
     settings.setenv("KALE_DIST_REGISTRY", f"{image.partition('/')[0]}/test-{uuid.uuid4().hex[:8]}")
     first = flat.launch(einops_version, number_of_processes=1, on="docker", packages=[PACKAGE])

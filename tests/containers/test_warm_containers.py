@@ -86,6 +86,7 @@ def test_a_run_whose_head_is_lost_is_followed_by_one_in_other_containers(engine,
     assert (job.status.attempt, len(warm_sets())) == (1, 2)
 
 
+@pytest.mark.nightly
 def test_warm_containers_outlive_the_commands_that_use_them(engine, on, plain_image, tmp_path):
     """A script makes them; `kale-dist launch` and `kale-dist run`, each a process of its own, use them at once."""
     place = f"kd.Docker(image={plain_image!r}, keep_warm='2 min')"

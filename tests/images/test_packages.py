@@ -58,6 +58,7 @@ def texts(made):
     }
 
 
+@pytest.mark.newest
 def test_what_the_base_has_is_not_fetched_and_torch_brings_nothing_along(house, install):
     house.wheel("kdmetrics", requires=["torch>=2", "numpy", "kdtools>=1"])
     house.wheel("kdtools", "1.5")
@@ -135,6 +136,7 @@ def test_wheels_are_chosen_for_the_bases_c_library(house, install, libc, wanted)
     assert names(install("kdnative", facts=dataclasses.replace(FACTS, libc=libc))) == [f"kdnative {wanted}"]
 
 
+@pytest.mark.newest
 def test_source_that_is_pure_python_is_built_for_an_image_like_this_machine(house, install):
     house.source("kdsource", "1.2")
     like_this = dataclasses.replace(FACTS, python=".".join(map(str, sys.version_info[:3])))
@@ -210,6 +212,7 @@ def test_without_uv_the_remedy_is_named(install, monkeypatch):
         install("kdthing")
 
 
+@pytest.mark.newest
 def test_files_lie_below_one_folder_and_scripts_name_the_bases_python(house, install):
     house.wheel(
         "kdthing",

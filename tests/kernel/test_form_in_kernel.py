@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.newest
+
 NOTEBOOK = """
 from torch.utils.data import DataLoader, TensorDataset
 loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.randn(64, 1)), batch_size=8)

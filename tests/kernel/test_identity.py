@@ -1,5 +1,9 @@
 """What a notebook may count on: its own classes, functions and globals stay its own."""
 
+import pytest
+
+pytestmark = pytest.mark.newest
+
 
 def test_the_call_returns_before_anything_runs_and_later_cells_change_nothing(kernel):
     kernel.good("factor = 2\ndef scaled(x):\n    return factor * x, helper(x)\ndef helper(x):\n    return x + 1")

@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.newest
+
 CHATTY = """
 def chatter(seconds):
     import time

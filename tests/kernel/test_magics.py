@@ -16,6 +16,7 @@ def value(reply):
     return reply.shown[-1]["text/plain"] if reply.shown else ""
 
 
+@pytest.mark.newest
 def test_a_cell_runs_on_every_rank_and_its_last_expression_comes_back(kernel):
     kernel.good("x = 10\ndef scaled(a):\n    return a * x")
     reply = kernel(
@@ -126,6 +127,7 @@ def test_jobs_are_listed_found_again_and_their_logs_read(kernel, spoken):
     assert kernel.good("%cancel spoken").startswith("local://spoken: Succeeded")
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("line", "offered"), [("%attach lo", "local://spoken"), ("%attach local://sp", "//spoken")])
 def test_completion(kernel, spoken, line, offered):
     reply = kernel.client.complete(line, reply=True, timeout=30)

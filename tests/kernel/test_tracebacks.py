@@ -46,6 +46,7 @@ def shown(reply):
     return reply.traceback
 
 
+@pytest.mark.newest
 def test_a_wrong_argument_shows_the_users_lines_and_the_sentence(notebook):
     reply = notebook("helper(-1)")
     sentence = "number_of_processes: -1 is neither a whole number of 1 or more nor a range of two, the smaller first. Give an int such as 4, or on a cluster a range such as (2, 8)"
@@ -57,6 +58,7 @@ def test_a_wrong_argument_shows_the_users_lines_and_the_sentence(notebook):
     assert "return kd.launch(work, number_of_processes=count)" in text
 
 
+@pytest.mark.newest
 def test_it_is_written_as_ipython_writes_any_other(notebook):
     header = notebook("1 / 0").coloured.splitlines()[0]
     ours = notebook("helper(-1)").coloured
@@ -80,6 +82,7 @@ def test_the_users_choice_of_a_mode_holds(notebook, mode, lines):
     assert [line for line in lines if line in text] == lines
 
 
+@pytest.mark.newest
 def test_what_the_users_own_code_raised_below_stays(notebook):
     reply = notebook("kd.launch(print, Closed())")
     text = shown(reply)
@@ -104,6 +107,7 @@ def test_causes_within_the_library_are_not_shown(notebook):
     assert "The above exception" not in shown(reply)
 
 
+@pytest.mark.newest
 def test_a_ranks_own_traceback_stays_as_it_is(notebook):
     reply = notebook("def fail():\n    return {}['absent']\nkd.launch(fail, number_of_processes=1).result()")
     text = shown(reply)
@@ -161,6 +165,7 @@ def defined(notebook, code):
     return notebook.good(f"{code}\nprint(len(In) - 1)")
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("function", "line", "name"),
     [
@@ -178,6 +183,7 @@ def test_a_ranks_error_has_the_lines_of_its_cell(notebook, function, line, name)
     assert f'File "Cell In[{number}]", line {line}, in {name}\n    {SHAPES.splitlines()[line - 1].strip()}\n' in text
 
 
+@pytest.mark.newest
 def test_of_two_cells_that_define_the_same_name_each_has_its_own_lines(notebook):
     first = defined(notebook, "def same(row):\n    return row['first']")
     notebook.good("before = same")
@@ -188,6 +194,7 @@ def test_of_two_cells_that_define_the_same_name_each_has_its_own_lines(notebook)
     assert f"File \"Cell In[{second}]\", line 3, in same\n    return row['second']\n" in text
 
 
+@pytest.mark.newest
 def test_the_box_of_a_failure_names_cell_and_line(notebook):
     number = defined(notebook, SHAPES)
     reply = notebook("job = kd.launch(nested, {}, number_of_processes=1)\njob.wait()\njob")
@@ -195,6 +202,7 @@ def test_the_box_of_a_failure_names_cell_and_line(notebook):
     assert f"Rank 0 in Cell In[{number}]:5 in inner    return row[\"nested\"]KeyError: 'nested'" in text
 
 
+@pytest.mark.newest
 def test_a_rank_reads_the_sources_of_cells(notebook):
     notebook.good(SHAPES)
     notebook.good("def read():\n    import inspect\n    return [inspect.getsource(one) for one in (Table, decorated)]")
@@ -211,6 +219,7 @@ def test_what_a_rank_has_made_has_the_lines_of_its_cell_in_the_notebook(notebook
         assert f"\n----> {line} {MAKES.splitlines()[line - 1]}\n" in text
 
 
+@pytest.mark.newest
 def test_everything_is_shown_where_the_user_asks_for_it(notebook):
     notebook.good("%xmode --show")
     everything = notebook("kd.launch(print, Closed())").traceback

@@ -24,10 +24,8 @@ IN_CONTAINERS = {"packages"}
 
 
 def listed():
-    return [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] if path.stem in NIGHTLY else [])
-        for path in NOTEBOOKS
-    ]
+    marks = {**dict.fromkeys(NIGHTLY, pytest.mark.nightly), "digits": pytest.mark.newest}
+    return [pytest.param(path, id=path.stem, marks=marks.get(path.stem, [])) for path in NOTEBOOKS]
 
 
 @pytest.fixture(scope="module", params=listed())

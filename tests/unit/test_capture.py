@@ -23,6 +23,7 @@ def names_in(folder):
     return [path.name for path in folder.iterdir()]
 
 
+@pytest.mark.newest
 def test_functions_see_globals_helpers_closures_and_classes_of_other_cells(tmp_path):
     play(
         tmp_path,
@@ -47,6 +48,7 @@ def test_loggers_and_text_files_that_are_read_travel(tmp_path):
     )
 
 
+@pytest.mark.newest
 def test_main_in_the_rank_is_like_the_notebooks(tmp_path):
     printed = play(
         tmp_path,
@@ -276,6 +278,7 @@ def test_environment_names_of_ipython_do_not_drag_the_shell_along(tmp_path):
     )
 
 
+@pytest.mark.newest
 def test_an_exception_comes_back_as_itself_with_cell_lines(tmp_path):
     printed = play(
         tmp_path,
@@ -346,6 +349,7 @@ def test_a_snapshot_of_a_large_model_takes_almost_no_memory():
     assert json.loads(done.stdout)["extra"] <= 0.05
 
 
+@pytest.mark.newest
 def test_cells_of_a_real_shell_are_named_as_the_user_knows_them(tmp_path):
     pytest.importorskip("IPython")
     play(

@@ -18,6 +18,8 @@ from kale_dist.job.spec.resources import Resources
 from kale_dist.places import manifests
 from kale_dist.places.kubernetes import checks, client
 
+pytestmark = pytest.mark.newest
+
 JOBS = "/apis/kubeflow.org/v1/namespaces/team/pytorchjobs"
 PODS, SECRETS, NODES = "/api/v1/namespaces/team/pods", "/api/v1/namespaces/team/secrets", "/api/v1/nodes"
 MAY = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"

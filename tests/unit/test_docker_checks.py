@@ -10,6 +10,8 @@ from kale_dist.calls import request, verbs
 from kale_dist.errors import BackendError, ConfigError
 from kale_dist.job.spec.volumes import Volume, VolumeKind, of_containers
 
+pytestmark = pytest.mark.newest
+
 pytest.importorskip("docker")
 
 

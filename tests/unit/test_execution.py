@@ -63,6 +63,7 @@ def story(tmp_path_factory):
     return running.returncode, out.splitlines(), err, nbformat.read(folder / "new" / "out.ipynb", as_version=4)
 
 
+@pytest.mark.newest
 def test_a_failing_cell_ends_it_with_1_and_its_traceback_comes_last(story):
     code, _, errors, _ = story
     assert code == 1
@@ -101,6 +102,7 @@ def test_what_cells_print_and_what_ranks_log_comes_in_whole_lines_and_in_order(s
     assert lines.index("[1] step 39") < ended < lines.index("after the job")
 
 
+@pytest.mark.newest
 def test_the_executed_notebook_is_kept_with_the_jobs_last_state(story):
     cells = story[3].cells
     (picture,) = cells[2].outputs
@@ -161,6 +163,7 @@ def test_a_log_that_a_cell_streams_is_shown_once_and_a_job_that_nobody_waits_for
     assert [line for line in streamed.splitlines() if line.startswith("[0] step")] == [*steps, "[0] step 3"]
 
 
+@pytest.mark.newest
 def test_the_kernels_death_is_told(tmp_path):
     path = write(tmp_path / "a.ipynb", "print('last words', flush=True)", "import os\nos._exit(3)")
     running = start(path, cwd=tmp_path)

@@ -115,10 +115,10 @@ def test_a_training_in_a_notebook_with_a_default_device_is_as_any_other(tmp_path
     "switch",
     [
         "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-        "torch.set_float32_matmul_precision('high')",
         *(
             pytest.param(switch, marks=pytest.mark.nightly)
             for switch in (
+                "torch.set_float32_matmul_precision('high')",
                 "torch.backends.fp32_precision = 'tf32'",
                 "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
                 "torch.backends.cudnn.rnn.fp32_precision = 'ieee'",

@@ -12,6 +12,8 @@ import websocket
 
 from kale_dist.places.kubernetes.port_forward import PodConnection
 
+pytestmark = pytest.mark.newest
+
 
 def test_shutdown_wakes_a_thread_that_reads_and_leaves_the_closing_to_it():
     closers = []

@@ -48,6 +48,7 @@ def sweep(call=job_of, **options):
     return kd.sweep(call, **{"metric": "report/loss", "trials": 4, **options})
 
 
+@pytest.mark.newest
 def test_the_best_trial_has_its_parameters_its_value_and_its_job():
     grid = optuna.samplers.GridSampler({"x": [-4.0, 2.0, 5.0]})
     found = sweep(sampler=grid, trials=3)
@@ -66,6 +67,7 @@ def test_a_name_whose_trials_are_all_done_is_told_that_nothing_runs():
         assert sweep(name="done", storage=storage, trials=1).wait().number == 0
 
 
+@pytest.mark.newest
 def test_a_trial_that_does_badly_is_pruned_and_its_job_cancelled():
     grid = optuna.samplers.GridSampler({"x": [2.0, 9.0]}, seed=0)
     found = sweep(

@@ -54,6 +54,7 @@ def expected(job):
     return found
 
 
+@pytest.mark.newest
 def test_tensorboard_has_every_metric_when_wait_returns(tmp_path):
     job = train(TensorBoard(folder=str(tmp_path)))
     job.wait(120)

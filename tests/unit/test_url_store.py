@@ -16,6 +16,8 @@ from kale_dist.errors import StoreError
 from kale_dist.wire.blobs import FolderStore, digest_of
 from kale_dist.wire.url_store import UrlStore
 
+pytestmark = pytest.mark.newest
+
 fsspec = pytest.importorskip("fsspec")
 
 
