@@ -333,11 +333,13 @@ def test_interrupts_is_interactive():
 
 
 def test_widget_has_subshells():
+    pytest.importorskip("ipykernel", minversion="7")  # 6 has none
     kernelbase = pytest.importorskip("ipykernel.kernelbase")
     check(kernelbase.Kernel, "_supports_kernel_subshells")
 
 
 def test_widget_of_no_cell():
+    pytest.importorskip("ipykernel", minversion="7")
     kernelbase = pytest.importorskip("ipykernel.kernelbase")
     source_has(kernelbase.Kernel.__init__, "self._shell_parent")
 
