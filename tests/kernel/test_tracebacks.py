@@ -197,8 +197,9 @@ def test_of_two_cells_that_define_the_same_name_each_has_its_own_lines(notebook)
 @pytest.mark.newest
 def test_the_box_of_a_failure_names_cell_and_line(notebook):
     number = defined(notebook, SHAPES)
-    reply = notebook("job = kd.launch(nested, {}, number_of_processes=1)\njob.wait()\njob")
-    text = html.unescape(re.sub("<.*?>", "", reply.shown[-1]["text/html"]))
+    notebook("job = kd.launch(nested, {}, number_of_processes=1)\njob.wait()")
+    shown = notebook.good("print(job._repr_mimebundle_()['text/html'])")
+    text = html.unescape(re.sub("<.*?>", "", shown))
     assert f"Rank 0 in Cell In[{number}]:5 in inner    return row[\"nested\"]KeyError: 'nested'" in text
 
 
