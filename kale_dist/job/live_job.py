@@ -230,7 +230,7 @@ class LiveJob(Job[None]):
         """End the ranks, and return the job's last status. A cell that still runs in another thread is ended, too."""
         # Ranks that are starting hear nothing.
         if self.status.state is StateName.RUNNING:
-            self._backend.tell(self._ref, -1, {"live": {"end": True}})
+            self._backend.tell(self._ref, -1, {"live": {"end": True, "attempt": self.status.attempt}})
             with contextlib.suppress(WaitTimeoutError):
                 self._watcher.wait(self._ref, _STOP_S)
         if not self.done():
@@ -260,7 +260,7 @@ class LiveJob(Job[None]):
         """Send the ranks a message, and wait for the answers of some of them."""
         self._number += 1
         name = secrets.token_hex(8)
-        told = {**message, "number": self._number, "name": name, "ranks": list(ranks)}
+        told = {**message, "number": self._number, "name": name, "ranks": list(ranks), "attempt": self._attempt}
         found = self._answers[name] = {}
         is_stopped = False
         try:
@@ -337,7 +337,9 @@ class LiveJob(Job[None]):
             if (at := waiting.get(replica.rank)) is not None:
                 self._backend.tell(self._ref, replica.rank, {"prompt": at.prompt, "input": "q"})
             else:
-                self._backend.tell(self._ref, replica.rank, {"live": {"interrupt": self._number}})
+                self._backend.tell(
+                    self._ref, replica.rank, {"live": {"interrupt": self._number, "attempt": self._attempt}}
+                )
         self._interrupted_at = now
         return False
 

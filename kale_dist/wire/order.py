@@ -270,7 +270,7 @@ class Attempt:
     members: tuple[Member, ...]
     """The head's agent first, in the order of their ranks."""
     port: int
-    """Where rank 0's store listens."""
+    """MASTER_PORT: where rank 0's store listens. On one machine nobody does: the store is a file there."""
     seed: int
     """Rank 0's; rank r gets seed + r."""
 
@@ -282,7 +282,7 @@ class Attempt:
             order: The job. Its `sizes` say how many ranks there may be.
             agents: Numbers of the agents that are ready, the head's first; the last ones may get no rank.
             number: The attempt's.
-            port: Where rank 0's store listens.
+            port: MASTER_PORT.
             seed: Rank 0's.
         """
         ready, members, per = tuple(agents), [], order.processes_per_agent
@@ -295,6 +295,11 @@ class Attempt:
     def world_size(self) -> int:
         """How many ranks it has."""
         return sum(member.processes for member in self.members)
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all ranks are one agent's: then nothing of theirs listens to other machines, nor to other users."""
+        return len(self.members) == 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,4 +329,4 @@ class Assignment:
     @property
     def master_addr(self) -> str:
         """Where rank 0's store is."""
-        return self.order.head if len(self.attempt.members) > 1 else "127.0.0.1"
+        return "127.0.0.1" if self.attempt.is_on_one_machine else self.order.head

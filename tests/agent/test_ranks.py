@@ -349,6 +349,31 @@ def test_rpc_over_an_address_of_its_own(jobs):
     assert job.outcome(1).value == [2.0, 2.0]
 
 
+def test_code_opens_stores_of_its_own_at_master_port_as_under_plain_torch(jobs):
+    def remote():
+        import torch
+        from torch.distributed import rpc
+
+        rank = int(os.environ["RANK"])
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+        value = rpc.rpc_sync(f"worker{1 - rank}", torch.add, args=(torch.ones(2), rank))
+        rpc.shutdown()
+        return value.tolist()
+
+    def by_hand():
+        from torch.distributed import TCPStore
+
+        rank, address = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store = TCPStore(*address, 2, is_master=rank == 0)
+        store.set(f"from {rank}", str(rank))
+        return store.get(f"from {1 - rank}")
+
+    for function, expected in ((remote, [2.0, 2.0]), (by_hand, b"0")):
+        job = jobs.run(function)
+        assert job.wait()["state"] == "succeeded"
+        assert job.outcome(1).value == expected
+
+
 def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
     from torch.distributed import destroy_process_group, init_process_group
 

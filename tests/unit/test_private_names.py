@@ -598,6 +598,8 @@ def test_ghosts_ghosts_enter():
 def test_group_keptgroup_replace_functions():
     for name in ("init_process_group", "destroy_process_group"):
         assert getattr(dist, name) is getattr(c10d, name), f"torch.distributed.{name} comes from another module"
+    for makes_groups in (c10d.init_process_group, c10d._new_group_with_tag):
+        source_has(makes_groups, "_new_process_group_helper(")
 
 
 def test_group_keptgroup_replace_store():

@@ -155,7 +155,8 @@ class Agent:
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Do what a peer asks for until it leaves. Its messages are JSON, one a line."""
         found = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(found)[1] not in (os.geteuid(), 0):
+        pid, user, _ = _CREDENTIALS.unpack(found)
+        if user != os.geteuid() or (user == 0 and not processes.shares_files(pid)):
             writer.close()
             return
         self._peers.add(writer)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
-import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -109,11 +108,11 @@ class RunningAttempt:
         self._changed = asyncio.Event()
         self._watch: HangWatch | None = None
 
-    async def run(self, listener: socket.socket) -> Verdict:
+    async def run(self, stores: list[int]) -> Verdict:
         """Start the ranks, wait until it is decided how they end, and end those that are left.
 
         Args:
-            listener: What rank 0's store listens on.
+            stores: Descriptors by which the first ranks open their store; closed once they have them.
 
         Returns:
             How the attempt ended. No rank is left.
@@ -132,7 +131,7 @@ class RunningAttempt:
         )
         try:
             usage.start()
-            self._start_ranks(listener)
+            self._start_ranks(stores)
             verdict = await self._judge()
             self._go_on()
         finally:
@@ -199,14 +198,14 @@ class RunningAttempt:
 
     # -- the task, step by step ---------------------------------------------------------------------------------------
 
-    def _start_ranks(self, listener: socket.socket) -> None:
+    def _start_ranks(self, stores: list[int]) -> None:
         site, attempt = self._site, self._attempt
         if site.relays is not None:
             site.relays.spawn(attempt, self.ranks)
         for rank in self._near:
             rank.process = process = site.pool.take()
             assignment = Assignment(order=site.order, attempt=attempt, rank=rank.rank)
-            process.start(rank, assignment, listener if rank.rank == 0 else None, is_limited=site.is_limited)
+            process.start(rank, assignment, stores.pop(0) if stores else None, is_limited=site.is_limited)
         if site.mpirun is not None:
             site.mpirun.start(attempt)
 

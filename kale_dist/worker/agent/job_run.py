@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import pathlib
 import secrets
 import socket
@@ -337,40 +338,39 @@ class JobRun:
             loading.stage_modules(
                 FolderStore(pathlib.Path(order.store)), order.snapshot, JobFiles(order.folder).modules
             )
-            listener = self._listen()
+            attempt = Attempt.form(order, self._agents, number=writer.attempt, port=self._port, seed=self._seed)
+            stores = _own_stores(attempt) if attempt.is_on_one_machine else [self._listen()]
+            attempt = dataclasses.replace(attempt, port=self._port or _free_port())
         except (OSError, KaleDistError) as error:
             return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, f"The ranks could not be started: {error}")
         self._has_started = True
-        number, port = writer.attempt, listener.getsockname()[1]
-        attempt = Attempt.form(order, self._agents, number=number, port=port, seed=self._seed)
         writer.event(EventKind.ATTEMPT, members=[dataclasses.asdict(member) for member in attempt.members])
         self._running = running = RunningAttempt(site, attempt, self._all_are_forked, is_last=self._is_last)
         try:
-            return await running.run(listener)
+            return await running.run(stores)
         finally:
             self._running, self._lost = None, tuple(rank.rank for rank in running.lost)
             if self._growth is not None:
                 self._growth.cancel()
                 self._growth = None
 
-    def _listen(self) -> socket.socket:
-        """Open the port of rank 0's store, so that no rank ever finds it closed.
+    def _listen(self) -> int:
+        """Open the port of rank 0's store to the other machines, so that no rank ever finds it closed; gives its descriptor.
 
         Raises:
             OSError: The port is taken. In an attempt after the first another one is opened instead.
         """
         backlog = max(128, self.order.number_of_processes)
-        address = "" if self._port else "127.0.0.1"
         try:
-            listener = open_port(address, self._port, backlog)
+            listener = open_port("", self._port, backlog)
         except OSError:
             # A process that the lost rank has left behind may hold it.
             if not self._site.writer.attempt:
                 raise
-            listener = open_port(address, 0, backlog)
+            listener = open_port("", 0, backlog)
         listener.settimeout(0)
         self._port = listener.getsockname()[1]
-        return listener
+        return listener.detach()
 
     def _all_are_forked(self) -> None:
         """All ranks of an attempt have a process. The time of all attempts together is limited."""
@@ -380,6 +380,21 @@ class JobRun:
             told = f"The job ran longer than its timeout_s of {limit_s:g} s. Give it more time, or leave timeout_s out"
             end = functools.partial(self.fail, FailureCause.TIMEOUT, told)
             self._deadline = self._site.loop.call_later(limit_s, self.save_first, end)
+
+
+def _own_stores(attempt: Attempt) -> list[int]:
+    """Where the ranks of one machine find each other: a descriptor for each, of a file that has no name, so that no other user can open it."""
+    store = os.memfd_create("kale_dist store")
+    try:
+        return [os.dup(store) for _ in range(attempt.world_size)]
+    finally:
+        os.close(store)
+
+
+def _free_port() -> int:
+    """A port of the loopback interface on which nobody listens: for stores that the user's code makes there."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def open_port(host: str, port: int, backlog: int) -> socket.socket:

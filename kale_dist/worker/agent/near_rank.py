@@ -66,7 +66,7 @@ class NearRank:
         self.is_discarded = False
         self._loop = loop
         self._listener: Listener | None = None
-        self._assignment: tuple[bytes, socket.socket | None] | None = None
+        self._assignment: tuple[bytes, int | None] | None = None
         self._child: list[int] = []
         self._own: list[int] = []
         self._control: socket.socket | None = None
@@ -148,25 +148,24 @@ class NearRank:
             self._control.close()
             self._control = None
         if self._assignment is not None and self._assignment[1] is not None:
-            self._assignment[1].close()
+            os.close(self._assignment[1])
             self._assignment = None
 
     # -- its owner's side --------------------------------------------------------------------------------------------
 
-    def start(
-        self, listener: Listener, assignment: Assignment, port: socket.socket | None, *, is_limited: bool = False
-    ) -> None:
+    def start(self, listener: Listener, assignment: Assignment, store: int | None, *, is_limited: bool = False) -> None:
         """Give the rank its assignment, as soon as it has a process.
 
         Args:
             listener: Gets its output and events.
             assignment: What it is to do.
-            port: The socket that rank 0's store listens on; closed here once it is the rank's.
+            store: Descriptor by which the rank opens the ranks' store: what it listens on, or the file that it is; closed here once it is
+                the rank's. None: it connects to rank 0's.
             is_limited: Whether its output is rate-limited.
         """
         self._listener = listener
         self._is_limited = is_limited
-        self._assignment = (wire.encode_json(assignment), port)
+        self._assignment = (wire.encode_json(assignment), store)
         if self.pid:
             # Not at once: the caller is still starting others.
             self._loop.call_soon(self._begin)
@@ -208,15 +207,15 @@ class NearRank:
         """Hand over the assignment and begin to read."""
         if self._assignment is None or self._control is None or self._listener is None:
             return
-        (data, port), self._assignment = self._assignment, None
+        (data, store), self._assignment = self._assignment, None
         self._kills = usage.kills()
         sent = 0
         # A rank that has just been killed does not take it; its end follows.
         with contextlib.suppress(OSError):
-            sent = socket.send_fds(self._control, [data], [port.fileno()] if port is not None else [])
-        if port is not None:
-            # From here the port belongs to rank 0 alone: with it, it closes.
-            port.close()
+            sent = socket.send_fds(self._control, [data], [store] if store is not None else [])
+        if store is not None:
+            # From here a port belongs to rank 0 alone: with it, it closes.
+            os.close(store)
         stdout, stderr, events, stacks = self._own
         pipes = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
         self._output = RankOutput(self._loop, pipes, events, self._listener, is_limited=self._is_limited)

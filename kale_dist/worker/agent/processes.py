@@ -155,6 +155,14 @@ def _is_of(pid: int, job: str) -> bool:
         return False
 
 
+def shares_files(pid: int) -> bool:
+    """Whether a process is in no other container than this one: root of a container that has the machine's network is another."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/ns/mnt").samefile("/proc/self/ns/mnt")
+    except OSError:
+        return False
+
+
 def signal_group(group: int, number: int) -> None:
     """Send a signal to a process group; nothing if it is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -23,6 +23,7 @@ from typing import Any
 
 from kale_dist.errors import ConfigError, ContractError
 from kale_dist.wire import Assignment, context
+from kale_dist.worker.rank import peers, process_state
 
 TIMEOUT = dt.timedelta(days=7)
 """Torch's own limits must not end a job: telling a hang from slow work is the agent's task."""
@@ -78,26 +79,31 @@ class KeptGroup:
         self._has_other_store = False
         self._replace_functions()
 
-    def open(self, listener: int | None, give_up: Callable[[BaseException], None]) -> None:
+    def open(self, descriptor: int | None, give_up: Callable[[BaseException], None]) -> None:
         """Make the group, and with CUDA connect all ranks over NCCL.
 
         Args:
-            listener: Descriptor of the store's listening socket, for rank 0; None for the others.
+            descriptor: Of the file that the store is, on one machine; else of its listening socket, for rank 0, and None for the others.
             give_up: Called in another thread, and not to return, if the ranks do not connect.
         """
         import torch
         import torch.distributed as dist
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # public, and imported there from torch._C
+        from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined] # public, and imported there from torch._C
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        self.store = TCPStore(
-            self._assignment.master_addr,
-            self._attempt.port,
-            is_master=listener is not None,
-            timeout=TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener,
-        )
+        if self._attempt.is_on_one_machine:
+            self.store = FileStore(f"/proc/self/fd/{descriptor}", self._world_size)
+            self.store.set_timeout(TIMEOUT)
+            self._warn_of_interfaces()
+        else:
+            self.store = TCPStore(
+                self._assignment.master_addr,
+                self._attempt.port,
+                is_master=descriptor is not None,
+                timeout=TIMEOUT,
+                wait_for_workers=False,
+                master_listen_fd=descriptor,
+            )
         store = PrefixStore(f"kale_dist/{self._attempt.number}", self.store)
         given: dict[str, Any] = {"rank": self._rank, "world_size": self._world_size, "timeout": TIMEOUT}
         if self._cuda:
@@ -192,11 +198,13 @@ class KeptGroup:
             replacement = make(getattr(c10d, name))
             setattr(c10d, name, replacement)
             setattr(dist, name, replacement)
+        # All that makes groups calls it.
+        c10d._new_process_group_helper = self.guarded(c10d._new_process_group_helper)  # noqa: SLF001
         self._replace_store()
         _replace_spawn()
 
     def _replace_store(self) -> None:
-        """Let rank 0 open a store at any other port than ours: `init_rpc(init_method="tcp://...")` waits for one.
+        """Between machines, let rank 0 open a store at any other port than ours: `init_rpc(init_method="tcp://...")` waits for one.
 
         TORCHELASTIC_USE_AGENT_STORE tells torch that a store listens already, wherever it is asked to connect to.
         """
@@ -205,11 +213,32 @@ class KeptGroup:
 
         @functools.wraps(original)
         def create(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
-            module._torchelastic_use_agent_store = lambda: port == self._attempt.port  # noqa: SLF001 - read by the original
+            if not self._attempt.is_on_one_machine:
+                module._torchelastic_use_agent_store = lambda: port == self._attempt.port  # noqa: SLF001 - read by the original
             self._has_other_store = True
             return original(hostname, port, *args, **kwargs)
 
         module._create_c10d_store = create  # noqa: SLF001
+
+    def guarded(self, connect: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that connects ranks; on one machine it refuses connections to other users' processes, as `peers.check` does."""
+        if not self._attempt.is_on_one_machine:
+            return connect
+
+        @functools.wraps(connect)
+        def connect_to_own(*args: Any, **kwargs: Any) -> Any:
+            before = peers.sockets()
+            made = connect(*args, **kwargs)
+            peers.check(before)
+            return made
+
+        return connect_to_own
+
+    def _warn_of_interfaces(self) -> None:
+        for name in process_state.ONLY_LOOPBACK:
+            if not self._rank and os.environ[name] != "lo":
+                text = f"{name}={os.environ[name]} lets more than this machine connect to the ranks, which ask nobody who connects. Leave it out"
+                context.say(text, warns=True)
 
     def _make_init(self, original: Callable[..., None]) -> Callable[..., None]:
         self._init = original

@@ -2,6 +2,7 @@
 
 The notebook sends messages `{"live": {...}}`, to all ranks of a job at once:
 
+    attempt     the ranks that it is for: another attempt's do nothing
     number, name, and one of    `number` is higher than that of any message before, `name` is random
         source, file, label, ranks   run a cell in these ranks
         load                         put what a snapshot has into the ranks' names
@@ -135,6 +136,8 @@ class LiveRank:
 
     def _take(self, message: dict[str, Any]) -> None:
         number = int(message.get("number") or 0)
+        if message.get("attempt", self._attempt) != self._attempt:
+            return
         if "end" in message:
             self._messages.put(None)
         elif number and number > self._last[0]:
@@ -183,7 +186,7 @@ class LiveRank:
             if "load" in message:
                 return {"ok": True, "loaded": self._load(message["load"])}
             if "repair" in message:
-                repair.renew(self._group.store, int(message["repair"]))
+                self._group.guarded(repair.renew)(self._group.store, int(message["repair"]))
                 return {"ok": True, "repaired": message["repair"]}
             if "give" in message:
                 self._give(str(message["give"]), message["name"])

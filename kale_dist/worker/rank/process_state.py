@@ -25,6 +25,9 @@ from kale_dist.snapshot import loading
 from kale_dist.wire import Assignment, ProcessState
 from kale_dist.worker.agent import processes
 
+ONLY_LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the network interface of the ranks' own connections."""
+
 _LIMITS = tuple(sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}))
 
 Flag = tuple[str, str | int | float | bool]
@@ -134,16 +137,19 @@ def set_torchrun_environment(assignment: Assignment) -> None:
             processes.JOB_VARIABLE: order.job,
             "TORCHELASTIC_RESTART_COUNT": str(attempt.number),
             "TORCHELASTIC_MAX_RESTARTS": str(order.policy.max_restarts),
-            # Code that makes a store from the environment must join rank 0's, not open another at the same port.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
     )
     if not order.cuda:
         # Accelerate leaves ranks without an accelerator alone, each with all data, unless it is told that this is meant.
         os.environ.setdefault("ACCELERATE_USE_CPU", "True")
-    if len(attempt.members) == 1:
-        # The machine's name may resolve to an address that is not listened on.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if attempt.is_on_one_machine:
+        # Only this machine's processes are to reach the ranks, and the machine's name may resolve to an address that is not listened on.
+        for name in ONLY_LOOPBACK:
+            os.environ.setdefault(name, "lo")
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    else:
+        # Code that makes a store from the environment must join rank 0's, not open another at the same port.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 
 
 def set_threads(assignment: Assignment) -> int:

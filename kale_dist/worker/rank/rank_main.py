@@ -66,14 +66,14 @@ def run(descriptors: Descriptors) -> NoReturn:
     if received is None:
         os._exit(0)
     control.say({"received": True})
-    assignment, listener = received
-    code = _carry_out(control, descriptors.events, assignment, listener)
+    assignment, store = received
+    code = _carry_out(control, descriptors.events, assignment, store)
     if assignment.order.mpi and not code:
         atexit.register(mpi.leave)
     _end(code)
 
 
-def _carry_out(control: Control, events: int, assignment: Assignment, listener: int | None) -> int:
+def _carry_out(control: Control, events: int, assignment: Assignment, store: int | None) -> int:
     """Run the job's function and write the outcome; gives the exit code once the agent lets this rank go."""
     from kale_dist.snapshot import outcome
     from kale_dist.worker.rank import group
@@ -103,7 +103,7 @@ def _carry_out(control: Control, events: int, assignment: Assignment, listener: 
             loaded = loading.load(FolderStore(pathlib.Path(order.store)), order.snapshot, modules=files.modules)
             references = loaded.references
             if hidden is not None:
-                hidden.open(listener, give_up)
+                hidden.open(store, give_up)
             kept = hidden
             control.say({"running": True})
             module = getattr(loaded.fn, "__module__", "")
@@ -225,8 +225,8 @@ class Control:
         self._is_asked_to_save = False
 
     def receive_assignment(self) -> tuple[Assignment, int | None] | None:
-        """The assignment and, for rank 0, the descriptor its store listens on. None if the agent has no use for us."""
-        self._pending, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
+        """The assignment and, if there is one, the descriptor by which it opens its store. None if the agent has no use for us."""
+        self._pending, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
         message = self.hear() if self._pending else None
         return None if message is None else (wire.decode(Assignment, message), descriptors[0] if descriptors else None)
 

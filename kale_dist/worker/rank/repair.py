@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import pathlib
 import socket
 from typing import Any
 
+from kale_dist.worker.rank import peers
 from kale_dist.worker.rank.group import TIMEOUT, collectives, process_groups
 
 _FIRST_TYPE = 7
@@ -24,12 +24,11 @@ def cut(store_port: int) -> None:
     Args:
         store_port: Where the store listens.
     """
-    # Connections that Python code has opened: a tracker's, a data set's.
-    own = {one.fileno() for one in gc.get_objects() if isinstance(one, socket.socket)}
-    for number in [int(path.name) for path in pathlib.Path("/proc/self/fd").iterdir()]:
+    own = peers.of_python()
+    for number in peers.sockets().values():
         if number in own:
             continue
-        # What is no socket raises.
+        # What is closed by now raises.
         with contextlib.suppress(OSError):
             found = socket.socket(fileno=number)
             try:

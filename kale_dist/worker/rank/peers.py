@@ -1,0 +1,105 @@
+"""Whose processes the ranks of one machine are connected to: gloo asks nobody who connects, and takes him for a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pathlib
+import socket
+import struct
+import time
+
+from kale_dist.errors import ContractError
+from kale_dist.wire import context
+
+ANSWER_S = 10.0
+"""In which another rank accepts a connection; it takes milliseconds."""
+
+_LOOK_EACH_S = 0.02
+_LOOPBACK = ("127.", "::1", "::ffff:127.")
+_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _IS_REQUEST, _IS_ERROR = 4, 20, 1, 2
+_ADDRESSES = struct.Struct("!HH16s16s")
+_ENOENT = 2
+
+Address = tuple[str, int]
+
+
+def sockets() -> dict[str, int]:
+    """The sockets of this process: inodes and descriptors."""
+    found = {}
+    for path in pathlib.Path("/proc/self/fd").iterdir():
+        # The descriptor by which the folder is read is closed by now.
+        with contextlib.suppress(OSError):
+            before, _, inode = str(path.readlink()).partition("socket:[")
+            if not before:
+                found[inode.rstrip("]")] = int(path.name)
+    return found
+
+
+def of_python() -> set[int]:
+    """The descriptors of sockets that Python code has opened: a tracker's, a data set's."""
+    return {one.fileno() for one in gc.get_objects() if isinstance(one, socket.socket)}
+
+
+def check(before: dict[str, int]) -> None:
+    """Refuse new connections to processes of other users of this machine.
+
+    Args:
+        before: `sockets()` before the connections were made.
+
+    Raises:
+        ContractError: There is one.
+    """
+    give_up_at = time.monotonic() + ANSWER_S
+    try:
+        for descriptor in [number for inode, number in sockets().items() if inode not in before]:
+            if (ends := _ends(descriptor)) is None:
+                continue
+            while (user := _user_at(*ends)) is None and time.monotonic() < give_up_at:
+                time.sleep(_LOOK_EACH_S)
+            # Another thread of the user's code may just have connected to something of its own.
+            if user != os.geteuid() and descriptor not in of_python():
+                raise ContractError(
+                    f"A process of another user of this machine (uid {'unknown' if user is None else user}) has connected to a rank in another"
+                    " rank's place, and got nothing from it. Call again, and if this happens again, find out who that is"
+                )
+    except OSError as error:
+        context.say(f"It cannot be checked whose processes the ranks are connected to: {error}", warns=True)
+
+
+def _ends(descriptor: int) -> tuple[int, Address, Address] | None:
+    """The family of a connection over the loopback interface, its address here and the one at the other end; None for other sockets."""
+    one = socket.socket(fileno=descriptor)
+    try:
+        if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+            with contextlib.suppress(OSError):
+                here, there = one.getsockname()[:2], one.getpeername()[:2]
+                return (one.family, here, there) if there[0].startswith(_LOOPBACK) else None
+        return None
+    finally:
+        # It stays its owner's.
+        one.detach()
+
+
+def _user_at(family: int, here: Address, there: Address) -> int | None:
+    """The user id of the other end of a connection, which the kernel tells (sock_diag(7)); None as long as that end is not accepted.
+
+    Raises:
+        OSError: The kernel does not tell.
+    """
+    packed = [socket.inet_pton(family, address).ljust(16, b"\0") for address, _ in (there, here)]
+    wanted = _ADDRESSES.pack(there[1], here[1], *packed) + struct.pack("=Iq", 0, -1)
+    asked = struct.pack("=BBBxI", family, socket.IPPROTO_TCP, 0, 0xFFFFFFFF) + wanted
+    header = struct.pack("=IHHII", 16 + len(asked), _SOCK_DIAG_BY_FAMILY, _IS_REQUEST, 0, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+        kernel.settimeout(ANSWER_S)
+        kernel.send(header + asked)
+        answer = kernel.recv(1 << 12)
+    if struct.unpack_from("=H", answer, 4)[0] == _IS_ERROR:
+        number = -struct.unpack_from("=i", answer, 16)[0]
+        if number == _ENOENT:
+            return None
+        raise OSError(number, os.strerror(number))
+    user, inode = struct.unpack_from("=II", answer, 80)
+    return user if inode else None

@@ -1,0 +1,216 @@
+"""Another user of the machine tries to get into a job that runs on it alone.
+
+Whoever attacks has a network of his own together with the job, so that he hits nothing else on this machine: that takes root.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import kale_dist as kd
+from kale_dist.errors import CellError
+
+NOBODY = 65534
+
+apart = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None,
+    reason="needs root, to be another user in a network of its own",
+)
+
+ATTACK = f"""
+import encodings.idna, fcntl, os, socket, struct, sys, time
+import torch.distributed as dist
+import kale_dist as kd
+from kale_dist.errors import JobError
+
+with socket.socket() as any_socket:
+    # ip link set lo up
+    fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh", b"lo", 1))
+
+
+def listeners():
+    rows = [line.split() for line in open("/proc/net/tcp").read().splitlines()[1:]]
+    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A"]
+
+
+def as_nobody(attack):
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        os.setgid({NOBODY})
+        os.setuid({NOBODY})
+        try:
+            attack(lambda text: os.write(writer, text.encode() + b"\\n"))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    return pid, os.fdopen(reader)
+"""
+
+
+def run_apart(script, state):
+    """Run a script as root, with `as_nobody` and `listeners`, where nobody else is in the network; gives what it prints."""
+    command = ["unshare", "--net", sys.executable, "-c", ATTACK + textwrap.dedent(script)]
+    done = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "KALE_DIST_HOME": str(state)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def addresses_listened_on():
+    """Of this rank, of the process that has forked it, and of its agent; and whether somebody listens at MASTER_PORT."""
+    import pathlib
+
+    parents = [os.getpid()]
+    for _ in range(2):
+        stat = pathlib.Path(f"/proc/{parents[-1]}/stat").read_text()
+        parents.append(int(stat.rpartition(")")[2].split()[1]))
+    inodes = set()
+    for pid in parents:
+        for path in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.add(str(path.readlink()).removeprefix("socket:[").rstrip("]"))
+            except OSError:
+                continue
+    found = set()
+    for name in ("tcp", "tcp6", "udp", "udp6"):
+        rows = [line.split() for line in pathlib.Path("/proc/net", name).read_text().splitlines()[1:]]
+        found |= {row[1].split(":")[0] for row in rows if row[3] in ("0A", "07") and row[9] in inodes}
+    with socket.socket() as probe:
+        is_open = probe.connect_ex((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) == 0
+    return found, is_open
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+def test_nothing_listens_to_other_machines_in_no_attempt(tmp_path):
+    def restarted(mark):
+        import signal
+
+        if os.environ["RANK"] == "1" and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        import torch.distributed as dist
+
+        dist.barrier()
+        return os.environ["TORCHELASTIC_RESTART_COUNT"], *addresses_listened_on()
+
+    job = kd.launch(restarted, tmp_path / "mark", number_of_processes=2, max_restarts=1)
+    count, addresses, is_open = job.result()
+    assert count == "1"
+    assert addresses
+    assert addresses <= LOOPBACK
+    assert not is_open
+
+
+def test_live_ranks_listen_to_nobody_after_a_repair_and_a_restart():
+    with kd.live(number_of_processes=2) as live:
+        live.push(addresses_listened_on=addresses_listened_on)
+        live.restart()
+        live.push(addresses_listened_on=addresses_listened_on)
+        with pytest.raises(CellError):
+            live.run("import torch.distributed as dist\nif rank == 0: raise ValueError('one alone')\ndist.barrier()")
+        live.run("import os, socket; dist.barrier(); found = addresses_listened_on()")
+        for addresses, is_open in live.pull("found"):
+            assert addresses
+            assert addresses <= LOOPBACK
+            assert not is_open
+
+
+@apart
+def test_another_user_finds_no_store_and_no_file_of_the_ranks(tmp_path):
+    printed = run_apart(
+        """
+        def look(say):
+            time.sleep(1)
+            tried = 0
+            for port in listeners():
+                tried += 1
+                try:
+                    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False,
+                                          timeout=__import__("datetime").timedelta(seconds=2))
+                    say(f"got in: {store.num_keys()} keys")
+                except Exception:
+                    pass
+            for pid in filter(str.isdigit, os.listdir("/proc")):
+                try:
+                    if os.stat(f"/proc/{pid}").st_uid == 0 and os.listdir(f"/proc/{pid}/fd"):
+                        say(f"got in: descriptors of {pid}")
+                except OSError:
+                    pass
+            say(f"tried {tried > 0}")
+
+        def train():
+            dist.barrier()
+            time.sleep(8)
+            dist.barrier()
+
+        job = kd.launch(train, number_of_processes=2, detach=True)
+        while str(job.status.state) != "running":
+            time.sleep(0.1)
+        pid, found = as_nobody(look)
+        print(found.read())
+        job.wait()
+        print(job.status.state)
+        """,
+        tmp_path,
+    )
+    assert printed.split() == ["tried", "True", "succeeded"]
+
+
+@apart
+def test_another_user_takes_no_ranks_place_in_a_group(tmp_path):
+    printed = run_apart(
+        """
+        def take_place(say):
+            seen, kept, parent = set(), [], os.getppid()
+            while os.getppid() == parent:
+                for port in set(listeners()) - seen:
+                    seen.add(port)
+                    for number in range(8):
+                        one = socket.socket()
+                        kept.append(one)
+                        # What gloo takes for the connection of another rank: the number of a pair.
+                        if not one.connect_ex(("127.0.0.1", port)):
+                            one.sendall(struct.pack("<Q", number))
+                for one in kept:
+                    try:
+                        if data := one.recv(1 << 16, socket.MSG_DONTWAIT):
+                            say(f"got {data!r}")
+                    except OSError:
+                        pass
+
+        def train():
+            # As between ranks that are not equally fast: where the first one listens, somebody else may be first. Which of two ranks
+            # listens is by chance.
+            for _ in range(12):
+                time.sleep(0.3 * dist.get_rank())
+                group = dist.new_group([0, 1])
+                dist.broadcast_object_list([{"secret": 1}] if dist.get_rank() == 0 else [None], src=0, group=group)
+
+        pid, found = as_nobody(take_place)
+        try:
+            kd.launch(train, number_of_processes=2, timeout_s=60).result()
+            print("succeeded")
+        except JobError as error:
+            print(error)
+        finally:
+            os.kill(pid, 9)
+        print("attacker:", found.read())
+        """,
+        tmp_path,
+    )
+    told, _, attacker = printed.partition("attacker:")
+    assert "secret" not in attacker
+    assert f"A process of another user of this machine (uid {NOBODY}) has connected to a rank" in told
