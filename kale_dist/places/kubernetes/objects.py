@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kale_dist.errors import BackendError, ConfigError
+from kale_dist.errors import BackendError, ConfigError, say
 from kale_dist.job.backend import RunHandle
 from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places import manifests
+from kale_dist.places.kubernetes import roles
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.explain.api import Doing
@@ -138,6 +139,22 @@ def create(cluster: Cluster, kind: Kind, job: Any) -> Any:
         return cluster.custom.create_namespaced_custom_object(*kind.api, namespace, kind.plural, job)
 
 
+def create_policy(cluster: Cluster, spec: Settled, policy: Any) -> None:
+    """Create a job's NetworkPolicy, in one attempt; one that is refused and that the call has not asked for is only told of.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    (group, version, plural), namespace = manifests.POLICY_API, spec.cluster.namespace
+    try:
+        cluster.custom.create_namespaced_custom_object(group, version, namespace, plural, policy)
+    except Exception as error:
+        doing = Doing(verb="create", resource=plural, namespace=namespace, name=policy["metadata"]["name"])
+        if api.status_of(error) != api.FORBIDDEN or spec.cluster.network_policy:
+            raise api.explain(error, doing) from error
+        say(f"Cannot {doing}: {api.look_up(error, doing).words}. {roles.POLICIES.without}")
+
+
 def find(cluster: Cluster, kind: Kind, namespace: str, name: str) -> Any:
     """A job's object; None if it does not exist.
 
@@ -175,7 +192,7 @@ def delete_object(cluster: Cluster, kind: Kind, namespace: str, name: str) -> No
 
 
 def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
-    """Delete a job with its Secret and its Service. One that does not exist is no error.
+    """Delete a job with its Secret, its Service and its NetworkPolicy. One that does not exist is no error.
 
     Raises:
         BackendError: The cluster refused.
@@ -188,6 +205,9 @@ def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
     with contextlib.suppress(Exception):
         if kind.makes_services:
             cluster.core.delete_namespaced_service(name, namespace)
+    with contextlib.suppress(Exception):
+        group, version, plural = manifests.POLICY_API
+        cluster.custom.delete_namespaced_custom_object(group, version, namespace, plural, name)
 
 
 def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> None:

@@ -211,7 +211,7 @@ def pod_view(data: Mapping[str, Any]) -> PodView:
 def owner_in(meta: Mapping[str, Any]) -> Owner:
     """The controller that an object's metadata names."""
     owners = (one for one in meta.get("ownerReferences") or () if one.get("controller"))
-    return next(((one["kind"], one["name"], one["uid"]) for one in owners), ("", "", ""))
+    return next(((one.get("kind", ""), one.get("name", ""), one.get("uid", "")) for one in owners), ("", "", ""))
 
 
 def event_view(data: Mapping[str, Any]) -> EventView:
