@@ -361,8 +361,8 @@ def _run_of(job: Mapping[str, Any]) -> int:
 
 def _described(spec: JobSpec, name: str, namespace: str, kind: Kind) -> JobSpec:
     """What an object says of its job, under the names by which it was found and over the connection by which it was."""
-    here = {"namespace": namespace, "kind": kind.word, "context": "", "cluster_secret": ""}
-    return dataclasses.replace(spec, name=name, cluster=dataclasses.replace(spec.cluster, **here))
+    here = dataclasses.replace(spec.cluster, namespace=namespace, kind=kind.word, context="", cluster_secret="")
+    return dataclasses.replace(spec, name=name, cluster=here)
 
 
 def _check_selection(namespace: Any, labels: Any) -> None:
