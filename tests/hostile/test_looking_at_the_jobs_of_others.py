@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("kubernetes")
 
 import jupyter_client
-from fake_api import FakeApi
+from fake_api import FakeApi, status
 
 from kale_dist.errors import ConfigError, KaleDistWarning
 from kale_dist.job.backend import JobRef, RunHandle
@@ -254,6 +254,15 @@ def test_pods_of_a_train_job_are_those_of_its_job_set_s_job(seen, api):
     asked = len(api.asked)
     seen(mine, theirs, kind="train")
     assert len(api.asked) == asked, "what is known is not asked for again"
+
+
+def test_where_jobs_may_not_be_read_the_job_s_name_decides(seen, api):
+    for name in ("mine-node-0", "mallory"):
+        api.answer("GET", f"/apis/batch/v1/namespaces/team/jobs/{name}", 403, status(403, "no", "Forbidden"))
+    mine = a_pod("mine-node-0-0-abcde", ("Job", "mine-node-0", "j1"))
+    assert seen(mine, a_pod("mallory", ("Job", "mallory", "j2"), created=LATER), kind="train") == [
+        "mine-node-0-0-abcde"
+    ]
 
 
 def test_owners_that_own_each_other_are_no_job_s(seen, api):
