@@ -58,6 +58,9 @@ class Config:
     `http://` in front if it has no TLS."""
     registry_pull: str = ""
     """The same place as the cluster's nodes reach it, if that is another name."""
+    registry_tags: str = ""
+    """Whose images are used that the registry has already: `own` (those that you made on this machine), or `shared` (also those that
+    others pushed there, whose code then runs in your jobs); `own` if not set."""
     show_locals: str = ""
     """How much an error tells of the local variables of its last frames: `none`, `summary` (numbers, shapes, types), `full` (texts
     and reprs, too); `summary` if not set."""
@@ -198,5 +201,6 @@ _FORMS: dict[str, tuple[Callable[[str], bool], str, str]] = {
     "image": (names.is_image, "is not an image's reference", "Write it as 'registry.example.com/team/train:1'"),
     "registry": (names.is_registry_path, _REGISTRY_PROBLEM, _REGISTRY_REMEDY),
     "show_locals": (("none", "summary", "full").__contains__, "is no such choice", "Use one of: 'none', 'summary', 'full'"),
+    "registry_tags": (("own", "shared").__contains__, "is no such choice", "Use one of: 'own', 'shared'"),
     "registry_pull": (names.is_registry_path, _REGISTRY_PROBLEM, _REGISTRY_REMEDY),
 }  # fmt: skip

@@ -89,6 +89,14 @@ def listing(backend: str) -> str:
     return f"kale_dist.jobs(on={backend!r}) or `kale-dist jobs --on {backend}` lists those there are"
 
 
+def untrusted(ref: object) -> str:
+    """Why no results are loaded of a job that this user may not have submitted, and how to load them all the same."""
+    return (
+        f"The key of {ref} is not on this machine. You see its status and log, and no results: to load one can run code of "
+        f"the person who submitted it. If you trust that person, write kale_dist.attach({str(ref)!r}, trust=True)"
+    )
+
+
 _TIMES = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 

@@ -164,7 +164,7 @@ def handle(
         backend: The job's.
         ref: The job's reference.
         spec: The job's specification.
-        key: The job's secret; None where this process must not load results.
+        key: The job's secret; None where this process must not load results, or show what runs in a page.
         targets: The notebook's own model, optimizer and scheduler, which the trained weights go into.
         originals: The notebook's own objects, by which results refer to them.
     """
@@ -176,7 +176,8 @@ def handle(
         backend=backend, ref=ref, spec=spec, outcomes=outcomes, targets=targets, display=live.show,
         again=functools.partial(_again, backend), track=tracking.again,
     )  # fmt: skip
-    inside(job).after_wait.append(live.Pictures(records.files(ref.record_name).events).show)
+    pictures = live.Pictures(records.files(ref.record_name).events, is_own=key is not None)
+    inside(job).after_wait.append(pictures.show)
     with _jobs_lock:
         _jobs[str(ref)] = job
     return job

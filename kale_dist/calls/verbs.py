@@ -342,8 +342,8 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
     Args:
         ref: A job's reference, such as `local://train-net-x3k9f`, `docker://train-net-x3k9f` or
             `kubernetes://namespace/train-net-x3k9f`, or the name of a local job.
-        trust: Whether results may be loaded although another user of the cluster submitted the job: to load a result
-            can run that user's code.
+        trust: Whether results may be loaded of a job whose key is not on this machine: to load a result can run code of the
+            person who submitted it.
 
     Returns:
         The handle that this process already has, if it has one, with the notebook's own model; else a new one, whose

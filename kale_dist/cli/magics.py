@@ -168,7 +168,7 @@ class DistributeMagics(Magics):
     @magic_arguments()
     @argument("ref", help="A job's reference or name")
     @argument("--job", metavar="NAME", help="Keep the job under this name")
-    @argument("--trust", action="store_true", help="Also load the results of another user's job")
+    @argument("--trust", action="store_true", help="Also load the results of a job whose key is not on this machine")
     @line_magic
     def attach(self, line: str) -> Job[Any]:
         """Find a job again; the line's value is the job."""

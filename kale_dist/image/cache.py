@@ -1,5 +1,6 @@
 """Files kept on this machine between builds, in `$XDG_CACHE_HOME/kale-dist/` (or `~/.cache/kale-dist/`).
 
+made/<tag>       the digest of the image that this user has made
 bases/ packed/   what bases are and answered, names of layers; all of it can be made again
 locks/<tag>      held while an image is made
 """

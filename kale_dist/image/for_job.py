@@ -112,6 +112,7 @@ def make(
     def in_registry(made_of: Recipe, base: str) -> str:
         return resolve.resolve(
             made_of, base=base, registry=settings.registry, pull=settings.registry_pull, python=python, say=say,
+            shared=settings.registry_tags == "shared",
             progress=ProgressBar(), pull_secret_jsons=pull_secret_jsons, ask=ask,
         ).reference  # fmt: skip
 

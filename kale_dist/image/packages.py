@@ -39,6 +39,12 @@ PTH = "kale_dist.pth"
 SCRIPTS = f"{FOLDER}/bin"
 """The folder of the packages' scripts, last on the image's PATH."""
 
+PYTORCH = "https://download.pytorch.org/whl/"
+"""PyTorch's own index, to which no stranger uploads. It has old versions of some other packages."""
+
+_STRANGE = 2
+"""From so many indexes on, a package of one may be meant and that of another taken."""
+
 _KEPT = re.compile(r"torch|torchvision|torchaudio|triton|pytorch-triton|nvidia-.*")
 """Packages that keep the base's versions, because they are built for one another."""
 
@@ -181,8 +187,8 @@ def _run_uv(
     is_like_this = facts.machine == os.uname().machine and facts.minor == f"{sys.version_info[0]}.{sys.version_info[1]}"
     command = [
         _uv(), "pip", "install", "--target", str(target), "--python", sys.executable, "--python-version", facts.python,
-        "--python-platform", _platform(facts), "--constraint", str(constraints), "--index-strategy", "unsafe-best-match",
-        "--no-config", "--no-progress", "--color", "never",
+        "--python-platform", _platform(facts), "--constraint", str(constraints), "--no-progress", "--color", "never",
+        *_uv_settings(),
         *([] if is_like_this else ["--only-binary", ":all:"]),
         *(["--refresh"] if fresh else []),
         *(["--keyring-provider", "subprocess"] if shutil.which("keyring") else []),
@@ -230,15 +236,27 @@ def _platform(facts: Facts) -> str:
 
 
 def _index_options(recipe: Recipe, configured: Mapping[str, str]) -> list[str]:
-    """Options of uv for the indexes: the recipe's, else those of pip's configuration on this machine."""
+    """Options of uv for the indexes: the recipe's, else those of pip's configuration on this machine.
+
+    Of several indexes a package comes from the first that has it: another one, to which strangers can upload, cannot offer a newer one.
+    It comes from the best of all where it does so with pip, by pip's own settings, and with PyTorch's index beside one other.
+    """
     first, more = recipe.index_urls[:1], recipe.index_urls[1:]
+    is_best = bool(more) and sum(not url.startswith(PYTORCH) for url in recipe.index_urls) < _STRANGE
     if not first:
         first, more = (
             tuple(configured.get("index-url", "").split()),
             tuple(configured.get("extra-index-url", "").split()),
         )
-    options = [word for url in first for word in ("--default-index", url)]
-    options += [word for url in more for word in ("--index", url)]
+        is_best = bool(more)
+    if is_best or not more:
+        options = [word for url in first for word in ("--default-index", url)]
+        options += [word for url in more for word in ("--index", url)]
+        options += ["--index-strategy", "unsafe-best-match"] if is_best else []
+    else:
+        # uv looks into its default index last.
+        options = [word for url in (*first, *more[:-1]) for word in ("--index", url)]
+        options += ["--default-index", more[-1]]
     for place in configured.get("find-links", "").split():
         # Like pip and unlike uv, a missing folder is ignored.
         if "://" in place or pathlib.Path(place).expanduser().exists():
@@ -246,6 +264,15 @@ def _index_options(recipe: Recipe, configured: Mapping[str, str]) -> list[str]:
     if configured.get("no-index", "").lower() in {"1", "true", "yes", "on"} and not recipe.index_urls:
         options.append("--no-index")
     return options
+
+
+def _uv_settings() -> list[str]:
+    """The user's own settings of uv. Those of the folder in which the notebook runs are of a project, not of an image."""
+    config_home = pathlib.Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    named = os.environ.get("UV_CONFIG_FILE", "")
+    places = [pathlib.Path(named)] if named else [config_home / "uv/uv.toml", pathlib.Path("/etc/uv/uv.toml")]
+    found = next((place for place in places if place.exists()), None)
+    return ["--no-config"] if found is None else ["--config-file", str(found)]
 
 
 def _environment(configured: Mapping[str, str]) -> dict[str, str]:

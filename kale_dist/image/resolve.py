@@ -1,11 +1,12 @@
 """Finds the image of a recipe by its tag, or makes it; the job pins it by its digest.
 
-The tag is a hash of the recipe and the base's digest, so that every machine finds the image of the same recipe on the same
-base without a record of it.
+The tag is a hash of the recipe and the base's digest. Who can push to the registry can foresee it and put another image there, so a
+cache of this user knows which image they have made for a tag, by its digest. Other images are used only where tags are shared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 from kale_dist.errors import ConfigError
@@ -13,6 +14,7 @@ from kale_dist.image import auth, builder, cache
 from kale_dist.image import base as bases
 from kale_dist.image.base import Ask
 from kale_dist.image.builder import Progress, Say
+from kale_dist.image.packages import PYTORCH
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
 from kale_dist.job import records
@@ -43,6 +45,7 @@ def resolve(
     registry: str,
     pull: str = "",
     python: str = "",
+    shared: bool = False,
     pull_secret_jsons: tuple[str, ...] = (),
     ask: Ask | None = None,
     say: Say,
@@ -56,6 +59,7 @@ def resolve(
         registry: Where to push, as in the configuration: `localhost:5000/team`; with `http://` in front if it has no TLS.
         pull: The same place as nodes reach it; empty if they use the same name.
         python: The minor that the image's Python must have, such as `3.11`; empty for any.
+        shared: Whether to use the image that the registry has for the recipe's tag, also if this user has not made it.
         pull_secret_jsons: Texts of Kubernetes pull secrets, for the registries of base and image.
         ask: Runs the base to inspect it; None uses this machine's Docker engine.
         say: Takes a line for the user.
@@ -78,7 +82,7 @@ def resolve(
         target = home.with_tag(recipe.tag(pinned.digest, python))
 
         with cache.alone(target, say), records.keeping_blobs():
-            there = "" if recipe.rebuild else ours.head(home.repository, target.tag)
+            there = "" if recipe.rebuild else _there(ours, target, say, shared=shared)
             if there:
                 digest = there
             elif recipe.apt:
@@ -94,7 +98,23 @@ def resolve(
                     recipe, target=target, registry=ours, base=pinned, base_registry=theirs, say=say, progress=progress,
                     facts=lambda: bases.facts_of(pinned, recipe, ask=ask, python=python, say=say),
                 )  # fmt: skip
+            if not there:
+                cache.write(cache.folder("made") / target.tag, digest.encode())
     return Resolved(reference=str(pulled.with_digest(digest)), was_built=not there, tag=target.tag)
+
+
+def _there(registry: Registry, target: Reference, say: Say, *, shared: bool) -> str:
+    """The digest of the image that the registry has for a tag, and that may be used; empty if it has to be made."""
+    with contextlib.suppress(OSError):
+        made = (cache.folder("made") / target.tag).read_text()
+        if registry.head(target.repository, made):
+            return made
+    there = registry.head(target.repository, target.tag)
+    if there and not shared:
+        say(
+            f"{target} was not made by you on this machine, and is made again. registry_tags = 'shared' uses what others made."
+        )
+    return there if shared else ""
 
 
 def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", say: Say) -> Resolved:
@@ -154,7 +174,7 @@ def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = Fal
     """
     version, _, label = torch.partition("+")
     ready = not torch or any(bases.names(package, ("torch",)) for package in recipe.packages)
-    own = f"https://download.pytorch.org/whl/{label}" if label and not (cuda and label == "cpu") else ""
+    own = f"{PYTORCH}{label}" if label and not (cuda and label == "cpu") else ""
     urls = recipe.index_urls or ((_PYPI,) if own else ())
     return dataclasses.replace(
         recipe,

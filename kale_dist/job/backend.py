@@ -239,8 +239,8 @@ class Backend(abc.ABC):
 
         Args:
             ref: The job; a namespace that is left out is the configured one.
-            trust: Whether results may be loaded although another user submitted the job. With None the job's key is not
-                read: the record is only for looking at the job.
+            trust: Whether results may be loaded although the job's key is not on this machine. With None nothing warns that
+                they are not: the record is only for looking at the job.
 
         Returns:
             The full reference.
@@ -517,7 +517,7 @@ class Place(Protocol):
 
         Args:
             ref: The job.
-            trust: Whether its results may be loaded although another user submitted it; with None its key is not read.
+            trust: Whether its key is read, so that its results may be loaded; with None nothing warns that it is not.
 
         Returns:
             The handle of its newest run, with the full reference, and the job's key; None if the key may not be read.

@@ -56,15 +56,21 @@ def _show_picture(job: Job[Any], *, is_final: bool) -> None:
     inside(job).after_wait.append(draw)
 
 
+_HARMLESS = ("text/plain", "image/png", "image/jpeg", "image/gif", "image/webp")
+"""What runs no code in a page. A page trusts what a cell shows, with its scripts."""
+
+
 class Pictures:
     """Shows the figures of a job's ranks (`plt.show()`, `display(figure)`) in the cell that waits for the job.
 
     Args:
         events: The file of the job's events.
+        is_own: Whether this user has the job's key. What another user's job shows is text or a picture, and nothing else.
     """
 
-    def __init__(self, events: pathlib.Path) -> None:
+    def __init__(self, events: pathlib.Path, *, is_own: bool) -> None:
         self._events = EventReader(events)
+        self._is_own = is_own
 
     def show(self) -> None:
         """Show the figures that arrived since the last call. Called in a cell's thread; does nothing without a kernel."""
@@ -73,5 +79,8 @@ class Pictures:
         from IPython.display import display
 
         for event in self._events.read():
-            if event.get("event") == EventKind.DISPLAY:
-                display(event["data"], raw=True)  # type: ignore[no-untyped-call]
+            data = event.get("data") if event.get("event") == EventKind.DISPLAY else None
+            if isinstance(data, dict) and not self._is_own:
+                data = {kind: data[kind] for kind in _HARMLESS if isinstance(data.get(kind), str)}
+            if isinstance(data, dict) and data:
+                display(data, raw=True)  # type: ignore[no-untyped-call]

@@ -33,7 +33,7 @@ print(job.ref)
 ATTACH = """
 import kale_dist as kd
 from kale_dist.notebook.widget import JobWidget
-job = kd.attach({ref!r})
+job = kd.attach({ref!r}, trust=True)
 widget = JobWidget(job)
 widget.start()
 print(job.result(200), len([line for line in job.logs() if "hello" in line.text]), "succeeded" in widget.head)

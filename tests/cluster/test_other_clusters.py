@@ -47,10 +47,10 @@ def test_a_job_runs_on_the_cluster_of_a_kubeconfig_in_a_secret(
 @pytest.mark.parametrize(
     ("text", "key", "said"),
     [
-        ("users: []\n", "kubeconfig", "no current context"),
+        ("clusters: []\nusers: []\n", "kubeconfig", "no current context"),
         ("[1, 2", "kubeconfig", "is not a kubeconfig"),
         ("just text", "config", "is not a kubeconfig"),
-        ("users: [{name: x, user: {exec: {command: sh}}}]", "kubeconfig", "runs a program"),
+        ("clusters: []\nusers: [{name: x, user: {exec: {command: sh}}}]", "kubeconfig", "a program or a file"),
     ],
 )
 def test_a_secret_without_a_usable_kubeconfig_is_refused(mine, namespace, text, key, said):

@@ -48,9 +48,11 @@ def test_an_image_is_made_once_and_found_then(place, monkeypatch, tmp_path):
     assert place.said[0].startswith(
         f"Making the image {place.registry}/kale-dist:{first.tag} on {place.registry}/base@sha"
     )
-    # From another machine, too.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     again = place.resolve(MODE)
+    assert (again.reference, again.was_built, place.said) == (first.reference, False, [])
+    # From another machine, too, where tags are shared.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    again = place.resolve(MODE, shared=True)
     assert (again.reference, again.was_built, place.said) == (first.reference, False, [])
 
 

@@ -124,9 +124,9 @@ def test_other_files_are_read_from_where_they_are_named(tmp_path, refused):
     assert refused(requirements=tmp_path / "all.txt").argument.endswith("last.txt, line 2")
 
 
-def test_one_more_index_does_not_take_the_place_of_pypi():
+def test_one_more_index_comes_before_pypi_and_does_not_take_its_place():
     found = check(requirements="--extra-index-url https://x.example.com/simple\na").recipe
-    assert found.index_urls == ("https://pypi.org/simple", "https://x.example.com/simple")
+    assert found.index_urls == ("https://x.example.com/simple", "https://pypi.org/simple")
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ _PLAIN = {
         names.OBJECT_NAME.or_(""),
     ),
     **dict.fromkeys(("gang", "mount_service_account_token", "wait_for_nodes"), FLAG),
-    "master": FLAG.or_(None),
+    **dict.fromkeys(("master", "network_policy"), FLAG.or_(None)),
     "servers": _whole(0),
     "min_available": _whole(1),
     "ttl_s": _whole(0),
@@ -225,6 +225,9 @@ class ClusterOptions:
     collect_wait_s: float = 600.0
     metrics_port: int | None = None
     """Port of the first pod at which Prometheus finds `/metrics`, such as 9090, with the usual `prometheus.io/` annotations; None for none."""
+    network_policy: bool | None = None
+    """Whether a NetworkPolicy lets only the job's own pods, and Prometheus at `metrics_port`, connect to its pods. None: if you may
+    make one. True: the call is refused if you may not. False: for ports that your code opens to others."""
     patch: str = ""
     """A dict that is merged into the object strategically, as `kubectl patch` does it. Applied last."""
 
@@ -323,6 +326,7 @@ class Kubernetes(ClusterOptions):
             input_wait_s: float = ...,
             collect_wait_s: float = ...,
             metrics_port: int | None = None,
+            network_policy: bool | None = None,
             patch: Mapping[str, Any] | str | None = None,
         ) -> None: ...
 

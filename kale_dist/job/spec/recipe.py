@@ -45,7 +45,8 @@ class Recipe:
         apt: Debian packages. They are installed in a container of this machine's Docker engine.
         files: `{"/opt/x.txt": "x.txt"}`: path in the image to file on this machine.
         environment: `{"NAME": "value"}`, set in every process that is started in the image.
-        index_urls: Where packages come from; empty: what pip is configured for here. Credentials come from netrc.
+        index_urls: Where packages come from, each from the first that has it; empty: what pip is configured for here. Credentials come
+            from netrc.
         allow_torch_change: Whether packages may replace the base's torch.
         platform: Operating system and processor of the cluster.
         rebuild: Whether the image is built although it is there.
@@ -63,7 +64,7 @@ class Recipe:
     files: tuple[ImageFile, ...]
     environment: tuple[tuple[str, str], ...]
     index_urls: tuple[str, ...]
-    """The first in the place of pip's default index."""
+    """In the place of pip's default index."""
     allow_torch_change: bool
     rebuild: bool
     """Not part of its identity."""

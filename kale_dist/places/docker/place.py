@@ -44,7 +44,7 @@ from kale_dist.wire import (
     payload,
 )
 from kale_dist.wire.blobs import FolderStore, pack_blobs, unpack_blobs
-from kale_dist.wording import listing
+from kale_dist.wording import listing, untrusted
 from kale_dist.worker.rank import process_state
 
 _AT_ONCE = 8
@@ -320,15 +320,10 @@ class DockerPlace(Place):
             raise JobNotFoundError(
                 f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
             ) from error
-        handle = _handle(engine, spec, run)
-        if trust is None:
-            return handle, None
-        submitter = labels.get(containers.SUBMITTED_BY_LABEL, "")
-        if submitter != records.identity() and not trust:
-            warn(
-                f"{ref} was submitted by {submitter or 'an unknown user'}, and loading its result can run their code: "
-                "status and logs are shown, results are not. kale_dist.attach(ref, trust=True) loads them too"
-            )
+        handle = _handle(engine, dataclasses.replace(spec, name=ref.name), run)
+        if not trust:
+            if trust is not None:
+                warn(untrusted(ref))
             return handle, None
         key = _read(engine, head["Id"], f"{INPUT_FOLDER}/{InputFiles.KEY}")
         if key and (packed := _read(engine, head["Id"], f"{INPUT_FOLDER}/{InputFiles.SNAPSHOT}")):

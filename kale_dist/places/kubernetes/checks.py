@@ -178,7 +178,10 @@ def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Findin
     # So does Trainer's webhook of a runtime that does not exist.
     has_no_runtime = any(item.name == "runtime" for item in found)
     found = [item for item in found if not (has_no_runtime and item.name == "webhook")]
-    found += missing_rights(cluster, kind, namespace.granted, connects=bool(spec.keep_warm_s) or spec.kind == "live")
+    missing = missing_rights(cluster, kind, namespace.granted, connects=bool(spec.keep_warm_s) or spec.kind == "live")
+    # What a job does without, its plan says.
+    says = spec.cluster.network_policy is not False
+    found += [item for item in missing if says or roles.POLICIES.resource not in item.trouble.sentence]
     # The pods of both kinds may be refused alike.
     by_name = {(item.name, item.trouble.sentence): item for item in found}
     return tuple(sorted(by_name.values(), key=lambda item: not item.is_fatal))

@@ -52,6 +52,9 @@ _TOKEN_KEYS = ("BearerToken", "authorization")
 _SECRET_KEYS = ("kubeconfig", "config", "value")
 """Keys of a Secret that may hold a kubeconfig: the first that is there, else the Secret's only key."""
 
+_OUTSIDE = ("exec", "auth-provider", "tokenFile", "client-certificate", "client-key", "certificate-authority")
+"""Entries of a kubeconfig by which it runs a program, or reads a file of this machine and may send it elsewhere."""
+
 _ANONYMOUS = "system:anonymous"
 
 
@@ -275,7 +278,7 @@ def _source(config: Config, context: str) -> _Source:
 
 
 def _source_in(secret: str, config: Config, context: str) -> _Source:
-    """A kubeconfig out of a Secret, as a private file. It may not name programs, as anyone who can write the Secret could then run one here."""
+    """A kubeconfig out of a Secret, as a private file. It may name neither programs nor files: those of this machine are not the Secret's."""
     own = connect(config=config)
     try:
         with answers.asking("get", "secrets", own.namespace, secret):
@@ -294,14 +297,16 @@ def _source_in(secret: str, config: Config, context: str) -> _Source:
         )
     text = base64.b64decode(data[key])
     try:
-        users = [entry["user"] for entry in yaml.safe_load(text)["users"]]
-        names_program = any("exec" in user or "auth-provider" in user for user in users)
+        whole = yaml.safe_load(text)
+        entries = [*(one["user"] for one in whole["users"]), *(one["cluster"] for one in whole["clusters"])]
+        outside = [name for name in _OUTSIDE if any(name in entry for entry in entries)]
     except (YAMLError, KeyError, TypeError) as error:
         problem = f"{key!r} of {where} is not a kubeconfig ({type(error).__name__})"
         raise ConfigError("cluster_secret", problem, "Put a kubeconfig there, with a token or a certificate") from None
-    if names_program:
-        remedy = "Put one there with a token or a certificate"
-        raise ConfigError("cluster_secret", f"the kubeconfig in {where} runs a program to log in", remedy)
+    if outside:
+        remedy = "Put one there that has its token, or its certificates as `...-data`, in itself"
+        problem = f"the kubeconfig in {where} has {outside[0]!r}, a program or a file of this machine"
+        raise ConfigError("cluster_secret", problem, remedy)
     file = records.state_dir() / f"cluster-{hashlib.sha256(text).hexdigest()[:16]}"
     if not file.exists():
         with fresh(file) as part:

@@ -9,19 +9,24 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kale_dist.errors import BackendError, ConfigError
+from kale_dist.errors import BackendError, ConfigError, say
 from kale_dist.job.backend import RunHandle
 from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places import manifests
+from kale_dist.places.kubernetes import roles
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.explain.api import Doing
+from kale_dist.places.kubernetes.views import Owner, owner_in
 from kale_dist.places.manifests import KINDS, Kind, kind_of
 from kale_dist.places.manifests.settings import OBJECT_LABEL
 from kale_dist.places.manifests.train_job import TrainJob
 
 _POLL_S = 0.3
 _NAMED = 3
+_BETWEEN = {"Job": ("batch", "v1", "jobs"), "JobSet": ("jobset.x-k8s.io", "v1alpha2", "jobsets")}
+"""Kinds of objects that stand between a TrainJob or an MPIJob and its pods."""
+
 _RUNTIMES = (("clustertrainingruntimes", ""), ("trainingruntimes", "TrainingRuntime/"))
 
 AUTOMATIC: tuple[Kind, ...] = tuple(kind for kind in KINDS.values() if kind.is_automatic)
@@ -134,6 +139,22 @@ def create(cluster: Cluster, kind: Kind, job: Any) -> Any:
         return cluster.custom.create_namespaced_custom_object(*kind.api, namespace, kind.plural, job)
 
 
+def create_policy(cluster: Cluster, spec: Settled, policy: Any) -> None:
+    """Create a job's NetworkPolicy, in one attempt; one that is refused and that the call has not asked for is only told of.
+
+    Raises:
+        BackendError: The cluster refused.
+    """
+    (group, version, plural), namespace = manifests.POLICY_API, spec.cluster.namespace
+    try:
+        cluster.custom.create_namespaced_custom_object(group, version, namespace, plural, policy)
+    except Exception as error:
+        doing = Doing(verb="create", resource=plural, namespace=namespace, name=policy["metadata"]["name"])
+        if api.status_of(error) != api.FORBIDDEN or spec.cluster.network_policy:
+            raise api.explain(error, doing) from error
+        say(f"Cannot {doing}: {api.look_up(error, doing).words}. {roles.POLICIES.without}")
+
+
 def find(cluster: Cluster, kind: Kind, namespace: str, name: str) -> Any:
     """A job's object; None if it does not exist.
 
@@ -171,7 +192,7 @@ def delete_object(cluster: Cluster, kind: Kind, namespace: str, name: str) -> No
 
 
 def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
-    """Delete a job with its Secret and its Service. One that does not exist is no error.
+    """Delete a job with its Secret, its Service and its NetworkPolicy. One that does not exist is no error.
 
     Raises:
         BackendError: The cluster refused.
@@ -184,6 +205,9 @@ def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
     with contextlib.suppress(Exception):
         if kind.makes_services:
             cluster.core.delete_namespaced_service(name, namespace)
+    with contextlib.suppress(Exception):
+        group, version, plural = manifests.POLICY_API
+        cluster.custom.delete_namespaced_custom_object(group, version, namespace, plural, name)
 
 
 def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> None:
@@ -257,6 +281,39 @@ def list_all(cluster: Cluster, namespace: str, selector: str) -> list[tuple[Kind
     if len(refusals) == len(KINDS):
         raise refusals[0]
     return found
+
+
+def made_for(cluster: Cluster, handle: RunHandle, uid: str, owner: Owner) -> bool:
+    """Whether a controller is a run's object, or was made for it. Labels prove nothing: who may make pods may write any.
+
+    Args:
+        cluster: Where.
+        handle: The run.
+        uid: Of its object.
+        owner: The controller of a pod.
+
+    Raises:
+        BackendError: The cluster does not answer.
+    """
+    kind, name, own_uid = owner
+    namespace = handle.spec.cluster.namespace
+    # One after the other, each at most once: what owns what may be a circle.
+    for _ in _BETWEEN:
+        if own_uid == uid or kind not in _BETWEEN:
+            break
+        group, version, plural = _BETWEEN[kind]
+        try:
+            found: Any = cluster.custom.get_namespaced_custom_object(group, version, namespace, plural, name)
+        except Exception as error:
+            if api.status_of(error) == api.FORBIDDEN:
+                return (kind, name) in kind_of(handle.spec).told_by(handle.object)
+            if api.status_of(error) == api.NOT_FOUND:
+                return False
+            raise api.explain(error, Doing(verb="get", resource=plural, namespace=namespace, name=name)) from error
+        if found["metadata"]["uid"] != own_uid:
+            return False
+        kind, name, own_uid = owner_in(found["metadata"])
+    return own_uid == uid
 
 
 def read_input(cluster: Cluster, namespace: str, name: str) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ import functools
 import getpass
 import json
 import pathlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,8 +27,8 @@ from kale_dist.places.kubernetes import submit as submission
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.port_forward import PodConnection
-from kale_dist.places.kubernetes.views import event_view, is_about, seconds
-from kale_dist.places.manifests import kind_of
+from kale_dist.places.kubernetes.views import PodView, event_view, is_about, seconds
+from kale_dist.places.manifests import Kind, kind_of
 from kale_dist.places.manifests.settings import (
     CANCELLED_ANNOTATION,
     FAILED_ANNOTATION,
@@ -36,12 +37,11 @@ from kale_dist.places.manifests.settings import (
     RUN_LABEL,
     SELECTOR,
     SPEC_ANNOTATION,
-    SUBMITTED_BY_ANNOTATION,
 )
 from kale_dist.wire import BlockReader, InputFiles, Order, OutcomePart, Source, blobs
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.url_store import UrlStore
-from kale_dist.wording import listing, show
+from kale_dist.wording import listing, show, untrusted
 from kale_dist.worker.rank import process_state
 
 _BYTES_PORT = PORT + 2
@@ -62,6 +62,10 @@ class KubernetesPlace:
     settle = staticmethod(submission.settle)
     render = staticmethod(submission.render)
     object_name = staticmethod(manifests.object_name)
+
+    def __init__(self) -> None:
+        self._known: dict[str, str] = {}
+        """UID of each pod that was seen, and that of the object that it belongs to; empty for a stranger's."""
 
     def start(
         self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None, used_restarts: int = 0
@@ -103,6 +107,7 @@ class KubernetesPlace:
         if uid is not None and handle.get("uid") not in ("", uid):
             # Another job has its name by now.
             view = dataclasses.replace(view, job=None, pods=(), events=(), is_deleted=True)
+        view = dataclasses.replace(view, pods=self._own_pods(handle, handle.get("uid") or uid or "", view.pods))
         if view.job is not None:
             position = queue.position(self._cluster(handle), kind_of(handle.spec), view.job)
             view = dataclasses.replace(view, queue_position=position)
@@ -228,7 +233,11 @@ class KubernetesPlace:
         return looks.statuses(found, queued)
 
     def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
-        """Find the newest run of a job on the cluster, and its key."""
+        """Find the newest run of a job on the cluster, and with `trust` its key.
+
+        Who may create objects may write anything into them. So they say what a job is, and never where to connect to or what to
+        change: place, names and kind are those of the object that was found.
+        """
         asked, _, name = ref.name.rpartition("/")
         cluster = client.connect(namespace=asked)
         namespace = cluster.namespace
@@ -240,25 +249,22 @@ class KubernetesPlace:
             raise JobNotFoundError(
                 f"There is no job {name!r} in the namespace {namespace!r} of {cluster.server}. {listing(self.name)}"
             )
-        _, job = max(found, key=lambda item: _run_of(item[1]))
+        kind, job = max(found, key=lambda item: _run_of(item[1]))
         annotations = job["metadata"].get("annotations") or {}
         ref = JobRef(self.name, f"{namespace}/{name}")
         try:
-            spec = JobSpec.from_json(json.loads(annotations[SPEC_ANNOTATION]))
+            spec = _described(JobSpec.from_json(json.loads(annotations[SPEC_ANNOTATION])), name, namespace, kind)
         except (KeyError, ValueError, TypeError) as error:
             raise JobNotFoundError(
                 f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
             ) from error
+        if not trust:
+            spec = dataclasses.replace(spec, store="", cluster=dataclasses.replace(spec.cluster, patch=""))
+            if trust is not None:
+                warn(untrusted(ref))
+            return self._handle(cluster, spec, job, Source.INPUT, _run_of(job)), None
         data = objects.read_input(cluster, namespace, job["metadata"]["name"])
-        key: bytes | None = None if trust is None else data.get(InputFiles.KEY) or None
-        submitter = annotations.get(SUBMITTED_BY_ANNOTATION, "")
-        if key is not None and submitter != cluster.identity and not trust:
-            key = None
-            warn(
-                f"{ref} was submitted by {submitter or 'an unknown user'}, and loading its result can run their code: "
-                "status and logs are shown, results are not. kale_dist.attach(ref, trust=True) loads them too"
-            )
-        source = Source.INPUT
+        key, source = data.get(InputFiles.KEY) or None, Source.INPUT
         if InputFiles.ORDER in data:
             source = Source(json.loads(data[InputFiles.ORDER])["source"])
         if key is not None and InputFiles.SNAPSHOT in data:
@@ -328,6 +334,14 @@ class KubernetesPlace:
         except ConfigError as error:
             raise BackendError(f"{handle.ref} is on the cluster {handle.get('server')}, and {error}") from error
 
+    def _own_pods(self, handle: RunHandle, uid: str, pods: Sequence[PodView]) -> tuple[PodView, ...]:
+        """Those pods that the controllers of a run have made. One that was known stays, also when its object is deleted without it."""
+        for pod in pods if uid else ():
+            if pod.uid not in self._known:
+                is_own = objects.made_for(self._cluster(handle), handle, uid, pod.owner)
+                self._known[pod.uid] = uid if is_own else ""
+        return tuple(pod for pod in pods if uid and self._known[pod.uid] == uid)
+
     def _head(self, handle: RunHandle) -> Part:
         head = self.look(handle).head
         if head is None or head.state == "waiting":
@@ -341,7 +355,14 @@ def _write(target: pathlib.Path, data: bytes) -> None:
 
 
 def _run_of(job: Mapping[str, Any]) -> int:
-    return int((job["metadata"].get("labels") or {}).get(RUN_LABEL, "1"))
+    number = str((job["metadata"].get("labels") or {}).get(RUN_LABEL, "1"))
+    return int(number) if re.fullmatch("[1-9][0-9]{0,3}", number, re.ASCII) else 1
+
+
+def _described(spec: JobSpec, name: str, namespace: str, kind: Kind) -> JobSpec:
+    """What an object says of its job, under the names by which it was found and over the connection by which it was."""
+    here = dataclasses.replace(spec.cluster, namespace=namespace, kind=kind.word, context="", cluster_secret="")
+    return dataclasses.replace(spec, name=name, cluster=here)
 
 
 def _check_selection(namespace: Any, labels: Any) -> None:

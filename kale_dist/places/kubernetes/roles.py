@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from kale_dist.places.manifests import Kind
+from kale_dist.places.manifests import POLICY_API, Kind
 
 _SERVICE_ACCOUNT = "system:serviceaccount:"
 
@@ -39,7 +39,15 @@ _SERVICES = Right(
     is_needed=True,
 )
 
+POLICIES = Right(
+    group=POLICY_API[0],
+    resource=POLICY_API[2],
+    verbs=("create", "delete"),
+    without="All pods of the cluster can connect to a job's pods, in which torch asks nobody who they are",
+)
+
 _FOR_ALL = (
+    POLICIES,
     Right(
         resource="secrets",
         verbs=("create",),

@@ -26,7 +26,7 @@ from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.places import manifests, orders
-from kale_dist.places.kubernetes import checks, client, errand, objects, self_pod
+from kale_dist.places.kubernetes import checks, client, errand, objects, roles, self_pod
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.explain.api import Doing
@@ -69,6 +69,7 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
         kind=kind.word if kind is not None else asked.kind,
         run_as_user=own.run_as_user if asked.run_as_user is None and own is not None else asked.run_as_user,
         master=False if asked.master is None and found is not None and found.forbids_master else asked.master,
+        network_policy=_network_policy(asked, found),
     )
     volumes = (*request.volumes, *self_pod.own_volumes(request.volumes, own, namespace))
     options = dataclasses.replace(options, affinity=self_pod.affinity_of(options, volumes, own))
@@ -112,12 +113,15 @@ def render(spec: JobSpec) -> str:
     secret = manifests.input_secret(spec, settings, {}, {InputFiles.ORDER: made})
     files = [InputFiles.RUNTIME, InputFiles.KEY, *([InputFiles.SNAPSHOT] if source is Source.INPUT else [])]
     recipe = f"# {for_job.describe(spec.recipe, spec.image)}.\n" if spec.recipe is not None else ""
+    has_policy = spec.cluster.network_policy is not False
+    policies = (manifests.network_policy(spec, settings, {}),) if has_policy else ()
+    without = "" if has_policy else f"# It gets no NetworkPolicy. {roles.POLICIES.without}.\n"
     return (
-        f"{recipe}"
+        f"{recipe}{without}"
         f"# The {kind.name} becomes the owner of what follows it, once it has a uid. "
         f"The Secret also gets: {', '.join(files)}.\n"
         f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs.\n"
-        f"{manifests.to_yaml(kind.make(spec, settings), *kind.beside(spec, settings, {}), secret)}"
+        f"{manifests.to_yaml(kind.make(spec, settings), *policies, *kind.beside(spec, settings, {}), secret)}"
     )
 
 
@@ -155,11 +159,13 @@ def create(
     try:
         owner, core = owner_of(made), cluster.core
         secret: Any = manifests.input_secret(spec, settings, owner, data)
+        if spec.cluster.network_policy is not False:
+            objects.create_policy(cluster, spec, manifests.network_policy(spec, settings, owner))
         services: list[Any] = list(kind.beside(spec, settings, owner))
         for service in services:
             with _creating(kind, "services", service):
                 core.create_namespaced_service(namespace, service)
-        # The Secret last: the pods wait for it.
+        # The Secret last: the pods wait for it, and so are never without their NetworkPolicy.
         with _creating(kind, "secrets", secret):
             core.create_namespaced_secret(namespace, secret)
     except BaseException:
@@ -212,6 +218,21 @@ def _reach(asked: ClusterOptions, configured: Config, *, required: bool) -> Clus
         if required:
             raise
         return None
+
+
+def _network_policy(asked: ClusterOptions, found: checks.Namespace | None) -> bool | None:
+    """What `network_policy` is where this user's rights are known: not made without the right to it, and missed if it was asked for.
+
+    Raises:
+        ConfigError: It was asked for, and this user may not make it.
+    """
+    if found is None or "create networkpolicies" in found.granted or asked.network_policy is False:
+        return asked.network_policy
+    if asked.network_policy:
+        problem = "you may not create networkpolicies in the job's namespace"
+        remedy = "Have an administrator grant it (`kale-dist doctor --on kubernetes` prints the Role), or leave it out"
+        raise ConfigError("network_policy", problem, remedy)
+    return False
 
 
 def _image(asked: str, recipe: Recipe | None, configured: Config, own: SelfPod | None, *, cuda: bool) -> str:

@@ -18,6 +18,9 @@ from kale_dist.places.manifests.settings import (
 
 _NOTHING: Mapping[str, Any] = {}
 
+Owner = tuple[str, str, str]
+"""Kind, name and UID of the controller that has made an object; empty texts if none has."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ContainerView:
@@ -50,6 +53,7 @@ class PodView:
     name: str
     number: int
     """The pod's number in its job; 0 is the head."""
+    owner: Owner = ("", "", "")
     container: str = "pytorch"
     """Name of the agent's container."""
     created: float = 0.0
@@ -181,6 +185,7 @@ def pod_view(data: Mapping[str, Any]) -> PodView:
         uid=meta.get("uid", ""),
         name=meta["name"],
         number=sum(int(text) for text in digits if text.isdigit()),
+        owner=owner_in(meta),
         container=main,
         created=seconds(meta.get("creationTimestamp")) or 0.0,
         phase=status.get("phase") or "Pending",
@@ -201,6 +206,12 @@ def pod_view(data: Mapping[str, Any]) -> PodView:
             if "persistentVolumeClaim" in volume
         ),
     )
+
+
+def owner_in(meta: Mapping[str, Any]) -> Owner:
+    """The controller that an object's metadata names."""
+    owners = (one for one in meta.get("ownerReferences") or () if one.get("controller"))
+    return next(((one.get("kind", ""), one.get("name", ""), one.get("uid", "")) for one in owners), ("", "", ""))
 
 
 def event_view(data: Mapping[str, Any]) -> EventView:

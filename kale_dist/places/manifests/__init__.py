@@ -6,7 +6,15 @@ from collections.abc import Mapping
 
 from kale_dist.job.spec.job_spec import Request
 from kale_dist.places.manifests.batch_job import BatchJob
-from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup, input_secret, owner_of
+from kale_dist.places.manifests.kind import (
+    POLICY_API,
+    Kind,
+    ObjectState,
+    PodGroup,
+    input_secret,
+    network_policy,
+    owner_of,
+)
 from kale_dist.places.manifests.kubeflow_jobs import MPIJob, PyTorchJob, TFJob
 from kale_dist.places.manifests.settings import RunSettings, claim_of, input_secret_name, object_name
 from kale_dist.places.manifests.train_job import TrainJob
@@ -14,6 +22,7 @@ from kale_dist.places.manifests.yaml_text import to_yaml
 
 __all__ = [
     "KINDS",
+    "POLICY_API",
     "Kind",
     "ObjectState",
     "PodGroup",
@@ -22,6 +31,7 @@ __all__ = [
     "input_secret",
     "input_secret_name",
     "kind_of",
+    "network_policy",
     "object_name",
     "owner_of",
     "to_yaml",

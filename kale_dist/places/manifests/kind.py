@@ -40,6 +40,9 @@ from kale_dist.places.manifests.settings import (
     own_labels,
 )
 
+POLICY_API = ("networking.k8s.io", "v1", "networkpolicies")
+"""Group, version and plural of NetworkPolicies."""
+
 _LARGEST_ANNOTATION = 200_000
 """Characters; all annotations of an object together may have 256 KiB."""
 
@@ -297,6 +300,25 @@ def headless_service(spec: Settled, settings: RunSettings, owner: Mapping[str, A
         "kind": "Service",
         "metadata": _beside(spec, owner, name),
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {OBJECT_LABEL: name}},
+    }
+
+
+def network_policy(spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> dict[str, Any]:
+    """The NetworkPolicy that lets only a run's own pods connect to its pods, for torch's store and gloo ask nobody who they are.
+
+    Arguments as for `headless_service`.
+    """
+    name, port = object_name(spec.name, settings.run), spec.cluster.metrics_port
+    own = {"podSelector": {"matchLabels": {OBJECT_LABEL: name}}}
+    return {
+        "apiVersion": "/".join(POLICY_API[:2]),
+        "kind": "NetworkPolicy",
+        "metadata": _beside(spec, owner, name),
+        "spec": {
+            **own,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [own]}, *([{"ports": [{"port": port, "protocol": "TCP"}]}] if port else [])],
+        },
     }
 
 
