@@ -164,8 +164,6 @@ def create(name: str, key: bytes) -> JobFiles:
         made.folder.mkdir(mode=0o700)
         with open(made.key, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(key)
-            file.flush()
-            os.fsync(file.fileno())
     except FileExistsError:
         raise exists_error(name) from None
     except BaseException as error:
@@ -183,10 +181,18 @@ def write(record: Record) -> None:
     """
     target = files(record.name).record
     try:
-        with fresh(target) as file:
+        with fresh(target, lasting=target.exists()) as file:
             file.write_text(json.dumps(record.to_json()))
     except OSError as error:
         raise _store_error(target, error) from error
+
+
+def sync(name: str) -> None:
+    """Have a new job's key and record outlive a power failure. After the submission: the ranks do not wait for the disk."""
+    made = files(name)
+    with contextlib.suppress(OSError):
+        for path in (made.key, made.record, made.folder):
+            blobs.sync(path)
 
 
 def read(name: str) -> Record:

@@ -16,8 +16,6 @@ from kale_dist.job import records
 from kale_dist.wire import blobs
 from kale_dist.wire.blobs import FolderStore
 
-KEY = b"k" * 32
-
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path, monkeypatch):
@@ -115,8 +113,10 @@ def test_what_a_job_has_reached_is_on_the_disk_before_it_has_its_name(tmp_path, 
     for name in ("checkpoint", "outcome-0-0"):
         assert any(path.startswith(str(tmp_path / f".{name}.")) for path in done), name
     assert done.count(str(tmp_path)) == 2
-    files = records.create("job-1", KEY)
-    assert str(files.key) in done
+    job = kd.launch(total, torch.ones(3), number_of_processes=1)
+    files = records.files(job.ref.removeprefix("local://"))
+    assert {str(files.key), str(files.record), str(files.folder)} <= set(done)
+    job.result()
     done.clear()
     FolderStore(tmp_path / "blobs").put([b"x"])
     assert done == []

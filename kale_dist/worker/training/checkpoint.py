@@ -341,7 +341,8 @@ class Resumption:
     def _usable(self) -> tuple[pathlib.Path | None, str]:
         """The newest checkpoint that is whole, of this job or of the earlier one, in rank 0; or why none of those there are can be used."""
         global _trained_in
-        place, problems = context.context(), []
+        place = context.context()
+        problems: list[str] = []
         is_later, _trained_in = _trained_in == place.attempt, place.attempt
         files = None if is_later else place.files
         own = () if files is None else (files.checkpoint, files.older_checkpoint)
