@@ -80,11 +80,10 @@ def find(
 
 def _check_folder(folder: pathlib.Path) -> None:
     """Refuse to replace a folder that no job has made, where this process sees it. Rank 0 looks before it trains, too."""
-    if folder.exists():
-        from kale_dist.worker.training import parts
+    from kale_dist.worker.training import parts
 
-        if problem := parts.foreign(folder):
-            raise ConfigError("save_to", f"{folder} is there already: {problem}", "Name a folder that is not there yet")
+    if folder.exists() and (problem := parts.foreign(folder)):
+        raise ConfigError("save_to", f"{folder} is there already: {problem}", "Name a folder that is not there yet")
 
 
 def _in_claim(text: str, rest: str, volumes: tuple[Volume, ...], place: str) -> tuple[str, tuple[Volume, ...]]:

@@ -168,7 +168,8 @@ class Folders:
         self._checkpoints = self.model.with_name(f"{self.model.name}.checkpoints")
         self.rest = b""
         """In rank 0, the last checkpoint's file with all but the tensors."""
-        if problem := group.send("" if group.rank else foreign(self.model)):
+        before = self.model.with_name(f".{self.model.name}.old")
+        if problem := group.send("" if group.rank else foreign(self.model) or foreign(before)):
             raise StoreError(f"The model cannot be saved to {self.model}: {problem}. Give save_to= another folder")
 
     def fills(self, last: str) -> bool:
@@ -276,7 +277,7 @@ def foreign(folder: pathlib.Path) -> str:
         written_as = pathlib.PurePath(str(metadata(folder).storage_meta.checkpoint_id)).name
         others = [] if others == names and re.fullmatch(r"\..+\.part", written_as) else others
     shown = ", ".join(others[:_NAMED]) + " ..." * (len(others) > _NAMED)
-    return f"that would remove what is in it and no job has made: {shown}" if others else ""
+    return f"that would remove what is in {folder} and no job has made: {shown}" if others else ""
 
 
 def _remove(folders: Iterable[pathlib.Path]) -> None:
