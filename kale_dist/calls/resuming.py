@@ -41,6 +41,8 @@ class Earlier:
     origin: str
     """The job's reference, or the file's path."""
     path: pathlib.Path
+    is_path: bool = False
+    """Whether the user gave a path: then others may have made the file."""
 
     @classmethod
     def of(cls, given: Any, attach: Callable[[str], Job[Any]]) -> Earlier | None:
@@ -67,7 +69,7 @@ class Earlier:
             path = next((one for one in (JobFiles(path).checkpoint, path / REST) if one.is_file()), path)
             if not path.is_file():
                 raise ConfigError(_ARGUMENT, f"there is no file {path}", "Give a checkpoint, a job or a job's name")
-            return cls(origin=str(path), path=path)
+            return cls(origin=str(path), path=path, is_path=True)
         if not isinstance(given, str | Job):
             remedy = "Give a job, a job's name, or the path of a checkpoint"
             raise ConfigError(_ARGUMENT, f"{show(given)} is none of a job, a name and a path", remedy)
@@ -110,6 +112,10 @@ class Earlier:
             kinds = ("one file", "a folder of parts")
             problem = f"the checkpoint of {self.origin} is {kinds[bool(found.parts)]}, and those of this call are {kinds[training.in_parts]}"
             raise ConfigError(_ARGUMENT, problem, "Give model= and strategy= as for the earlier job")
+        own = not self.is_path or self.path.resolve().is_relative_to(records.jobs_dir().resolve())
+        if found.parts and not own and self.path.parent.resolve() != pathlib.Path(found.parts).resolve():
+            problem = f"{self.path} names the folder {found.parts}, in which it does not lie"
+            raise ConfigError(_ARGUMENT, problem, "Give the job that has written it, or the folder itself")
         if training.makes_model:
             # Ranks compare the rest: they have the objects.
             return Continued(origin=self.origin, path=self.path, sentences=(begun,), options=(), schedule={})

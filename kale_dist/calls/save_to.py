@@ -9,7 +9,7 @@ from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec import names
-from kale_dist.job.spec.volumes import Volume, VolumeKind
+from kale_dist.job.spec.volumes import Volume, VolumeKind, seen_here
 from kale_dist.wording import closest, shorten, show
 
 MOUNT = "/kale-dist/save-to"
@@ -63,14 +63,27 @@ def find(
         _check_url(text, is_here=is_here)
         return text, volumes
     if not is_here:
-        return _in_volume(text, volumes, place), volumes
+        inside = _in_volume(text, volumes, place)
+        if in_parts and (seen := seen_here(inside, volumes)) is not None:
+            _check_folder(seen)
+        return inside, volumes
     path = pathlib.Path(text).expanduser().absolute()
+    if in_parts:
+        _check_folder(path)
     if len(path.name.encode()) > _LONGEST_NAME:
         raise ConfigError("save_to", f"{shorten(path.name)} is too long for a file's name", "Give a shorter one")
     if (path.is_dir() and not in_parts) or not path.parent.is_dir():
         problem = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise ConfigError("save_to", problem, "Name a file in a folder that exists, such as 'model.pt'")
     return str(path), volumes
+
+
+def _check_folder(folder: pathlib.Path) -> None:
+    """Refuse to replace a folder that no job has made, where this process sees it. Rank 0 looks before it trains, too."""
+    from kale_dist.worker.training import parts
+
+    if folder.exists() and (problem := parts.foreign(folder)):
+        raise ConfigError("save_to", f"{folder} is there already: {problem}", "Name a folder that is not there yet")
 
 
 def _in_claim(text: str, rest: str, volumes: tuple[Volume, ...], place: str) -> tuple[str, tuple[Volume, ...]]:

@@ -85,6 +85,7 @@ def start(call: Call) -> Job[Any]:
         elif "torch" in sys.modules and (models := models_in(what.args, what.kwargs)):
             targets = weights.remember(together(models), None)
         ref = backend.submit(spec, key)
+    records.sync(ref.record_name)
     _say_started(ref, spec)
     _say_what_runs(targets)
     job = handle(backend, ref, spec, key, targets=targets, originals=snapshot.originals)
@@ -203,6 +204,7 @@ def _again(backend: Backend, job: Job[Any], checkpoint: pathlib.Path | None) -> 
         )
         spec = spec if checkpoint is None else _resuming(spec, checkpoint, store)
         ref = backend.submit(spec, key)
+    records.sync(ref.record_name)
     _say_started(ref, spec)
     with contextlib.suppress(OSError, ValueError):
         given = inside(job).files.arguments.read_text()

@@ -52,7 +52,7 @@ def writing(path: pathlib.Path) -> Iterator[None]:
 
 def write(path: pathlib.Path, data: bytes) -> None:
     """Write a file of the cache atomically. A failure is ignored: everything in the cache can be made again."""
-    with contextlib.suppress(OSError), fresh(path) as file:
+    with contextlib.suppress(OSError), fresh(path, lasting=False) as file:
         file.write_bytes(data)
 
 

@@ -16,13 +16,14 @@ from kale_dist.errors import (
     KaleDistError,
     RankError,
     ResultUnavailableError,
+    SnapshotDamagedError,
     StoreError,
     say,
 )
 from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.job import records, weights
 from kale_dist.job.spec.job_spec import JobSpec
-from kale_dist.job.spec.volumes import VolumeKind
+from kale_dist.job.spec.volumes import seen_here
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
 from kale_dist.snapshot import loading, outcome
@@ -188,9 +189,18 @@ class OutcomeReader:
                     part.write_bytes(rest)
                 return path
         self._bring(self.files.checkpoint)
-        found = [run.files.checkpoint for run in records.runs(self.files.folder.name) if run.files.checkpoint.exists()]
+        runs = reversed(records.runs(self.files.folder.name))
+        found = [path for run in runs for path in (run.files.checkpoint, run.files.older_checkpoint) if path.exists()]
+        from kale_dist.worker.training import checkpoint
+
+        for path in found:
+            with contextlib.suppress(SnapshotDamagedError, OSError):
+                checkpoint.read(path)
+                if path != found[0]:
+                    say(f"{found[0]} is damaged. The checkpoint before it is used")
+                return path
         if found:
-            return found[-1]
+            raise ResultUnavailableError(f"The checkpoint of {self._ref} is damaged: {found[0]}", self._ref)
         why = "It has not come to the first one (checkpoint_every)"
         if not self._spec.saves:
             why = "It was called with checkpoint_every=None"
@@ -232,10 +242,7 @@ class OutcomeReader:
             return targets.made()
         from kale_dist.worker.training import parts as folders
 
-        folder = pathlib.Path(parts)
-        for volume in self._spec.volumes:
-            if volume.kind is VolumeKind.FOLDER and folder.is_relative_to(volume.mount_path):
-                folder = volume.source / folder.relative_to(volume.mount_path)
+        folder = seen_here(parts, self._spec.volumes) or pathlib.Path(parts)
         if not (folder / ".metadata").exists():
             raise self._in_parts(parts)
         say(f"The model of {self._ref} is made here: {folders.size(folder) / 1e9:.2f} GB, from {folder}")

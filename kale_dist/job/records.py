@@ -5,6 +5,7 @@
     jobs/<name>/     a job's folder with the files of `wire.JobFiles`; its creation takes the name. Runs after the first
                      have folders of their own in it: `run-2`, `run-3`
     blobs/           the snapshots' bytes, by content, shared by all jobs
+    checked          which files of blobs have the bytes of their names
     lock             held shared from a snapshot's first byte to its record, and alone while blobs are deleted
 """
 
@@ -26,7 +27,7 @@ from typing import Any, Self, TextIO
 
 from kale_dist.errors import JobExistsError, JobNotFoundError, StoreError
 from kale_dist.job.spec.job_spec import JobSpec
-from kale_dist.wire import JobFiles, decode
+from kale_dist.wire import JobFiles, blobs, decode
 from kale_dist.wire.blobs import FolderStore, fresh
 from kale_dist.wording import listing
 
@@ -34,6 +35,7 @@ BLOBS_WARNING_BYTES = 20 << 30
 """Above this size a call warns that old snapshots fill the disk."""
 
 _DELETED = ".deleted-"
+_DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 _FOLDER_NAME = re.compile(r"[a-z0-9-]{1,63}(?:\.[a-z0-9-]{1,63}){0,3}", re.ASCII)
 
 
@@ -118,6 +120,7 @@ def jobs_dir() -> pathlib.Path:
 
 def blobs_dir() -> pathlib.Path:
     """The folder of the snapshots' bytes."""
+    blobs.checked.file = state_dir() / "checked"
     return _private(state_dir() / "blobs")
 
 
@@ -178,10 +181,18 @@ def write(record: Record) -> None:
     """
     target = files(record.name).record
     try:
-        with fresh(target) as file:
+        with fresh(target, lasting=target.exists()) as file:
             file.write_text(json.dumps(record.to_json()))
     except OSError as error:
         raise _store_error(target, error) from error
+
+
+def sync(name: str) -> None:
+    """Have a new job's key and record outlive a power failure. After the submission: the ranks do not wait for the disk."""
+    made = files(name)
+    with contextlib.suppress(OSError):
+        for path in (made.key, made.record, made.folder):
+            blobs.sync(path)
 
 
 def read(name: str) -> Record:
@@ -282,16 +293,28 @@ def delete(name: str) -> None:
         _put_aside(name)
         for rubbish in jobs_dir().glob(f"{_DELETED}*"):
             shutil.rmtree(rubbish, ignore_errors=True)
-        needed = {blob for other in all_records() for blob in _blobs_of(other.spec)}
         store = FolderStore(blobs_dir())
-        for blob in set(store.list()) - needed:
+        for blob in set(store.list()) - _named_blobs():
             store.delete(blob)
 
 
-def _blobs_of(spec: JobSpec) -> Iterator[str]:
-    """Yield the blobs of a job's snapshot and of its recipe's files."""
-    yield from spec.blobs
-    yield from (file.digest for file in (spec.recipe.files if spec.recipe is not None else ()))
+def _named_blobs() -> set[str]:
+    """Digests in the text of all records: another version may have written one that this version cannot read.
+
+    Raises:
+        StoreError: A record is there and cannot be opened.
+    """
+    found: set[str] = set()
+    for folder in jobs_dir().glob("[!.]*"):
+        try:
+            found.update(_DIGEST.findall(JobFiles(folder).record.read_text(errors="replace")))
+        except (FileNotFoundError, NotADirectoryError):
+            # A submission that was killed before its record.
+            continue
+        except OSError as error:
+            problem = f"{folder} cannot be read ({error.strerror or error}), so the bytes of no snapshot were deleted"
+            raise StoreError(f"{problem}. Make it readable, and delete once more") from error
+    return found
 
 
 @contextlib.contextmanager
@@ -335,6 +358,9 @@ def _locked(*, exclusive: bool, waits: bool = True) -> Iterator[None]:
 def _private(folder: pathlib.Path) -> pathlib.Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # It may have been made by hand, or unpacked, and blobs are readable to all who come to them.
+        if (found := folder.stat()).st_mode & 0o077 and found.st_uid == os.geteuid():
+            folder.chmod(0o700)
     except OSError as error:
         raise _store_error(folder, error) from error
     return folder

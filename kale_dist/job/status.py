@@ -230,7 +230,8 @@ def _resumed(status: JobStatus, event: dict[str, Any]) -> JobStatus:
     epoch, batches = int(event["epoch"]), int(event.get("batches") or 0)
     kept = tuple(row for row in status.metrics if row.source == "report" or (row.epoch or 0) <= epoch)
     losses = tuple(one for one in status.losses if (one.epoch, one.step) <= (epoch + 1, batches))
-    return dataclasses.replace(status, metrics=kept, losses=losses, checkpoint_epoch=epoch or None)
+    last = epoch if epoch or batches else None
+    return dataclasses.replace(status, metrics=kept, losses=losses, checkpoint_epoch=last)
 
 
 def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:

@@ -44,6 +44,9 @@ _DIGEST_CHARACTERS = frozenset("0123456789abcdef")
 # Linux writes at most this much in one call; smaller pieces also let other threads have the disk in between.
 _WRITE_BYTES = 64 << 20
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_BLOB_MODE = 0o444
+_CHECKED_BYTES = 16 << 20
+"""With more lines the file begins again: those of deleted blobs stay in it."""
 
 
 def digest_of(buffers: Iterable[Buffer]) -> str:
@@ -81,6 +84,44 @@ class Store(Protocol):
         """Digests of all blobs."""
 
 
+class _Checked:
+    """Which files of blobs have the bytes of their names: this machine has written, received or read them.
+
+    A file is the same as long as its inode, its size and the time of its last change are.
+    """
+
+    file: pathlib.Path | None = None
+    """Tells later processes. It is the user's own: others may write into a folder of blobs."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def add(self, path: pathlib.Path) -> None:
+        """Remember that this file has the bytes of its name."""
+        self._known.add(state := _state_of(path))
+        if self.file is not None:
+            with contextlib.suppress(OSError), self.file.open("a") as file:
+                if file.tell() > _CHECKED_BYTES:
+                    file.truncate(0)
+                file.write(f"{state}\n")
+
+    def has(self, path: pathlib.Path) -> bool:
+        """Whether this file has the bytes of its name, which are read where that is not known."""
+        state = _state_of(path)
+        if state not in self._known and self.file is not None and self.file.exists():
+            self._known.update(self.file.read_text().splitlines())
+        if state not in self._known and digest_of([map_file(path)]) == path.name:
+            self.add(path)
+        return state in self._known
+
+
+def _state_of(path: pathlib.Path) -> str:
+    return f"{path.name} {(found := path.stat()).st_ino} {found.st_size} {found.st_ctime_ns}"
+
+
+checked = _Checked()
+
+
 class FolderStore:
     """Blobs as read-only files in a folder. Several processes may use one folder at once.
 
@@ -102,20 +143,25 @@ class FolderStore:
         return self.root / digest
 
     def put(self, buffers: Sequence[Buffer]) -> str:
-        """Store the buffers as one blob, unless the folder has it already.
+        """Store the buffers as one blob, unless the folder has it already. One that is damaged there is replaced.
 
         Raises:
             StoreError: The disk is full, or the folder cannot be written.
         """
         digest = digest_of(buffers)
-        path = self.path(digest)
-        if not path.exists():
-            _write_file(path, buffers, 0o444)
+        if not self.exists(digest):
+            _write_file(self.path(digest), buffers, _BLOB_MODE)
+            self.received(digest)
         return digest
 
+    def received(self, digest: str) -> None:
+        """Remember that the file of a blob, which has been written here, has its bytes."""
+        checked.add(self.path(digest))
+
     def exists(self, digest: str) -> bool:
-        """Whether the folder has this blob."""
-        return self.path(digest).exists()
+        """Whether the folder has this blob, undamaged: a file that this machine has not written is read once."""
+        path = self.path(digest)
+        return path.exists() and checked.has(path)
 
     def open(self, digest: str) -> memoryview:
         """Map the blob copy-on-write.
@@ -243,13 +289,30 @@ def _padding(size: int) -> bytes:
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
+def sync(path: pathlib.Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on the disk: power may fail then."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
-def fresh(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a temporary path beside a file, which replaces the file at the end of the block, but not after an error."""
+def fresh(path: pathlib.Path, *, lasting: bool = True) -> Iterator[pathlib.Path]:
+    """Yield a temporary path beside a file, which replaces the file at the end of the block, but not after an error.
+
+    Then it outlives a power failure, unless it is not `lasting`.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         yield temporary
+        if lasting:
+            sync(temporary)
         temporary.replace(path)
+        # A folder that others own may be one to write in, and not to open.
+        if lasting and os.access(path.parent, os.R_OK):
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -296,7 +359,7 @@ def _write_file(
     written = 0
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with fresh(path) as temporary, temporary.open("xb", buffering=0) as file:
+        with fresh(path, lasting=mode != _BLOB_MODE) as temporary, temporary.open("xb", buffering=0) as file:
             os.fchmod(file.fileno(), 0o600)
             for piece in pieces:
                 view = memoryview(piece)

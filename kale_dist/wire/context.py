@@ -58,6 +58,8 @@ class Context:
     """Whether this process is a rank of a job."""
     folder: pathlib.Path | None = None
     """The job's folder; None outside a job."""
+    owner: str = ""
+    """Names the job in what it leaves on volumes: no other job has this, also of the same name. Empty outside a job."""
     resume: pathlib.Path | None = None
     """The checkpoint of an earlier job from which the training resumes, in rank 0; None for none."""
 

@@ -74,6 +74,11 @@ class JobFiles:
         """The last checkpoint of rank 0. Replaced by rename."""
         return self.folder / "checkpoint"
 
+    @property
+    def older_checkpoint(self) -> pathlib.Path:
+        """The checkpoint before the last, where the disk has room for both."""
+        return self.folder / "checkpoint.1"
+
     def outcome(self, attempt: int, rank: int) -> pathlib.Path:
         """The signed outcome of one rank."""
         return self.folder / f"outcome-{attempt}-{rank}"

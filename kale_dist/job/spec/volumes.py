@@ -114,6 +114,14 @@ class Volume:
         _SIZE("volumes.size_gib", self.size_gib)
 
 
+def seen_here(path: str, volumes: Sequence[Volume]) -> pathlib.Path | None:
+    """Where this machine sees a path of a rank that a folder of it covers; None if none does."""
+    for volume in volumes:
+        if volume.kind is VolumeKind.FOLDER and pathlib.PurePosixPath(path).is_relative_to(volume.mount_path):
+            return pathlib.Path(volume.source, pathlib.PurePosixPath(path).relative_to(volume.mount_path))
+    return None
+
+
 def of_pods(value: Any) -> tuple[Volume, ...]:
     """Volumes of a cluster's pods, from all forms of this module's docstring.
 

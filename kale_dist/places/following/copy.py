@@ -241,7 +241,7 @@ class RunCopy:
     def _write_progress(self) -> None:
         if not self._has_new_progress:
             return
-        with _writable(self._files), fresh(self._files.progress) as file:
+        with _writable(self._files), fresh(self._files.progress, lasting=False) as file:
             file.write_text(json.dumps(self._progress))
         self._has_new_progress = False
         self._on_change()

@@ -382,7 +382,7 @@ class _JobRequest(_Request):
         owner, whole = self._owner, _blob(self._owner.store, digest)
         size, part = int(self.headers.get(SIZE_HEADER, "")), _part(whole)
         with owner.upload_locks.setdefault(digest, threading.Lock()):
-            if whole.exists():
+            if owner.store.exists(digest):
                 self._reply(200, {"received": size, "complete": True})
                 return
             received = part.stat().st_size if part.exists() else 0
@@ -413,6 +413,7 @@ class _JobRequest(_Request):
                 return
             part.chmod(0o444)
             part.replace(whole)
+            owner.store.received(digest)
         self._reply(201, {"received": size, "complete": True})
         owner.notify()
 

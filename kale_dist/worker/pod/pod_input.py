@@ -113,7 +113,7 @@ def fetch(order: Order, key: bytes, store: FolderStore, digest: str, server: Blo
     """
     server = server or BlobServer(key, store)
     store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with fresh(store.path(digest)) as part:
+    with fresh(store.path(digest), lasting=False) as part:
         part.touch()
         tried, is_whole = 0, False
         while not is_whole:
@@ -128,6 +128,7 @@ def fetch(order: Order, key: bytes, store: FolderStore, digest: str, server: Blo
                 server.is_over.wait(2 ** (tried - 1) if tried else 0)
             if server.is_over.is_set() and not is_whole:
                 raise StoreError(f"Blob {digest} is no longer needed: this pod's part of the job is over.")
+    store.received(digest)
     server.coming.pop(digest, None)
 
 

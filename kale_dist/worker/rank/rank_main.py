@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import hashlib
 import json
 import os
 import pathlib
@@ -193,6 +194,7 @@ def _settle(assignment: Assignment, events: int, files: JobFiles, control: Contr
         max_restarts=order.policy.max_restarts,
         in_job=True,
         folder=files.folder,
+        owner=hashlib.sha256(b"parts\n" + bytes.fromhex(order.key)).hexdigest(),
         resume=FolderStore(pathlib.Path(order.store)).path(order.resume) if order.resume and rank == 0 else None,
     )
     context.activate(place, events, control.is_asked_to_save)

@@ -7,7 +7,9 @@ in an optimizer's state) is left out, and the log names it.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import mmap
 import pathlib
 import pickle
@@ -18,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kale_dist.errors import SnapshotDamagedError, StoreError
-from kale_dist.wire import EventKind, blobs, context
+from kale_dist.errors import KaleDistError, SnapshotDamagedError, StoreError
+from kale_dist.wire import EventKind, JobFiles, blobs, context
 from kale_dist.worker.training.data.dealing import generator_states, set_generator_states
 from kale_dist.worker.training.given import Differences, Given
 from kale_dist.worker.training.group import Group
@@ -27,6 +29,7 @@ from kale_dist.worker.training.result import load_state, on_cpu, state_of
 from kale_dist.worker.training.trained import Progress, Trained
 
 VERSION = 2
+_ROOM = 1.2
 
 _trained_in: int | None = None
 """The attempt in which a training of this process has looked for a checkpoint: what it writes is not the next one's to resume from."""
@@ -75,7 +78,7 @@ def collect(contents: Checkpoint, copy: Callable[[int, Tensor], Tensor] | None =
 
 
 def save(path: pathlib.Path, whole: dict[str, Any]) -> None:
-    """Write what `collect` returned, replacing the file that is there by rename.
+    """Write what `collect` returned, replacing the file that is there by rename. That one stays as `older_checkpoint`.
 
     Raises:
         StoreError: The disk is full, or the folder cannot be written.
@@ -83,10 +86,19 @@ def save(path: pathlib.Path, whole: dict[str, Any]) -> None:
     before = torch.serialization.get_crc32_options()
     # Sums take four times as long as writing.
     torch.serialization.set_crc32_options(False)
+    older = JobFiles(path.parent).older_checkpoint
     try:
+        if older.exists() and is_tight(path):
+            older.unlink()
         with blobs.fresh(path) as temporary:
             temporary.touch(0o600)
             torch.save(whole, temporary)
+            blobs.sync(temporary)
+            # Some file systems have no links.
+            with contextlib.suppress(OSError):
+                if path.exists():
+                    older.unlink(missing_ok=True)
+                    older.hardlink_to(path)
     # Torch's own writer raises RuntimeError when a disk is full.
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
@@ -99,6 +111,18 @@ def save(path: pathlib.Path, whole: dict[str, Any]) -> None:
         ) from error
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+def is_tight(last: pathlib.Path) -> bool:
+    """Whether the disk has less room than another checkpoint like the last takes, a file or a folder, and a fifth."""
+    parts = list(last.iterdir()) if last.is_dir() else [last] if last.exists() else []
+    found = shutil.disk_usage(last.parent).free < _ROOM * sum(part.stat().st_size for part in parts)
+    if found:
+        _say_once(f"The disk of {last.parent} is almost full: only the last checkpoint is kept while one is written.")
+    return found
+
+
+_say_once = functools.cache(context.say)
 
 
 def read(file: Any) -> Checkpoint:
@@ -232,7 +256,9 @@ class Resumption:
         place = context.context()
         # Also at the first attempt: in new pods, after others were lost or suspended, attempts count from 0 again, and
         # there may be no restart left.
-        path = self._usable() if group.rank == 0 else None
+        path, problem = self._usable() if group.rank == 0 else (None, "")
+        if problem := group.send(problem):
+            raise KaleDistError(problem)
         is_earlier = bool(group.send(path is not None and path == place.resume))
         found = _shared(group, path)
         sentences = [] if found is None else self._take(found, is_earlier=is_earlier)
@@ -312,28 +338,34 @@ class Resumption:
         self._differences.apply(self._trained.optimizer)
         self._load_rest(self._differences)
 
-    def _usable(self) -> pathlib.Path | None:
-        """Rank 0's path of the last checkpoint, or of the earlier job's, if it can be read and fits the call's objects."""
+    def _usable(self) -> tuple[pathlib.Path | None, str]:
+        """The newest checkpoint that is whole, of this job or of the earlier one, in rank 0; or why none of those there are can be used."""
         global _trained_in
         place = context.context()
+        problems: list[str] = []
         is_later, _trained_in = _trained_in == place.attempt, place.attempt
-        own = place.files.checkpoint if place.files is not None and not is_later else None
-        if own is not None:
-            # A rank that was killed while it wrote has left a file as large as a checkpoint.
-            for unfinished in own.parent.glob(f".{own.name}.*.part"):
-                unfinished.unlink(missing_ok=True)
-        for path in (own, place.resume):
-            if path is None or not path.exists():
-                continue
+        files = None if is_later else place.files
+        own = () if files is None else (files.checkpoint, files.older_checkpoint)
+        # A rank that was killed while it wrote has left a file as large as a checkpoint.
+        for unfinished in () if files is None else files.folder.glob(f".{files.checkpoint.name}.*.part"):
+            unfinished.unlink(missing_ok=True)
+        for path in (*own, place.resume):
             try:
+                if path is None or (path in own and not path.exists()):
+                    continue
                 problem = misfit(read(path), self._trained, self._given, is_in_parts=self._is_in_parts)
+                problem = problem and f"{path} does not fit the objects as they were at the call: {problem}"
             except (SnapshotDamagedError, OSError, ValueError) as error:
-                self._group.say(f"The last checkpoint cannot be read ({error}).")
-                continue
+                problem = f"{path} cannot be read ({error})"
             if not problem:
-                return path
-            self._group.say(f"The last checkpoint does not fit the objects as they were at the call: {problem}.")
-        return None
+                for sentence in problems:
+                    self._group.say(f"The last checkpoint is left out: {sentence}.")
+                return path, ""
+            problems.append(problem)
+        if not problems:
+            return None, ""
+        remedy = "Mend that, or make a call without resume_from, which begins at the beginning"
+        return None, f"The training cannot resume: {'; '.join(problems)}. {remedy}"
 
     def _take(self, found: Checkpoint, *, is_earlier: bool) -> list[str]:
         """Restore what a checkpoint holds; returns what does not continue as before, as sentences."""

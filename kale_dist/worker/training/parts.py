@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import enum
+import importlib
 import pathlib
+import pickle
 import re
 import shutil
 import tempfile
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from kale_dist import strategies
 from kale_dist.errors import ConfigError, KaleDistError, StoreError
-from kale_dist.wire import context
+from kale_dist.wire import blobs, context
 from kale_dist.worker.training import checkpoint
 from kale_dist.worker.training.checkpoint import Checkpoint
 from kale_dist.worker.training.data.dealing import generator_states, seed_generators, set_generator_states
@@ -34,6 +37,9 @@ from kale_dist.worker.training.trained import Trained
 
 REST = "rest"
 """The file in a checkpoint's folder of parts that holds all but the tensors of model and optimizer."""
+
+_OWNER = "owner"
+"""The file there that says which job has written it. Only that job removes it."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -162,6 +168,9 @@ class Folders:
         self._checkpoints = self.model.with_name(f"{self.model.name}.checkpoints")
         self.rest = b""
         """In rank 0, the last checkpoint's file with all but the tensors."""
+        before = self.model.with_name(f".{self.model.name}.old")
+        if problem := group.send("" if group.rank else foreign(self.model) or foreign(before)):
+            raise StoreError(f"The model cannot be saved to {self.model}: {problem}. Give save_to= another folder")
 
     def fills(self, last: str) -> bool:
         """Whether `fill` gives every weight a value."""
@@ -182,7 +191,7 @@ class Folders:
         wanted: dict[str, Tensor] = {}
         if last and has_optimizer:
             named = {f"optimizer.{name}.": p for name, p in model.named_parameters()}
-            for key, saved in tensors_in(folder).items():
+            for key, saved in metadata(folder).state_dict_metadata.items():
                 prefix, _, what = key.rpartition(".")
                 parameter = named.get(f"{prefix}.")
                 if parameter is not None:
@@ -208,6 +217,12 @@ class Folders:
         """
         before = sorted(self._checkpoints.glob("*"), key=_number) if self._group.rank == 0 else []
         folder = self._checkpoints / str(self._group.send(_number(before[-1]) + 1 if before else 1))
+        owner = context.context().owner
+        mine = [old for old in before if (old / _OWNER).is_file() and (old / _OWNER).read_text() == owner]
+        last = next((old for old in reversed(mine) if (old / ".metadata").exists()), folder)
+        mine = [old for old in mine if old != last]
+        if mine and checkpoint.is_tight(last):
+            _remove(mine)
         whole = checkpoint.collect(dataclasses.replace(contents, parts=str(folder)))
         states = weights_of(trained.model)
         for name, parameter in trained.model.named_parameters():
@@ -216,27 +231,58 @@ class Folders:
                     states[f"optimizer.{name}.{what}"] = value
         if self._group.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
+            folder.joinpath(_OWNER).write_text(owner)
             checkpoint.save(folder / REST, whole)
         save(folder, states, self._group)
         if self._group.rank == 0:
             write(whole)
             self.rest = (folder / REST).read_bytes()
-        for old in before:
-            shutil.rmtree(old, ignore_errors=True)
+        _remove(mine)
         left_out: tuple[str, ...] = whole["left_out"]
         return left_out
 
     def save_model(self, model: torch.nn.Module) -> str:
-        """Write the weights into the folder `model`, replacing what is there; returns its path."""
-        fresh = self.model.with_name(f".{self.model.name}.part")
+        """Write the weights into the folder `model`, in the place of what a job has left there; returns its path."""
+        target = pathlib.Path(self._group.send(str(self.model.resolve())))
+        fresh, before = (target.with_name(f".{target.name}.{word}") for word in ("part", "old"))
         if self._group.rank == 0:
-            shutil.rmtree(fresh, ignore_errors=True)
+            _remove([fresh])
         self._group.gather(None)
         save(fresh, weights_of(model), self._group)
         if self._group.rank == 0:
-            shutil.rmtree(self.model, ignore_errors=True)
-            fresh.rename(self.model)
+            # What has come there meanwhile is not removed either.
+            if problem := foreign(target):
+                raise StoreError(f"The model stays in {fresh}, because {target} cannot be replaced: {problem}")
+            if target.exists():
+                _remove([before])
+                target.rename(before)
+            fresh.rename(target)
+            blobs.sync(target.parent)
+            _remove([before])
         return str(self.model)
+
+
+def foreign(folder: pathlib.Path) -> str:
+    """Why a job must not put its model in the place of what is there, as a clause; empty if it may.
+
+    It may where nothing is, or what a job has saved: that was written as `.NAME.part`, which its `.metadata` says.
+    """
+    if not folder.exists():
+        return ""
+    if not folder.is_dir() or folder.is_mount():
+        return "it is a file" if folder.is_file() else "it is a mount point, which nothing can replace"
+    names = sorted(one.name for one in folder.iterdir())
+    others = [name for name in names if not re.fullmatch(r"\.metadata|__\d+_\d+\.distcp", name)] or names
+    with contextlib.suppress(StoreError, AttributeError):
+        written_as = pathlib.PurePath(str(metadata(folder).storage_meta.checkpoint_id)).name
+        others = [] if others == names and re.fullmatch(r"\..+\.part", written_as) else others
+    shown = ", ".join(others[:_NAMED]) + " ..." * (len(others) > _NAMED)
+    return f"that would remove what is in {folder} and no job has made: {shown}" if others else ""
+
+
+def _remove(folders: Iterable[pathlib.Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _number(folder: pathlib.Path) -> int:
@@ -271,18 +317,55 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return dict(found.values())
 
 
-def tensors_in(folder: pathlib.Path) -> Mapping[str, Any]:
-    """Names, sizes and types of the tensors in a folder of parts."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+_PLAIN = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows what `torch.distributed.checkpoint` writes into `.metadata`, and nothing that could do anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The plain classes of its two modules, types and sizes of tensors; in the place of a path its name."""
+        if module in _PLAIN:
+            found = getattr(importlib.import_module(module), name, None)
+            is_plain = dataclasses.is_dataclass(found) or isinstance(found, enum.EnumType)
+            if is_plain and getattr(found, "__module__", "") == module:
+                return found
+        elif module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        elif module == "torch.serialization":
+            # What finds a layout by its name: that of all tensors is the same.
+            return lambda _: torch.strided
+        elif module.partition(".")[0] == "pathlib":
+            return lambda *parts: "/".join(parts)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place there")
+
+
+def metadata(folder: pathlib.Path) -> Any:
+    """What `.metadata` says of a folder of parts. Only tensors count as there: torch unpickles all else, which may run code.
+
+    Raises:
+        StoreError: It cannot be read, or is not what `torch.distributed.checkpoint` writes.
+    """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    found = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {name: one for name, one in found.items() if isinstance(one, TensorStorageMetadata)}
+    try:
+        with (folder / ".metadata").open("rb") as file:
+            found = _Unpickler(file).load()
+        if outside := [one for info in found.storage_data.values() if "/" in (one := info.relative_path)]:
+            raise ValueError(f"it names a file that is not in the folder, {outside[0]}")  # noqa: TRY301 - one place words it
+        entries = found.state_dict_metadata.items()
+        tensors = {name: one for name, one in entries if type(one) is TensorStorageMetadata}
+        return dataclasses.replace(found, state_dict_metadata=tensors)
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or error
+        raise StoreError(f"{folder / '.metadata'} cannot be read as that of a folder of parts: {reason}") from error
 
 
 def size(folder: pathlib.Path) -> int:
     """The bytes of the tensors in a folder of parts."""
-    return sum(one.size.numel() * one.properties.dtype.itemsize for one in tensors_in(folder).values())
+    return sum(
+        one.size.numel() * one.properties.dtype.itemsize for one in metadata(folder).state_dict_metadata.values()
+    )
 
 
 def save(folder: pathlib.Path, states: Mapping[str, Tensor], group: Group) -> None:
@@ -328,8 +411,13 @@ def load(path: pathlib.Path, wanted: Mapping[str, Tensor], group: Group | None) 
             folder = pathlib.Path(links)
             folder.joinpath("model.safetensors").symlink_to(path.absolute())
         try:
-            if (folder / ".metadata").exists():
-                reader: Any = FileSystemReader(folder)
+            if not any(folder.glob("*.safetensors")) and (folder / ".metadata").exists():
+
+                class Reader(FileSystemReader):
+                    def read_metadata(self, *_: Any, **__: Any) -> Any:
+                        return metadata(folder)
+
+                reader: Any = Reader(folder)
                 states = dict(wanted)
             else:
                 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be resumed from: training starts from the beginning, and says why."""
+"""Checkpoints that cannot be resumed from: the training fails, and says why. It never begins over them."""
 
 import dataclasses
 import json
@@ -39,6 +39,7 @@ def after(folder, spoil):
     attempt(0, folder)
     fit(nn.Linear(3, 2), epochs=2)
     model, options = spoil(folder / "checkpoint")
+    (folder / "checkpoint.1").unlink(missing_ok=True)
     events = attempt(1, folder)
     result = fit(model, epochs=3, **options)
     return result.epochs, events()
@@ -88,18 +89,29 @@ def another_optimizer(path):
         (nothing, 2, "resumes after epoch 2"),
         (killed_while_writing, 2, "resumes after epoch 2"),
         (is_gone, 0, "starts from the beginning"),
-        (cut_short, 0, "cannot be read"),
-        (without_the_rest, 0, "only what a result needs"),
-        (another_shape, 0, "weight of the model has the shape (4, 3), and (2, 3) in the checkpoint"),
-        (another_name, 0, "of the model is"),
-        (another_optimizer, 0, "the optimizer has other parameters: 1, and 2 in the checkpoint"),
     ],
 )
-def test_what_does_not_fit_is_not_taken_up(ranks, tmp_path, spoil, behind, said):
+def test_what_is_whole_is_taken_up(ranks, tmp_path, spoil, behind, said):
     epochs, events = ranks(1, after, tmp_path, spoil, keep=False)[0]
     assert epochs == 3
     assert [event["epoch"] for event in events if event["event"] == "resumed"] == [behind]
     trained = [event["epoch"] for event in events if event.get("source") == "train"]
     assert trained == list(range(behind + 1, 4))
     assert any(said in event["text"] for event in events if event["event"] == "note")
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "checkpoint.1"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (cut_short, "cannot be read"),
+        (without_the_rest, "only what a result needs"),
+        (another_shape, r"weight of the model has the shape \(4, 3\), and \(2, 3\) in the checkpoint"),
+        (another_name, "of the model is"),
+        (another_optimizer, "the optimizer has other parameters: 1, and 2 in the checkpoint"),
+    ],
+)
+def test_what_does_not_fit_is_not_begun_over(ranks, tmp_path, spoil, said):
+    with pytest.raises(Exception, match=rf"cannot resume: .*{said}"):
+        ranks(1, after, tmp_path, spoil, keep=False)
+    assert (tmp_path / "checkpoint").exists()
