@@ -57,6 +57,23 @@ def test_what_torch_has_written_is_read(tmp_path):
     )
 
 
+def test_so_is_what_an_earlier_python_has_written(tmp_path, monkeypatch):
+    encoding = metadata.TensorProperties().__getstate__()[3]
+    monkeypatch.setattr(type(encoding), "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    assert weight_of(folder_of_parts(tmp_path / "net")) == [3.0, 3.0]
+    assert b"getattr" in (tmp_path / "net" / ".metadata").read_bytes()
+
+
+def test_its_getattr_reaches_nothing(tmp_path, mark):
+    folder = folder_of_parts(tmp_path / "net")
+    size = b"\x8c\x05torch\x8c\x04Size\x93"
+    (folder / ".metadata").write_bytes(
+        b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93" + size + b"\x8c\x08__dict__\x86R."
+    )
+    with pytest.raises(StoreError, match=r"\.metadata cannot be read"):
+        weight_of(folder)
+
+
 @pytest.mark.parametrize("function", [os.system, eval, pickle.loads, torch.hub.load])
 def test_metadata_that_names_a_function_is_refused(tmp_path, mark, function):
     folder = folder_of_parts(tmp_path / "net")

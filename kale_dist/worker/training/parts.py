@@ -270,13 +270,15 @@ def foreign(folder: pathlib.Path) -> str:
     if not folder.exists():
         return ""
     if not folder.is_dir() or folder.is_mount():
-        return "it is a file" if folder.is_file() else "it is a mount point, which nothing can replace"
+        return f"{folder} is a {'mount point' if folder.is_dir() else 'file'}, which no folder can replace"
     names = sorted(one.name for one in folder.iterdir())
     others = [name for name in names if not re.fullmatch(r"\.metadata|__\d+_\d+\.distcp", name)] or names
-    with contextlib.suppress(StoreError, AttributeError):
-        written_as = pathlib.PurePath(str(metadata(folder).storage_meta.checkpoint_id)).name
-        others = [] if others == names and re.fullmatch(r"\..+\.part", written_as) else others
     shown = ", ".join(others[:_NAMED]) + " ..." * (len(others) > _NAMED)
+    try:
+        written_as = str(metadata(folder).storage_meta.checkpoint_id)
+        others = [] if others == names and re.fullmatch(r"\..+\.part", pathlib.PurePath(written_as).name) else others
+    except (StoreError, AttributeError) as error:
+        shown += f" ({error})" * (".metadata" in names)
     return f"that would remove what is in {folder} and no job has made: {shown}" if others else ""
 
 
@@ -335,6 +337,9 @@ class _Unpickler(pickle.Unpickler):
         elif module == "torch.serialization":
             # What finds a layout by its name: that of all tensors is the same.
             return lambda _: torch.strided
+        elif (module, name) == ("builtins", "getattr"):
+            # So Python 3.11.2 names a member of an enumeration.
+            return lambda kind, member: kind[member]
         elif module.partition(".")[0] == "pathlib":
             return lambda *parts: "/".join(parts)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place there")
