@@ -26,7 +26,7 @@ from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.places import manifests, orders
-from kale_dist.places.kubernetes import checks, client, errand, objects, self_pod
+from kale_dist.places.kubernetes import checks, client, errand, objects, roles, self_pod
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.explain.api import Doing
@@ -84,7 +84,8 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
 
     def settled(image: str) -> Settled:
         return Settled.of(
-            request, name=name, image=image, recipe=recipe, volumes=volumes, resources=resources, store=store, cluster=options
+            request, name=name, image=image, recipe=recipe, volumes=volumes, resources=resources, store=store, cluster=options,
+            prints_results=found is not None and not found.granted.issuperset(roles.CONNECT),
         )  # fmt: skip
 
     # An API server wants an image, also one that is asked before the image is made: a refusal shall not cost a build.
@@ -112,8 +113,9 @@ def render(spec: JobSpec) -> str:
     secret = manifests.input_secret(spec, settings, {}, {InputFiles.ORDER: made})
     files = [InputFiles.RUNTIME, InputFiles.KEY, *([InputFiles.SNAPSHOT] if source is Source.INPUT else [])]
     recipe = f"# {for_job.describe(spec.recipe, spec.image)}.\n" if spec.recipe is not None else ""
+    printed = f"# Results of up to 1 MB are printed into the first pod's log, {roles.WHO_READS_LOGS}.\n"
     return (
-        f"{recipe}"
+        f"{recipe}{printed * spec.prints_results}"
         f"# The {kind.name} becomes the owner of what follows it, once it has a uid. "
         f"The Secret also gets: {', '.join(files)}.\n"
         f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs.\n"
@@ -331,6 +333,7 @@ def order(
         metrics_port=spec.cluster.metrics_port or 0,
         replaces_pods=kind_of(spec).replaces_pods(spec),
         returns_head=kind_of(spec).returns_head(spec),
+        outcomes_on_stdout=spec.prints_results,
         **kind_of(spec).order(spec),
     )
 
