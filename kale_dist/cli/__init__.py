@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from kale_dist import __version__
 from kale_dist.cli import doctor, image_commands, job_commands, launch_command, list_commands, run_command
 from kale_dist.errors import ConfigError, KaleDistError
+from kale_dist.job.view import facts
 
 _FAILURE, _USAGE, _INTERRUPTED, _READER_LEFT = 1, 2, 130, 141
 
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(error: KaleDistError, code: int) -> int:
-    print(f"kale-dist: {error}", file=sys.stderr)
+    print(f"kale-dist: {facts.clean_lines(str(error))}", file=sys.stderr)
     return code
 
 

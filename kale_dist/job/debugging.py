@@ -17,6 +17,7 @@ from kale_dist.errors import BackendError, say
 from kale_dist.job import interrupts, watch
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.status import Breakpoint, JobStatus
+from kale_dist.job.view import facts
 
 _WAKE = signal.SIGURG
 """Ends a prompt. By default it does nothing, so one that comes too late is harmless."""
@@ -108,7 +109,7 @@ class Prompts:
 
     def _ask(self, there: Breakpoint) -> str | None:
         """The line that the person types; None if the rank has left the prompt meanwhile."""
-        text, newline, prompt = there.text.rpartition("\n")
+        text, newline, prompt = facts.clean_lines(there.text, keeps_colours=True).rpartition("\n")
         print(text, end=newline, flush=True)  # noqa: T201 - a debugger's output
         if interrupts.shell() is None:
             # The terminal's lines can then be edited.
@@ -123,7 +124,7 @@ class Prompts:
         try:
             self._asked = there
             # It may have left before a signal could end the prompt.
-            return input(prompt) if self._waits_at(there) else None
+            return input(facts.clean(prompt)) if self._waits_at(there) else None
         except EOFError:
             return "q"
         except KeyboardInterrupt:

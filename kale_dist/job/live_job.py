@@ -345,7 +345,7 @@ class LiveJob(Job[None]):
 
     def _show(self) -> None:
         for line in self._log.read():
-            print(line, flush=True)  # noqa: T201 - the ranks' output, in the cell
+            print(facts.clean_lines(str(line), keeps_colours=True), flush=True)  # noqa: T201 - the ranks' output, in the cell
         for callback in tuple(inside(self).after_wait):
             callback()
 
@@ -494,7 +494,7 @@ class LiveJob(Job[None]):
 
 
 def _line(ranks: str, bundle: Mapping[str, str]) -> str:
-    text = bundle["text/plain"]
+    text = facts.clean_lines(bundle["text/plain"], keeps_colours=True)
     return f"{ranks}:{chr(10) if chr(10) in text else ' '}{text}"
 
 

@@ -132,8 +132,8 @@ class JobStatus:
 
     def __repr__(self) -> str:
         """One line: a status is often the last value of a notebook's cell."""
-        reason = f": {self.reason}" if self.reason else ""
-        return f"<JobStatus {self.ref} {self.state.value}{reason}>"
+        shown = "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in self.reason)
+        return f"<JobStatus {self.ref} {self.state.value}{f': {shown}' if shown else ''}>"
 
     @property
     def is_final(self) -> bool:

@@ -67,4 +67,4 @@ from kale_dist.wire.order import (
     Source,
     socket_address,
 )
-from kale_dist.wire.requests import MAC_HEADER, SIZE_HEADER, check_request, hidden_key, sign_request
+from kale_dist.wire.requests import BODY_HEADER, MAC_HEADER, SIZE_HEADER, check_request, hidden_key, sign_request

@@ -190,7 +190,7 @@ class Verdict:
                 rank=rank if isinstance(rank, int) else None, lost=tuple(said.get("lost") or ()),
                 next_line=int(said.get("next_line") or 0),
             )  # fmt: skip
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             return None
         return verdict if state.is_final else None
 
@@ -199,7 +199,7 @@ class Verdict:
         """The same in a termination message."""
         try:
             return cls.read(json.loads(text))
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
 

@@ -30,6 +30,12 @@ from kale_dist.wire.events import decode_json_lines, encode_json
 MAX_LINE_BYTES = 15_000
 """A longer line of output is cut into parts of this size, marked as continued: containerd splits lines at 16 KiB."""
 
+MAX_BLOCK_BYTES = 1 << 20
+"""A larger block is `Foreign`, as is a line without an end: what an agent writes is far smaller."""
+
+MAX_EVENT_BYTES = 4 << 20
+"""The same for events: a picture of 512 KiB may be six times as much in JSON."""
+
 OUTCOME_PART_BYTES = 12_000
 """Bytes of an outcome file in one `OutcomePart`, for the same reason."""
 
@@ -252,6 +258,9 @@ class BlockReader:
 
     def __init__(self) -> None:
         self._data = b""
+        self._pieces: list[bytes] = []
+        self._lacks = 0
+        """Bytes that have to come before the next block is whole."""
         self._start = 0
         self._whole = 0
 
@@ -262,9 +271,9 @@ class BlockReader:
 
     def feed(self, data: bytes) -> Iterator[Block]:
         """Take bytes; gives the blocks that they complete. Use up the iterator before the next call."""
-        self._data = self._data[self._start :] + data
-        self._start = 0
-        return self._blocks()
+        self._pieces.append(data)
+        self._lacks -= len(data)
+        return iter(()) if self._lacks > 0 else self._blocks()
 
     def finish(self) -> Iterator[Block]:
         """The stream has ended: lines of a torn block and a last line without an end come out as `Foreign`."""
@@ -273,16 +282,19 @@ class BlockReader:
             yield self._take_foreign(len(self._data))
 
     def _blocks(self, *, is_last: bool = False) -> Iterator[Block]:
-        data = self._data
+        self._data = data = b"".join((self._data[self._start :], *self._pieces))
+        self._pieces, self._start, self._lacks = [], 0, 0
         while (end := data.find(b"\n", self._start)) >= 0:
             lines = self._LINES.fullmatch(data, self._start, end)
             header = lines or self._OTHER.fullmatch(data, self._start, end)
-            if header is None:
+            told = lines[3] if lines else header and (header["event"] or header["progress"] or header["part"])
+            size = int(told or b"0", 16)
+            if header is None or size > (MAX_BLOCK_BYTES if lines else MAX_EVENT_BYTES):
                 yield self._take_foreign(end + 1)
                 continue
-            size = lines[3] if lines else header["event"] or header["progress"] or header["part"]
-            stop = end + 1 + int(size, 16) + (lines is None)
+            stop = end + 1 + size + (lines is None)
             if len(data) < stop and not is_last:
+                self._lacks = stop - len(data)
                 return
             content = data[end + 1 : stop]
             block: Block | None = None
@@ -292,6 +304,8 @@ class BlockReader:
             self._advance(end + 1 if block is None else stop)
             if block is not None:
                 yield block
+        if len(data) - self._start > MAX_BLOCK_BYTES:
+            yield self._take_foreign(len(data))
 
     def _take_foreign(self, stop: int) -> Foreign:
         text = self._data[self._start : stop].removesuffix(b"\n")

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable
 from typing import Self
 
-VERSION = 3
+VERSION = 4
 """Version of all formats of this package. Notebook and worker must have the same."""
 
 EXIT_TOLD_TO_END = 143

@@ -8,6 +8,9 @@ import hmac
 MAC_HEADER = "X-Kale-Dist-Mac"
 """Header of every request to a head, with its signature."""
 
+BODY_HEADER = "X-Kale-Dist-Body"
+"""Header of a POST: SHA-256 of its body, which the signature covers, so that no body is read of those without the key."""
+
 SIZE_HEADER = "X-Kale-Dist-Size"
 """Header of a PUT: bytes of the whole blob or file, of which the request may bring a part."""
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
-import subprocess
 import sys
 
-import cloudpickle
-import fsspec
 import pytest
 from agent_jobs import Jobs, is_alive
-from pod_jobs import making_pod_jobs
+from pod_jobs import make_bare_python, making_pod_jobs
 
-import kale_dist
 from kale_dist.places.agent_client import AgentClient
 
 
@@ -29,13 +24,7 @@ def jobs(tmp_path_factory):
 @pytest.fixture(scope="session")
 def bare_python(tmp_path_factory):
     """A Python with cloudpickle, fsspec and this library alone."""
-    place = tmp_path_factory.mktemp("python") / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
-    site = next(place.glob("lib/python3*/site-packages"))
-    for package in (kale_dist, cloudpickle, fsspec):
-        folder = pathlib.Path(package.__file__).parent
-        (site / folder.name).symlink_to(folder)
-    return str(place / "bin" / "python")
+    return make_bare_python(tmp_path_factory.mktemp("python"))
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """A right that a user lacks: what degrades, seen by running a job without it. Everything else continues."""
 
+import contextlib
+
 import pytest
 from on_cluster import pods_in, run_kubectl
 from rank_work import bytes_of, hang, noise, waits_in_its_first_run
@@ -110,3 +112,15 @@ def test_without_any_connection_warm_pods_and_live_ranks_are_refused(become, nam
     ):
         with pytest.raises(BackendError, match=r"may not create, get pods/portforward(.|\n)*keep_warm"):
             call()
+
+
+@pytest.mark.parametrize("may_connect", [True, False])
+def test_results_are_in_the_pods_log_only_where_no_connection_may_bring_them(become, on, namespace, may_connect):
+    become(*([] if may_connect else [PORT_FORWARD]))
+    plan = kd.render(bytes_of, 1, number_of_processes=1, on=on)
+    with contextlib.nullcontext() if may_connect else pytest.warns(KaleDistWarning, match="the built-in role view"):
+        job = kd.launch(bytes_of, 1, number_of_processes=1, on=on)
+    assert ("the built-in role view" in str(plan)) is not may_connect
+    assert len(job.result(240)) == 1
+    log = run_kubectl("-n", namespace, "logs", f"{job.name}-master-0")
+    assert any(line.startswith("*0 0 ") for line in log.splitlines()) is not may_connect

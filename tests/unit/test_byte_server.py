@@ -95,7 +95,7 @@ class Place:
     def ask(self, method, path, body=None, *, size=None, key=KEY, host="127.0.0.1", **headers):
         connection = http.client.HTTPConnection(host, self.server.port, timeout=60)
         digest = hashlib.sha256(body or b"").hexdigest() if method == "POST" else ""
-        headers[wire.MAC_HEADER] = wire.sign_request(key, method, path, digest)
+        headers |= {wire.MAC_HEADER: wire.sign_request(key, method, path, digest), wire.BODY_HEADER: digest}
         if size is not None:
             headers[wire.SIZE_HEADER] = str(size)
         try:
@@ -177,9 +177,10 @@ def test_what_is_no_signed_request_is_refused_without_a_word(place, request_byte
 
 
 def test_a_body_that_was_not_signed_is_refused(place):
-    mac = wire.sign_request(KEY, "POST", "/cancel", hashlib.sha256(b'{"grace_s": 30}').hexdigest())
+    digest = hashlib.sha256(b'{"grace_s": 30}').hexdigest()
+    mac = wire.sign_request(KEY, "POST", "/cancel", digest)
     connection = http.client.HTTPConnection("127.0.0.1", place.server.port)
-    connection.request("POST", "/cancel", b'{"grace_s": 0}', {wire.MAC_HEADER: mac})
+    connection.request("POST", "/cancel", b'{"grace_s": 0}', {wire.MAC_HEADER: mac, wire.BODY_HEADER: digest})
     assert connection.getresponse().status == 403
     connection.close()
     assert place.agent.told == []
@@ -206,6 +207,9 @@ def test_a_body_that_was_not_signed_is_refused(place):
         ("POST", "/cancel", b"no json", 400),
         ("POST", "/tell", b'{"rank": 1}', 400),
         ("POST", "/tell", b'{"rank": "x", "message": {}}', 400),
+        ("POST", "/tell", b'{"rank": 1e999, "message": {}}', 400),
+        ("POST", "/tell", b'{"rank": 1, "message": {"live": "x"}}', 400),
+        ("POST", "/tell", b'{"rank": 1, "message": {"live": {"ranks": 5}}}', 400),
         ("POST", "/cancel", b'{"grace_s": NaN}', 400),
         ("POST", "/cancel", b'{"grace_s": -1}', 400),
         ("POST", "/missing", b"", 404),

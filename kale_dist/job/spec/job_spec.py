@@ -98,6 +98,8 @@ class Settled(Request):
 
     name: str
     """DNS-1035 label, unique in its backend."""
+    prints_results: bool = False
+    """Whether the first pod prints small results into its log, because this user may not connect to pods."""
 
     def __post_init__(self) -> None:
         names.check(self.name)
@@ -115,6 +117,7 @@ class Settled(Request):
         store: str | None = None,
         cluster: ClusterOptions | None = None,
         topology: Topology | None = None,
+        prints_results: bool = False,
     ) -> Settled:
         """A request with what a backend has looked up: fields of this class, and None for those of the request itself.
 
@@ -125,7 +128,8 @@ class Settled(Request):
             "topology": topology,
         }  # fmt: skip
         settled = {key: value for key, value in found.items() if value is not None}
-        return Settled(**{**_fields(request, Request), **settled, "name": name, "recipe": recipe})
+        own = {"name": name, "recipe": recipe, "prints_results": prints_results}
+        return Settled(**{**_fields(request, Request), **settled, **own})
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a record."""

@@ -20,6 +20,7 @@ MAX_LINE_CHARACTERS = 600
 _ESCAPE_SEQUENCES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|.?)"
 )
+_COLOURS = re.compile(r"(\x1b\[[\d;]*m)")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _WORST_FIRST = {
     RankStateName.FAILED: 0,
@@ -76,6 +77,13 @@ def clean(text: str) -> str:
     # A progress bar overwrites its line: its final state follows the last carriage return.
     text = text.rstrip("\r").rpartition("\r")[2]
     return _UNPRINTABLE.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def clean_lines(text: str, *, keeps_colours: bool = False) -> str:
+    """`clean` for text of several lines, with or without the colours that a user's code has given it."""
+    if keeps_colours and "\x1b" in text:
+        return "".join(part if at % 2 else clean_lines(part) for at, part in enumerate(_COLOURS.split(text)))
+    return "\n".join(clean(line) for line in text.split("\n"))
 
 
 def log_text(line: LogLine) -> str:
@@ -290,11 +298,6 @@ def profile(status: JobStatus, limit: int) -> Table:
         )
     titles = ("rank", "ms a step", *PHASES, "remark")
     return Table.of(titles, rows, range(len(titles) - 1), left_out=len(ranks) - len(rows))
-
-
-def clean_lines(text: str) -> str:
-    """`clean` for text of several lines."""
-    return "\n".join(clean(line) for line in text.split("\n"))
 
 
 def _remark(replica: ReplicaStatus, above: tuple[int, str] | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.job.backend import Connection
-from kale_dist.wire import MAC_HEADER, SIZE_HEADER, sign_request
+from kale_dist.wire import BODY_HEADER, MAC_HEADER, SIZE_HEADER, sign_request
 from kale_dist.wire.blobs import Store, fresh
 
 Answer = TypeVar("Answer")
@@ -191,7 +191,7 @@ class HeadClient:
             peer.auto_open = 0
             # The body of a PUT is a blob, which its digest in the path signs.
             digest = hashlib.sha256(body).hexdigest() if method == "POST" and isinstance(body, bytes) else ""
-            signature = {MAC_HEADER: sign_request(self._key, method, path, digest)}
+            signature = {MAC_HEADER: sign_request(self._key, method, path, digest), BODY_HEADER: digest}
             try:
                 peer.request(method, path, body or None, signature | dict(headers or {}))
                 answer = peer.getresponse()

@@ -45,6 +45,9 @@ sends something every 15 s."""
 CONNECT_S = 15.0
 """After so long without a connection to the head, its stdout is read until there is one."""
 
+MAX_MISSING_EVENTS = 1_000_000
+"""An event whose number is further from the last one's was not written by the head."""
+
 PAUSE_S = 0.5
 """The time between two attempts to connect."""
 
@@ -207,7 +210,7 @@ class RunCopy:
     # -- events, progress, outcomes -----------------------------------------------------------------------------------
 
     def _take_event(self, block: EventBlock, missing: str) -> None:
-        if block.number < self.next_event:
+        if not 0 <= block.number - self.next_event <= MAX_MISSING_EVENTS:
             return
         if block.number > self.next_event:
             if not missing:
@@ -232,7 +235,7 @@ class RunCopy:
         self._on_change()
 
     def _note(self, event: dict[str, Any]) -> None:
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             self.last_attempt = max(self.last_attempt, int(event.get("attempt") or 0))
             self.free = max(self.free, int(event.get("free") or 0))
         if event.get("event") in (EventKind.STATE, EventKind.RANK) and event.get("state") == StateName.RUNNING:

@@ -9,6 +9,11 @@ from kale_dist.places.manifests import POLICY_API, Kind
 
 _SERVICE_ACCOUNT = "system:serviceaccount:"
 
+CONNECT = frozenset(("create pods/portforward", "get pods/portforward"))
+"""Rights without which results come by the first pod's log."""
+
+WHO_READS_LOGS = "which all who may read logs in the namespace can read (the built-in role view may)"
+
 NAME = "kale-dist"
 """Name of the Role and of its binding."""
 
@@ -69,7 +74,8 @@ _FOR_ALL = (
         resource="pods/portforward",
         verbs=("create", "get"),
         without="Nothing can be sent to pods or fetched from them: snapshots over 500 kB and weights need a store (store=), a "
-        "chatty log arrives with gaps, and there are no warm pods (keep_warm) and live ranks",
+        "chatty log arrives with gaps, and there are no warm pods (keep_warm) and live ranks. Small results are printed into "
+        f"the first pod's log, {WHO_READS_LOGS}",
     ),
     Right(
         resource="events",

@@ -85,7 +85,8 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
 
     def settled(image: str) -> Settled:
         return Settled.of(
-            request, name=name, image=image, recipe=recipe, volumes=volumes, resources=resources, store=store, cluster=options
+            request, name=name, image=image, recipe=recipe, volumes=volumes, resources=resources, store=store, cluster=options,
+            prints_results=found is not None and not found.granted.issuperset(roles.CONNECT),
         )  # fmt: skip
 
     # An API server wants an image, also one that is asked before the image is made: a refusal shall not cost a build.
@@ -116,8 +117,9 @@ def render(spec: JobSpec) -> str:
     has_policy = spec.cluster.network_policy is not False
     policies = (manifests.network_policy(spec, settings, {}),) if has_policy else ()
     without = "" if has_policy else f"# It gets no NetworkPolicy. {roles.POLICIES.without}.\n"
+    printed = f"# Results of up to 1 MB are printed into the first pod's log, {roles.WHO_READS_LOGS}.\n"
     return (
-        f"{recipe}{without}"
+        f"{recipe}{without}{printed * spec.prints_results}"
         f"# The {kind.name} becomes the owner of what follows it, once it has a uid. "
         f"The Secret also gets: {', '.join(files)}.\n"
         f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs.\n"
@@ -352,6 +354,7 @@ def order(
         metrics_port=spec.cluster.metrics_port or 0,
         replaces_pods=kind_of(spec).replaces_pods(spec),
         returns_head=kind_of(spec).returns_head(spec),
+        outcomes_on_stdout=spec.prints_results,
         **kind_of(spec).order(spec),
     )
 

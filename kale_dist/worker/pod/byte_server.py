@@ -1,6 +1,6 @@
 """The byte server of a head: signed HTTP requests, each in a thread of its own.
 
-Every request bears `wire.MAC_HEADER`; without the right one the answer is 403 and nothing more. Replies are JSON
+Every request bears `wire.MAC_HEADER`; without the right one the answer is 403 and nothing more, and no body is read. Replies are JSON
 but for bytes. What fails for another reason comes back as `{"error": sentence}`.
 
     GET  /stream?line=N&event=M   blocks (`wire.log`) from the record with line N (or an older one) and from event M on, as
@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.server
+import io
 import json
 import os
 import pathlib
@@ -40,7 +41,7 @@ from typing import Any, BinaryIO, Self
 
 from kale_dist import wire
 from kale_dist.errors import StoreError
-from kale_dist.wire import MAC_HEADER, SIZE_HEADER, JobFiles, check_request
+from kale_dist.wire import BODY_HEADER, MAC_HEADER, SIZE_HEADER, JobFiles, check_request
 from kale_dist.wire.blobs import FolderStore, digest_of
 from kale_dist.worker.agent.job_run import open_port
 from kale_dist.worker.agent.writer import JobWriter, LogFile
@@ -57,6 +58,12 @@ NOT_YET = pathlib.Path(os.devnull), 1 << 62
 _COMING_WAIT_S = 5.0
 """Who asks a relay for more of a blob than it has waits so long before it has to ask again."""
 
+_MAX_STRANGERS = 64
+"""Connections that have not proved the key; one more closes the oldest."""
+_STRANGERS_LIMIT_S = 5.0
+"""How long the headers of a connection's first request may take."""
+_MAX_HEAD_BYTES = 16 << 10
+_OTHER_VERSION = "This job's head speaks another version of kale_dist: update it here, and restart the kernel"
 _MAX_BODY_BYTES = 1 << 20
 _MAX_ORDER_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 20
@@ -134,7 +141,7 @@ class ByteServer(Served):
             return
         self._server = HttpServer(open_port(host, port, 1024), _JobRequest, self)
         self.port = int(self._server.socket.getsockname()[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(3600.0,), daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(1.0,), daemon=True)
         self._thread.start()
 
     def notify(self) -> None:
@@ -159,7 +166,7 @@ class ByteServer(Served):
         if self._within is not None:
             self._within.jobs.pop(self._prefix, None)
             return
-        # Wakes the thread in `serve_forever`, which else would look for the end only now and then.
+        # Wakes the thread in `serve_forever`, which else would look for the end once a second.
         with contextlib.suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
@@ -189,7 +196,7 @@ class BlobServer(Served):
         """Begin to serve, at an address; empty for all."""
         server = HttpServer(open_port(host, 0, 1024), _BlobRequest, self)
         self.port = int(server.socket.getsockname()[1])
-        threading.Thread(target=server.serve_forever, args=(3600.0,), daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(1.0,), daemon=True).start()
 
 
 class HttpServer(http.server.ThreadingHTTPServer):
@@ -209,6 +216,29 @@ class HttpServer(http.server.ThreadingHTTPServer):
         self.socket.close()
         self.socket = listener
         self.owner = owner
+        self.strangers: dict[socket.socket, float] = {}
+        """Connections that have not proved the key, the oldest first, and when they came."""
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """As the base class, for a limited number of strangers."""
+        self.strangers[request] = time.monotonic()
+        self.service_actions()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Called once a second: end connections whose first headers do not come, or that are too many."""
+        known, too_old = list(self.strangers.items()), time.monotonic() - _STRANGERS_LIMIT_S
+        for at, (connection, since) in enumerate(known, _MAX_STRANGERS - len(known)):
+            if at < 0 or since < too_old:
+                self.strangers.pop(connection, None)
+                # Its thread reads the end.
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        """A connection has ended."""
+        self.strangers.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a broken connection is its peer's affair."""
@@ -231,6 +261,17 @@ class _Request(http.server.BaseHTTPRequestHandler):
         except OSError:
             self.close_connection = True
 
+    def parse_request(self) -> bool:
+        """As the base class, with headers of limited size: what is beyond counts as the body."""
+        rest, head = self.rfile, b""
+        while (line := rest.readline(_MAX_HEAD_BYTES - len(head))).strip():
+            head += line
+        self.rfile = io.BytesIO(head + b"\r\n")
+        try:
+            return super().parse_request()
+        finally:
+            self.rfile = rest
+
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002 - as the base class calls it
         """Rejects malformed requests without an explanation."""
         self._refuse()
@@ -245,13 +286,21 @@ class _Request(http.server.BaseHTTPRequestHandler):
         if not re.fullmatch(r"\d{1,15}", length, re.ASCII) or (self.command == "POST" and int(length) > limit):
             self._refuse()
             return
-        text, digest, self._left = b"", "", int(length)
-        if self.command == "POST":
-            text, self._left = self.rfile.read(int(length)), 0
-            digest = hashlib.sha256(text).hexdigest()
-        if not check_request(owner.key, self.command, self.path, digest, self.headers.get(MAC_HEADER, "")):
+        text, self._left = b"", int(length)
+        announced = self.headers.get(BODY_HEADER, "") if self.command == "POST" else ""
+        if self.command == "POST" and not announced:
+            self.close_connection = True
+            self._reply(400, {"error": _OTHER_VERSION})
+            return
+        if not check_request(owner.key, self.command, self.path, announced, self.headers.get(MAC_HEADER, "")):
             self._refuse()
             return
+        self.server.strangers.pop(self.connection, None)
+        if self.command == "POST":
+            text, self._left = self.rfile.read(int(length)), 0
+            if hashlib.sha256(text).hexdigest() != announced:
+                self._refuse()
+                return
         target = urllib.parse.urlsplit(path)
         try:
             self._route(target.path.split("/")[1:], dict(urllib.parse.parse_qsl(target.query)), text)
@@ -259,7 +308,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
             self._reply(404, {"error": f"{self.path} is not there"})
         except StoreError as error:
             self._reply(507, {"error": str(error)})
-        except (ValueError, TypeError, LookupError) as error:
+        except (ValueError, TypeError, LookupError, OverflowError) as error:
             self._reply(400, {"error": f"{self.path}: {error}"})
         self.wfile.flush()
         if self._left:
@@ -331,6 +380,8 @@ class _JobRequest(_Request):
             case "POST", "tell":
                 told = json.loads(body)
                 rank, message = int(told["rank"]), dict(told["message"])
+                if not isinstance(dict(message.get("live") or {}).get("ranks", []), list):
+                    raise TypeError("ranks has to be a list")
                 self._reply(200, {})
                 owner.tell(rank, message)
             case "POST", "cancel":

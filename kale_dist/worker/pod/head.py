@@ -15,7 +15,7 @@ from typing import Any
 
 from kale_dist import wire
 from kale_dist.errors import KaleDistError, StoreError
-from kale_dist.wire import FailureCause, Source, StateName, Verdict
+from kale_dist.wire import EventKind, FailureCause, Source, StateName, Verdict
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.attempt import Site
 from kale_dist.worker.agent.job_run import JobRun, open_port
@@ -50,6 +50,13 @@ STDOUT_OUTCOMES_BYTES = 1_000_000
 KEPT_COLLECT_S = 60.0
 """How long results are held here that a store keeps as well."""
 
+READ_LIMIT_S = 600.0
+"""How long the store may be unreadable for a head that may have to resume from it."""
+
+STORE_WARN_S = 60.0
+"""A store that cannot be written for so long is warned of."""
+
+_RETRY_EACH_S = 5.0
 _LOOK_EACH_S = 0.1
 _KEEP_EACH_S = 1.0
 _KEEP_SAVING_EACH_S = 60.0
@@ -124,6 +131,11 @@ class Head:
         self._is_told_to_end = False
         self._on_stdout = False
         self._store_works = bool(order.store)
+        """Whether there is a store that has not refused for good."""
+        self._failing_since: float | None = None
+        """Since when it cannot be written; infinite once that was warned of, None while it can."""
+        self._is_kept = False
+        """Whether the store has all results."""
         self._store_lock = threading.Lock()
         self._kept_checkpoint = self._brought_checkpoint = 0
         self._kept_restarts = 0
@@ -211,22 +223,20 @@ class Head:
         try:
             if order.returns_head:
                 # Before anything that may kill this pod each time.
-                used = await asyncio.to_thread(pod_input.used_restarts, self._pod)
+                used = await self._ask_store(functools.partial(pod_input.used_restarts, self._pod)) or 0
                 if used > order.policy.max_restarts:
                     told = f"The first pod was lost after {used - 1} restarts: max_restarts allows no more"
                     # Lost pods are what a follower starts another run for.
                     self._job.fail(FailureCause.AGENT_DIED, told)
                     return
                 self._job.used_before = used
-                await asyncio.to_thread(self._keep_restarts)
+                await self._ask_store(self._keep_restarts)
             await asyncio.to_thread(pod_input.bring, self._pod, received=self.server.received)
-            problem = await asyncio.to_thread(pod_input.bring_checkpoint, self._pod)
+            await self._ask_store(functools.partial(pod_input.bring_checkpoint, self._pod))
         except Exception as error:  # noqa: BLE001 - the job cannot start, and has to say why
             told = str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}"
             self._job.fail(FailureCause.NOT_STARTED, told)
             return
-        if problem:
-            self.writer.say(problem)
         if order.returns_head and self._pod.files.checkpoint.exists():
             self._kept_checkpoint = self._brought_checkpoint = self._pod.files.checkpoint.stat().st_mtime_ns
         self._has_blobs = True
@@ -237,12 +247,40 @@ class Head:
             self.relays.deal_blobs()
         self._job.start()
         while self._store_works:
-            await asyncio.sleep(_KEEP_EACH_S)
+            await asyncio.sleep(_KEEP_EACH_S if self._failing_since is None else _RETRY_EACH_S)
             if order.returns_head:
                 with contextlib.suppress(OSError, StoreError):
                     await asyncio.to_thread(self._keep_restarts)
             if not self._job.can_save or time.monotonic() - self._kept_at >= _KEEP_SAVING_EACH_S:
                 await asyncio.to_thread(self._keep_checkpoint)
+
+    async def _ask_store(self, ask: Callable[[], int | None]) -> int | None:
+        """Ask the store what earlier heads have left, for minutes if need be: no training begins over a checkpoint.
+
+        Raises:
+            StoreError: It cannot be read. Where the controller makes this pod again, the next head tries again.
+        """
+        order, give_up_at, is_first = self._pod.order, time.monotonic() + READ_LIMIT_S, True
+        while True:
+            try:
+                return await asyncio.to_thread(ask)
+            except (OSError, StoreError) as error:
+                told, is_refusal = f"The store {order.store} cannot be read: {error}", pod_input.is_refusal(error)
+                if is_refusal and order.run == 1 and not order.returns_head:
+                    self._store_works = False
+                    self.writer.say(f"{told}. The job does without it")
+                    return None
+                if is_refusal or time.monotonic() >= give_up_at:
+                    path = f"{order.store}/jobs/{order.job}/checkpoint"
+                    told = f"{told}. The last checkpoint stays there ({path}): continue from it once it can be read"
+                    if order.returns_head and not is_refusal:
+                        self._is_told_to_end = True
+                        self._job.cancel(FailureCause.SUSPENDED, told, 0.0)
+                    raise StoreError(told) from error
+                if is_first:
+                    self.writer.say(f"{told}. It is tried again for {READ_LIMIT_S / 60:g} minutes")
+                is_first = False
+            await asyncio.sleep(_RETRY_EACH_S)
 
     # -- requests, in the server's threads --------------------------------------------------------------------------
 
@@ -297,19 +335,23 @@ class Head:
     async def _wait_for_notebook(self, ended_at: float, verdict: Verdict) -> None:
         """Stay while the notebook has something to fetch."""
         order = self._pod.order
-        limit_s = min(order.collect_wait_s, KEPT_COLLECT_S) if self._store_works else order.collect_wait_s
+        tried_at = ended_at
         while self._is_awaited(verdict):
+            limit_s = min(order.collect_wait_s, KEPT_COLLECT_S) if self._is_kept else order.collect_wait_s
             if time.monotonic() - ended_at >= limit_s:
                 # The files are closed: this is for a reader of the pod's log.
                 kept = (
                     f"They are in {order.store}/jobs/{order.job}"
-                    if self._store_works
+                    if self._is_kept
                     else ("They are lost; give a store with store='pvc://...' to keep them")
                 )
                 text = f"The results were not fetched within {limit_s:g} s (collect_wait_s). {kept}"
                 self.stdout.say(text)
                 return
             await asyncio.sleep(_LOOK_EACH_S)
+            if self._store_works and not self._is_kept and time.monotonic() - tried_at >= _RETRY_EACH_S:
+                await asyncio.to_thread(self._put_results_into_store)
+                tried_at = time.monotonic()
 
     def _is_awaited(self, verdict: Verdict) -> bool:
         """Whether the notebook still has to come for something."""
@@ -317,7 +359,7 @@ class Head:
         notebook_sees_store = "://" in order.store or order.source is Source.FOLDER
         if self._is_acknowledged or self._is_told_to_end or order.work_is_kept:
             return False
-        if self._store_works and notebook_sees_store:
+        if self._is_kept and notebook_sees_store:
             return False
         if verdict.state is not StateName.SUCCEEDED and self._pod.files.checkpoint.exists():
             return True
@@ -326,11 +368,8 @@ class Head:
     # -- the store, in threads ----------------------------------------------------------------------------------------
 
     def _put_results_into_store(self) -> None:
-        self._keep_checkpoint()
-        for path in sorted(self._pod.files.folder.glob("outcome-*")):
-            if self._store_works:
-                self._put(path)
-
+        paths = sorted(self._pod.files.folder.glob("outcome-*"))
+        self._is_kept = self._store_works and self._keep_checkpoint() and all(map(self._put, paths))
         if self._is_told_to_end and self._pod.order.returns_head and self._kept_checkpoint != self._brought_checkpoint:
             # A job that gets on each time ends.
             with contextlib.suppress(OSError, StoreError):
@@ -347,25 +386,41 @@ class Head:
             pod_input.put_used_restarts(self._pod, number)
             self._kept_restarts = number
 
-    def _keep_checkpoint(self) -> None:
-        """Put the last checkpoint into the store, if it is not there yet: the next run resumes from it."""
+    def _keep_checkpoint(self) -> bool:
+        """Put the last checkpoint into the store, if it is not there yet: the next run resumes from it. Whether none is missing there."""
         with self._store_lock, contextlib.suppress(FileNotFoundError):
             # Each is a file of its own that takes the place of the one before.
             written = self._pod.files.checkpoint.stat().st_mtime_ns
-            if self._store_works and written != self._kept_checkpoint and self._put(self._pod.files.checkpoint):
+            if written != self._kept_checkpoint:
+                if not (self._store_works and self._put(self._pod.files.checkpoint)):
+                    return False
                 self._kept_checkpoint, self._kept_at = written, time.monotonic()
+        return True
 
     def _put(self, path: Any) -> bool:
+        """Put a file into the store; whether that went well. It is tried again as long as the job lasts, unless the store refuses it."""
+        now, told = time.monotonic(), self._pod.loop.call_soon_threadsafe
         try:
             if path == self._pod.files.checkpoint:
                 pod_input.put_checkpoint_into_store(self._pod)
             else:
                 pod_input.put_into_store(self._pod, path)
         except (OSError, StoreError) as error:
-            self._store_works = False
-            text = f"{path.name} could not be put into the store {self._pod.order.store}: {error}. The notebook has to fetch it"
-            self._pod.loop.call_soon_threadsafe(self.writer.say, text)
+            text = f"{path.name} could not be put into the store {self._pod.order.store}: {error}"
+            if pod_input.is_refusal(error):
+                self._store_works = False
+                told(self.writer.say, f"{text}. The notebook has to fetch it")
+            elif self._failing_since is None:
+                self._failing_since = now
+                told(self.writer.say, f"{text}. It is tried again as long as the job lasts")
+            elif now - self._failing_since >= STORE_WARN_S:
+                self._failing_since = math.inf
+                text = f"{text}. What is newer is lost with this pod"
+                told(functools.partial(self.writer.event, EventKind.NOTE, text=text, warns=True))
             return False
+        if self._failing_since is not None:
+            self._failing_since = None
+            told(self.writer.say, f"The store {self._pod.order.store} can be written again")
         return True
 
 

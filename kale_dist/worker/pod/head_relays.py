@@ -27,6 +27,8 @@ LOST_AFTER_S = 1.0
 """If the head gets SIGTERM this soon after a relay did, the job was suspended or deleted."""
 
 _PROOF_LIMIT_S = 10.0
+_MAX_STRANGERS = 64
+"""Connections that have not proved the key; one more closes the oldest."""
 _MAX_REFUSALS_SAID = 10
 
 _GONE = (
@@ -106,6 +108,7 @@ class HeadsRelays:
         self._key = key
         self._listener = listener
         self._refusals = 0
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._is_over = False
         self._job: Mapping[str, Any] = {}
         """What warm pods run; see `Pod.of_job`."""
@@ -264,40 +267,54 @@ class HeadsRelays:
     # -- one connection, in a task of its own ---------------------------------------------------------------------------
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(reader, writer)
         try:
-            relay = await asyncio.wait_for(self._welcome(channel), _PROOF_LIMIT_S)
-            if relay is not None:
+            channel = relay = None
+            self._strangers[writer] = None
+            if len(self._strangers) > _MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.close()
+            # Whatever a stranger sends ends its own connection and nothing else.
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(_PROOF_LIMIT_S):
+                    channel = Channel(reader, writer)
+                    relay = await self._prove(channel)
+            self._strangers.pop(writer, None)
+            if channel is not None and relay is not None and self._welcome(relay, channel):
                 await self._listen(relay, channel)
-        except (TimeoutError, asyncio.CancelledError):
-            # Too slow a stranger, or this process ends.
+        except asyncio.CancelledError:
+            # This process ends.
             pass
         finally:
-            channel.close()
+            writer.close()
 
-    async def _welcome(self, channel: Channel) -> _Relay | None:
-        """The relay that a peer proves to be; None if it is none of this job, or the run goes on without it."""
+    async def _prove(self, channel: Channel) -> _Relay | None:
+        """The relay that a peer proves to be; None if it is none of this job."""
         hello = await channel.read_from_stranger()
-        agent, theirs, ours = hello.get("agent"), str(hello.get("nonce")), secrets.token_hex(16)
+        agent, theirs, ours = hello.get("agent"), hello.get("nonce", ""), secrets.token_hex(16)
         relay = self._relays.get(agent) if isinstance(agent, int) else None
         if relay is None or hello.get("op") != Op.HELLO or hello.get("version") != wire.VERSION:
             return None
         channel.say(Op.CHALLENGE, nonce=ours, mac=sign(self._key, "head", relay.agent, theirs, ours))
         proof = await channel.read_from_stranger()
-        if not is_signed(proof.get("mac"), self._key, "relay", relay.agent, theirs, ours):
+        if not is_signed(proof.get("mac", ""), self._key, "relay", relay.agent, theirs, ours):
             if proof and self._refusals < _MAX_REFUSALS_SAID:
                 self._refusals += 1
                 self._say(f"A pod at {channel.peer_host} that does not hold this job's key was refused")
             return None
+        channel.serves = proof.get("serves")
+        return relay
+
+    def _welcome(self, relay: _Relay, channel: Channel) -> bool:
+        """Take in a relay that has proved the key; whether the run goes on with it."""
         if self._is_over or relay.losses > self._may_be_lost:
             channel.say(Op.OVER)
             relay.has_joined, relay.is_dismissed = True, True
-            return None
+            return False
         if relay.channel is not None:
             # Its pod was made again, and the end of the old one is not known here yet.
             self._lose(relay, relay.channel)
         relay.has_joined, relay.is_leaving, relay.channel = True, False, channel
-        channel.serves = proof.get("serves")
         channel.say(Op.WELCOME)
         if self._job:
             channel.say(Op.ORDER, job=dict(self._job))
@@ -305,7 +322,7 @@ class HeadsRelays:
             channel.say(Op.ROOM, is_there=False)
         if self._has_blobs:
             self._deal_to(channel)
-        return relay
+        return True
 
     async def _listen(self, relay: _Relay, channel: Channel) -> None:
         try:

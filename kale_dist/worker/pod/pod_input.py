@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import http.client
 import pathlib
@@ -120,7 +121,8 @@ def fetch(order: Order, key: bytes, store: FolderStore, digest: str, server: Blo
             relay = server.source
             try:
                 is_whole = _receive(relay or (order.head, order.port + 2), order.prefix, server, digest, part)
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, http.client.HTTPException, TypeError, ValueError) as error:
+                # What answers at the address of a pod that is gone need not be a pod of this job.
                 server.source = None
                 tried += relay is None
                 if tried == _TRIES:
@@ -214,31 +216,38 @@ def put_used_restarts(pod: Pod, number: int) -> None:
     put_into_store(pod, kept)
 
 
-def bring_checkpoint(pod: Pod) -> str:
+def bring_checkpoint(pod: Pod) -> None:
     """Get what an earlier run of this job has left; without it training starts from the beginning.
 
-    Returns:
-        What went wrong, as a sentence; empty for nothing.
+    Raises:
+        OSError, StoreError: The store cannot be read.
     """
     given, target, order = pod.place.input / InputFiles.CHECKPOINT, pod.files.checkpoint, pod.order
+    if given.exists():
+        shutil.copyfile(given, target)
+        return
+    base = order.job.removesuffix(f"-{order.run}") if order.run > 1 else order.job
+    names = [f"{base}-{number}" for number in range(order.run, 1, -1)] + [base]
     try:
-        if given.exists():
-            shutil.copyfile(given, target)
-            return ""
-        if not order.store:
-            return ""
-        base = order.job.removesuffix(f"-{order.run}") if order.run > 1 else order.job
-        names = [f"{base}-{number}" for number in range(order.run, 1, -1)] + [base]
-        for name in names:
-            is_ours = _read(pod, f"jobs/{name}/checkpoint.owner", target) and target.read_text() == _owner(pod)
+        for name in names if order.store else ():
+            is_there = _read(pod, f"jobs/{name}/checkpoint.owner", target)
+            is_ours = is_there and target.read_bytes() == _owner(pod).encode()
             if is_ours and _read(pod, f"jobs/{name}/{target.name}", target):
-                return ""
+                return
             target.unlink(missing_ok=True)
-    except (OSError, StoreError, ValueError) as error:
-        with contextlib.suppress(OSError):
-            target.unlink(missing_ok=True)
-        return f"The last checkpoint could not be read from the store {order.store}: {error}"
-    return ""
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+
+
+def is_refusal(error: OSError | StoreError) -> bool:
+    """Whether a store fails for good: it does not permit it, is no folder, or needs what is not installed."""
+    cause = error.__cause__ if isinstance(error, StoreError) else error
+    return (
+        cause is None
+        or isinstance(cause, ImportError | PermissionError)
+        or getattr(cause, "errno", 0) in (errno.EROFS, errno.ENOTDIR)
+    )
 
 
 def _owner(pod: Pod) -> str:
@@ -249,13 +258,15 @@ def _read(pod: Pod, name: str, target: pathlib.Path) -> bool:
     if "://" in pod.order.store:
         from kale_dist.wire.url_store import UrlStore
 
-        store = UrlStore(pod.order.store)
-        if not store.exists(name):
-            return False
-        store.get_file(name, target)
+        try:
+            # Many of fsspec's classes say that a file is not there whatever has gone wrong.
+            UrlStore(pod.order.store).get_file(name, target)
+        except StoreError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return False
+            raise
         return True
-    kept = pathlib.Path(pod.order.store, name)
-    if kept.exists():
-        shutil.copyfile(kept, target)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copyfile(pathlib.Path(pod.order.store, name), target)
         return True
     return False

@@ -47,7 +47,8 @@ async def wait_for_input(place: PodPlace, told_to_end: asyncio.Event) -> tuple[O
     try:
         described = json.loads(order_file.read_bytes())
         if described.get("version") != wire.VERSION:
-            raise Problem(f"the notebook speaks contract version {described.get('version')}, this pod {wire.VERSION}")
+            told = f"the notebook speaks contract version {described.get('version')}, this pod {wire.VERSION}"
+            raise Problem(f"{told}: restart the notebook's kernel, so that it has the kale_dist that is installed")
         order, key = wire.decode(Order, described), key_file.read_bytes()
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise Problem(f"the agent of pod {place.pod} cannot begin: {type(error).__name__}: {error}") from error
@@ -81,7 +82,8 @@ async def serve(place: PodPlace, pool: ForkPool) -> int:
 
     def fail(_loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         _loop.default_exception_handler(context)
-        if not broken.done():
+        # asyncio tries again to accept a connection for which there was no descriptor: strangers may have opened many.
+        if not broken.done() and "socket" not in context:
             error = context.get("exception")
             broken.set_result(error if isinstance(error, BaseException) else RuntimeError(str(context.get("message"))))
 

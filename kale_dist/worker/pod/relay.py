@@ -132,8 +132,8 @@ class Relay:
         key, agent, ours = self._pod.key, self._pod.place.pod, secrets.token_hex(16)
         channel.say(Op.HELLO, agent=agent, version=wire.VERSION, nonce=ours)
         challenge = await channel.read_from_stranger()
-        theirs = str(challenge.get("nonce"))
-        if not is_signed(challenge.get("mac"), key, "head", agent, ours, theirs):
+        theirs = challenge.get("nonce", "")
+        if not is_signed(challenge.get("mac", ""), key, "head", agent, ours, theirs):
             return {}
         serves = self._pod.place.listen or channel.own_host, self._server.port
         channel.say(Op.PROOF, mac=sign(key, "relay", agent, ours, theirs), serves=serves)

@@ -96,8 +96,9 @@ class Channel:
         writer.transport.set_write_buffer_limits(high=1 << 20)
         self.may_send = True
         """Whether the head has room for lines and events, as it has said."""
-        self.peer_host = str(writer.get_extra_info("peername")[0])
-        self.own_host = str(writer.get_extra_info("sockname")[0])
+        # A peer that has gone already has no address.
+        self.peer_host = str((writer.get_extra_info("peername") or ("",))[0])
+        self.own_host = str((writer.get_extra_info("sockname") or ("",))[0])
         self.serves: object = None
         """Host and port where the relay serves blobs to others, as it has said."""
         connection: socket.socket = writer.get_extra_info("socket")
@@ -146,7 +147,10 @@ class Channel:
             message = json.loads(frame[2]) if frame is not None and frame[0] == b"M" else None
         except (ValueError, RecursionError):
             message = None
-        return message if isinstance(message, dict) else {}
+        if not isinstance(message, dict):
+            return {}
+        texts = [message.get(name, "") for name in ("nonce", "mac")]
+        return message if all(isinstance(text, str) and text.isascii() for text in texts) else {}
 
     def send(self, kind: bytes, rank: int, *payload: bytes) -> None:
         """Send a frame; nothing where the connection has ended. Never waits."""
@@ -176,6 +180,6 @@ def sign(key: bytes, role: str, agent: int, relays_nonce: str, heads_nonce: str)
     return hmac.digest(key, text, hashlib.sha256).hex()
 
 
-def is_signed(mac: object, key: bytes, role: str, agent: int, relays_nonce: str, heads_nonce: str) -> bool:
+def is_signed(mac: str, key: bytes, role: str, agent: int, relays_nonce: str, heads_nonce: str) -> bool:
     """Whether a proof is right. Takes the same time for all wrong ones."""
-    return hmac.compare_digest(sign(key, role, agent, relays_nonce, heads_nonce).encode(), str(mac).encode())
+    return hmac.compare_digest(sign(key, role, agent, relays_nonce, heads_nonce), mac)

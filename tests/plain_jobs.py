@@ -37,6 +37,11 @@ def wait_a_little(seconds):
     time.sleep(seconds)
 
 
+def wait_for_file(path):
+    while not os.path.exists(path):  # noqa: PTH110 - one module less
+        time.sleep(0.05)
+
+
 def write_much(folder):
     for number in range(130_000):
         print(f"{number:06d} {'x' * 90}")

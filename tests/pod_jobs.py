@@ -17,6 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
+import fsspec
+
+import kale_dist
 from kale_dist import wire
 from kale_dist.places.following.client import HeadClient
 from kale_dist.snapshot import outcome
@@ -94,7 +98,7 @@ class Pod:
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """A signed request to the pod's server."""
         digest = "" if method != "POST" else contract_digest(body or b"")
-        headers = {wire.MAC_HEADER: wire.sign_request(self.job.key, method, path, digest)}
+        headers = {wire.MAC_HEADER: wire.sign_request(self.job.key, method, path, digest), wire.BODY_HEADER: digest}
         if method == "PUT":
             headers[wire.SIZE_HEADER] = str(len(body))
         peer = http.client.HTTPConnection(self.address, self.job.order.port + 2, timeout=30)
@@ -220,6 +224,17 @@ class PodJob:
 
     def until_running(self) -> None:
         self.until(lambda: self.state()["state"] == "running")
+
+
+def make_bare_python(folder: pathlib.Path) -> str:
+    """A Python with cloudpickle, fsspec and this library alone."""
+    place = folder / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
+    site = next(place.glob("lib/python3*/site-packages"))
+    for package in (kale_dist, cloudpickle, fsspec):
+        package_folder = pathlib.Path(package.__file__).parent
+        (site / package_folder.name).symlink_to(package_folder)
+    return str(place / "bin" / "python")
 
 
 def making_pod_jobs(folder, python):
