@@ -262,8 +262,8 @@ class OutcomeReader:
         if self.key is None:
             raise ResultUnavailableError(
                 f"Results of {self._ref} cannot be verified, because the job's key is not on this machine ({self.files.key}). "
-                "Its status and its log can be read. kale_dist.attach(..., trust=True) reads the key from the cluster, where it is "
-                "in the job's Secret, if you may get Secrets: only if you trust who submitted the job, whose code a result can run",
+                "Its status and its log can be read. kale_dist.attach(..., trust=True) reads the key from the job's Secret or container, "
+                "if you may: only if you trust who submitted the job, whose code a result can run",
                 self._ref,
             )
         return self.key

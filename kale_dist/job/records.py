@@ -34,6 +34,9 @@ from kale_dist.wording import listing
 BLOBS_WARNING_BYTES = 20 << 30
 """Above this size a call warns that old snapshots fill the disk."""
 
+NOBODY = 65534
+"""Whose root's files are on an NFS server that squashes root."""
+
 _DELETED = ".deleted-"
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 _FOLDER_NAME = re.compile(r"[a-z0-9-]{1,63}(?:\.[a-z0-9-]{1,63}){0,3}", re.ASCII)
@@ -359,7 +362,12 @@ def _private(folder: pathlib.Path) -> pathlib.Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # It may have been made by hand, or unpacked, and blobs are readable to all who come to them.
-        if (found := folder.stat()).st_mode & 0o077 and found.st_uid == os.geteuid():
+        found = folder.stat()
+        if found.st_uid not in (os.geteuid(), 0, NOBODY):
+            raise StoreError(
+                f"{folder} belongs to another user (uid {found.st_uid}). Set XDG_STATE_HOME to a folder of your own"
+            )
+        if found.st_mode & 0o077 and found.st_uid == os.geteuid():
             folder.chmod(0o700)
     except OSError as error:
         raise _store_error(folder, error) from error

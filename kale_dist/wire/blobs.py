@@ -161,7 +161,7 @@ class FolderStore:
     def exists(self, digest: str) -> bool:
         """Whether the folder has this blob, undamaged: a file that this machine has not written is read once."""
         path = self.path(digest)
-        return path.exists() and checked.has(path)
+        return path.is_file() and checked.has(path)
 
     def open(self, digest: str) -> memoryview:
         """Map the blob copy-on-write.
@@ -298,6 +298,12 @@ def sync(path: pathlib.Path) -> None:
         os.close(descriptor)
 
 
+def sync_folder(folder: pathlib.Path) -> None:
+    """The same for the names in a folder, where it may be opened and its file system can do that."""
+    with contextlib.suppress(OSError):
+        sync(folder)
+
+
 @contextlib.contextmanager
 def fresh(path: pathlib.Path, *, lasting: bool = True) -> Iterator[pathlib.Path]:
     """Yield a temporary path beside a file, which replaces the file at the end of the block, but not after an error.
@@ -310,9 +316,8 @@ def fresh(path: pathlib.Path, *, lasting: bool = True) -> Iterator[pathlib.Path]
         if lasting:
             sync(temporary)
         temporary.replace(path)
-        # A folder that others own may be one to write in, and not to open.
-        if lasting and os.access(path.parent, os.R_OK):
-            sync(path.parent)
+        if lasting:
+            sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

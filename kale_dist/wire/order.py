@@ -298,7 +298,7 @@ class Attempt:
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether all ranks are one agent's: then nothing of theirs listens to other machines, nor to other users."""
+        """Whether all ranks are one agent's: then nothing of theirs listens to other machines, unless the user names an interface."""
         return len(self.members) == 1
 
 

@@ -81,7 +81,11 @@ class UrlStore:
         path = self._path(name)
         with self._asking(f"look for {name}"):
             self._fs.invalidate_cache()
-            return bool(self._fs.exists(path))
+            # Many of fsspec's classes answer `exists` with False whatever has gone wrong.
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.info(path)
+                return True
+        return False
 
     def open(self, digest: str) -> memoryview:
         """The blob's bytes, writable, in a temporary copy on this machine's disk.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import socket
 import time
 
 import pytest
@@ -157,14 +156,6 @@ def test_the_time_limit_is_that_of_all_attempts_together(jobs):
     state = job.wait()
     assert (state["state"], state["cause"]) == ("failed", "timeout")
     assert 0 < state["attempt"] < 13
-
-
-def test_a_port_that_is_taken_is_told(jobs):
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        job = jobs.run(sleep_long, port=holder.getsockname()[1], max_restarts=1)
-        state = job.wait()
-    assert (state["state"], state["cause"]) == ("failed", "not-started")
-    assert "in use" in state["reason"]
 
 
 # -- in pods ---------------------------------------------------------------------------------------------------------

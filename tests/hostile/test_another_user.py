@@ -16,6 +16,8 @@ import kale_dist as kd
 from kale_dist.errors import CellError
 
 NOBODY = 65534
+ANOTHER = "10.9.9.9"
+"""Another address of the same machine."""
 
 apart = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None,
@@ -29,8 +31,10 @@ import kale_dist as kd
 from kale_dist.errors import JobError
 
 with socket.socket() as any_socket:
-    # ip link set lo up
+    # ip link set lo up; ip address add {ANOTHER}/32 dev lo
     fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh", b"lo", 1))
+    address = struct.pack("16sHH4s8x", b"lo:1", socket.AF_INET, 0, socket.inet_aton("{ANOTHER}"))
+    fcntl.ioctl(any_socket, 0x8916, address)
 
 
 def listeners():
@@ -128,6 +132,17 @@ def test_live_ranks_listen_to_nobody_after_a_repair_and_a_restart():
             assert not is_open
 
 
+def test_an_interface_of_your_own_is_used_with_a_warning(monkeypatch):
+    names = [name for _, name in socket.if_nameindex() if name.startswith(("eth", "en"))]
+    if not names:
+        pytest.skip("needs a network card")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", names[0])
+    job = kd.launch(os.getpid, number_of_processes=2)
+    assert job.wait().state == "succeeded"
+    (warning,) = job.status.warnings
+    assert warning.startswith(f"GLOO_SOCKET_IFNAME={names[0]} lets more than this machine connect")
+
+
 @apart
 def test_another_user_finds_no_store_and_no_file_of_the_ranks(tmp_path):
     printed = run_apart(
@@ -170,7 +185,9 @@ def test_another_user_finds_no_store_and_no_file_of_the_ranks(tmp_path):
 
 
 @apart
-def test_another_user_takes_no_ranks_place_in_a_group(tmp_path):
+@pytest.mark.parametrize("source", ["127.0.0.1", ANOTHER])
+def test_another_user_takes_no_ranks_place_in_a_group(tmp_path, monkeypatch, source):
+    monkeypatch.setenv("SOURCE", source)
     printed = run_apart(
         """
         def take_place(say):
@@ -181,6 +198,7 @@ def test_another_user_takes_no_ranks_place_in_a_group(tmp_path):
                     for number in range(8):
                         one = socket.socket()
                         kept.append(one)
+                        one.bind((os.environ["SOURCE"], 0))
                         # What gloo takes for the connection of another rank: the number of a pair.
                         if not one.connect_ex(("127.0.0.1", port)):
                             one.sendall(struct.pack("<Q", number))

@@ -354,12 +354,12 @@ def test_functions_on_several_gpus_have_a_limit_for_stalls(machine, given, limit
 def test_ranks_that_do_not_connect_give_up_in_time():
     """Here the second rank comes as far as the store, and no further; the group is gloo's, as there is no NCCL."""
     run("""
-        import socket, threading
+        import os, threading
         from kale_dist.wire import Assignment, Attempt, Member, Order
         from kale_dist.worker.rank import group
         order = Order(job="one", number_of_processes=2, processes_per_agent=2, snapshot="", cuda=True)
-        listener = socket.create_server(("127.0.0.1", 0))
-        attempt = Attempt(number=0, members=(Member(agent=0, first_rank=0, processes=2),), port=listener.getsockname()[1], seed=0)
+        file = os.memfd_create("store")
+        attempt = Attempt(number=0, members=(Member(agent=0, first_rank=0, processes=2),), port=1, seed=0)
         kept = group.KeptGroup(Assignment(order=order, attempt=attempt, rank=0))
         kept.backend = "gloo"
         group.CONNECT_S = 0.5
@@ -367,18 +367,18 @@ def test_ranks_that_do_not_connect_give_up_in_time():
         def give_up(error):
             errors.append(error)
             given_up.set()
-        opening = threading.Thread(target=kept.open, args=(listener.detach(), give_up), daemon=True)
+        opening = threading.Thread(target=kept.open, args=(file, give_up), daemon=True)
         opening.start()
-        from torch.distributed import PrefixStore, TCPStore
+        from torch.distributed import FileStore, PrefixStore
         while kept.store is None:
             pass
         assert not given_up.wait(1.5), "the limit counts from when all ranks are there"
-        store = PrefixStore("kale_dist/0", TCPStore("127.0.0.1", attempt.port, wait_for_workers=False))
+        store = PrefixStore("kale_dist/0", FileStore(f"/proc/self/fd/{file}", 2))
         assert store.add("here", 1) == 2
         store.set("all", "")
         assert given_up.wait(30)
         assert "NCCL_SOCKET_IFNAME" in str(errors[0])
-        import os; os._exit(0)
+        os._exit(0)
     """)
 
 

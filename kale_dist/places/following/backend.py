@@ -157,7 +157,9 @@ class FollowedBackend(FolderBackend):
                 raise
             return
         if ended and not came and name != "checkpoint":
-            raise StoreError(f"{name} of {ref} is no longer there: the job's {self.place.noun}s have ended or are gone")
+            raise StoreError(
+                f"{name} of {ref} is no longer there: the job's {self.place.noun}s have ended or are gone. A store (store=) keeps it for later"
+            )
 
     def describe(self, ref: JobRef) -> Mapping[str, object]:
         """The object of the newest run, as it is now; empty where a run is no single object."""

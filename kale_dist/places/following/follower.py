@@ -604,9 +604,9 @@ class Follower:
         return True
 
     def _is_here(self, name: str) -> bool:
-        """Whether a file of the run is here, after an attempt to fetch it."""
+        """Whether a file of the run is here, after an attempt to fetch it. A checkpoint may be an earlier one."""
         path = self._run.files.folder / name
-        if not path.exists():
+        if path == self._run.files.checkpoint or not path.exists():
             with contextlib.suppress(BackendError):
                 self.fetch(name)
         return path.exists()
@@ -637,7 +637,7 @@ class Follower:
             is_free: Whether the next run does not count against `max_restarts`.
         """
         copy, run = self._copy, self._run
-        if not uid and not run.files.checkpoint.exists():
+        if not uid:
             with contextlib.suppress(BackendError, StoreError):
                 self.fetch(run.files.checkpoint.name)
         fresh = Run(

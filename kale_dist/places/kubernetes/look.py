@@ -265,9 +265,13 @@ def _status(
     )
 
 
+MOST_RANKS = 100_000
+"""Objects of others may name any number."""
+
+
 def _ranks(job: Mapping[str, Any]) -> int:
     try:
         spec = json.loads(job["metadata"]["annotations"][SPEC_ANNOTATION])
-        return int(spec["topology"]["number_of_processes"])
-    except (KeyError, ValueError, TypeError):
+        return min(int(spec["topology"]["number_of_processes"]), MOST_RANKS)
+    except (KeyError, ValueError, TypeError, OverflowError, RecursionError):
         return 0

@@ -27,7 +27,7 @@ from kale_dist.places.kubernetes import submit as submission
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.port_forward import PodConnection
-from kale_dist.places.kubernetes.views import PodView, event_view, is_about, seconds
+from kale_dist.places.kubernetes.views import Owner, PodView, event_view, is_about, seconds
 from kale_dist.places.manifests import Kind, kind_of
 from kale_dist.places.manifests.settings import (
     CANCELLED_ANNOTATION,
@@ -336,11 +336,15 @@ class KubernetesPlace:
 
     def _own_pods(self, handle: RunHandle, uid: str, pods: Sequence[PodView]) -> tuple[PodView, ...]:
         """Those pods that the controllers of a run have made. One that was known stays, also when its object is deleted without it."""
+        made: dict[Owner, bool] = {}
         for pod in pods if uid else ():
-            if pod.uid not in self._known:
-                is_own = objects.made_for(self._cluster(handle), handle, uid, pod.owner)
-                self._known[pod.uid] = uid if is_own else ""
-        return tuple(pod for pod in pods if uid and self._known[pod.uid] == uid)
+            # Those about which the cluster does not answer now count at the next look.
+            with contextlib.suppress(BackendError):
+                if pod.uid not in self._known:
+                    if pod.owner not in made:
+                        made[pod.owner] = objects.made_for(self._cluster(handle), handle, uid, pod.owner)
+                    self._known[pod.uid] = uid if made[pod.owner] else ""
+        return tuple(pod for pod in pods if uid and self._known.get(pod.uid) == uid)
 
     def _head(self, handle: RunHandle) -> Part:
         head = self.look(handle).head

@@ -156,7 +156,7 @@ class Agent:
         """Do what a peer asks for until it leaves. Its messages are JSON, one a line."""
         found = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, user, _ = _CREDENTIALS.unpack(found)
-        if user != os.geteuid() or (user == 0 and not processes.shares_files(pid)):
+        if user != os.geteuid() or not processes.is_beside(pid):
             writer.close()
             return
         self._peers.add(writer)

@@ -155,10 +155,10 @@ def _is_of(pid: int, job: str) -> bool:
         return False
 
 
-def shares_files(pid: int) -> bool:
-    """Whether a process is in no other container than this one: root of a container that has the machine's network is another."""
+def is_beside(pid: int) -> bool:
+    """Whether a process is in no other container than this one: one that has the machine's network can reach us."""
     try:
-        return pathlib.Path(f"/proc/{pid}/ns/mnt").samefile("/proc/self/ns/mnt")
+        return pathlib.Path(f"/proc/{pid}/ns/pid").samefile("/proc/self/ns/pid")
     except OSError:
         return False
 

@@ -1,6 +1,6 @@
 """The byte server of a head: signed HTTP requests, each in a thread of its own.
 
-Every request bears `wire.MAC_HEADER`; without the right one the answer is 403 and nothing more, and no body is read. Replies are JSON
+Every request bears `wire.MAC_HEADER`; without the right one the answer is 403 (400 to another version's) and nothing more, and no body is read. Replies are JSON
 but for bytes. What fails for another reason comes back as `{"error": sentence}`.
 
     GET  /stream?line=N&event=M   blocks (`wire.log`) from the record with line N (or an older one) and from event M on, as

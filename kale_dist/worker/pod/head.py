@@ -265,14 +265,14 @@ class Head:
             try:
                 return await asyncio.to_thread(ask)
             except (OSError, StoreError) as error:
-                told, is_refusal = f"The store {order.store} cannot be read: {error}", pod_input.is_refusal(error)
+                told, is_refusal = f"The store {order.store} fails: {error}", pod_input.is_refusal(error)
                 if is_refusal and order.run == 1 and not order.returns_head:
-                    self._store_works = False
-                    self.writer.say(f"{told}. The job does without it")
+                    # Some refuse to read what is not there. Whether it can be written shows later.
+                    self.writer.say(f"{told}. The training begins at the beginning")
                     return None
                 if is_refusal or time.monotonic() >= give_up_at:
                     path = f"{order.store}/jobs/{order.job}/checkpoint"
-                    told = f"{told}. The last checkpoint stays there ({path}): continue from it once it can be read"
+                    told = f"{told}. A checkpoint of before stays there ({path}): continue from it once that works"
                     if order.returns_head and not is_refusal:
                         self._is_told_to_end = True
                         self._job.cancel(FailureCause.SUSPENDED, told, 0.0)
@@ -369,7 +369,9 @@ class Head:
 
     def _put_results_into_store(self) -> None:
         paths = sorted(self._pod.files.folder.glob("outcome-*"))
-        self._is_kept = self._store_works and self._keep_checkpoint() and all(map(self._put, paths))
+        # A store that has no room for the checkpoint may have some for them.
+        are_put = [self._store_works and self._put(path) for path in paths]
+        self._is_kept = self._store_works and self._keep_checkpoint() and all(are_put)
         if self._is_told_to_end and self._pod.order.returns_head and self._kept_checkpoint != self._brought_checkpoint:
             # A job that gets on each time ends.
             with contextlib.suppress(OSError, StoreError):

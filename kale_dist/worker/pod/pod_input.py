@@ -223,9 +223,6 @@ def bring_checkpoint(pod: Pod) -> None:
         OSError, StoreError: The store cannot be read.
     """
     given, target, order = pod.place.input / InputFiles.CHECKPOINT, pod.files.checkpoint, pod.order
-    if given.exists():
-        shutil.copyfile(given, target)
-        return
     base = order.job.removesuffix(f"-{order.run}") if order.run > 1 else order.job
     names = [f"{base}-{number}" for number in range(order.run, 1, -1)] + [base]
     try:
@@ -235,6 +232,11 @@ def bring_checkpoint(pod: Pod) -> None:
             if is_ours and _read(pod, f"jobs/{name}/{target.name}", target):
                 return
             target.unlink(missing_ok=True)
+            # It is newer than what earlier runs have left in the store, and older than what this one has.
+            if given.exists():
+                break
+        if given.exists():
+            shutil.copyfile(given, target)
     except BaseException:
         target.unlink(missing_ok=True)
         raise
@@ -258,13 +260,10 @@ def _read(pod: Pod, name: str, target: pathlib.Path) -> bool:
     if "://" in pod.order.store:
         from kale_dist.wire.url_store import UrlStore
 
-        try:
-            # Many of fsspec's classes say that a file is not there whatever has gone wrong.
-            UrlStore(pod.order.store).get_file(name, target)
-        except StoreError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return False
-            raise
+        store = UrlStore(pod.order.store)
+        if not store.exists(name):
+            return False
+        store.get_file(name, target)
         return True
     with contextlib.suppress(FileNotFoundError):
         shutil.copyfile(pathlib.Path(pod.order.store, name), target)

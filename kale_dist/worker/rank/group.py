@@ -236,7 +236,11 @@ class KeptGroup:
 
     def _warn_of_interfaces(self) -> None:
         for name in process_state.ONLY_LOOPBACK:
-            if not self._rank and os.environ[name] != "lo":
+            if (
+                not self._rank
+                and os.environ.get(name, "lo").lstrip("=") != "lo"
+                and (self._cuda or name.startswith("GLOO"))
+            ):
                 text = f"{name}={os.environ[name]} lets more than this machine connect to the ranks, which ask nobody who connects. Leave it out"
                 context.say(text, warns=True)
 

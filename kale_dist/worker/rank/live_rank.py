@@ -71,7 +71,7 @@ class LiveRank:
         group: The rank's kept process group; None without torch.
         order: The job.
         attempt: The attempt's number.
-        store_port: Where the ranks' store listens.
+        store_port: MASTER_PORT, whose connections outlive a cut.
         references: Functions and classes that came from the notebook.
     """
 
@@ -248,7 +248,8 @@ class LiveRank:
         order, store = self._order, FolderStore(pathlib.Path(self._order.store))
 
         def bring(blob: str) -> None:
-            if not store.exists(blob):
+            # What puts it there has checked it.
+            if not store.path(blob).exists():
                 pod_input.fetch(order, bytes.fromhex(order.key), store, blob)
 
         bring(digest)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import gc
 import os
 import pathlib
 import socket
 import struct
 import time
+from typing import NamedTuple
 
 from kale_dist.errors import ContractError
 from kale_dist.wire import context
@@ -20,9 +23,15 @@ _LOOK_EACH_S = 0.02
 _LOOPBACK = ("127.", "::1", "::ffff:127.")
 _SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _IS_REQUEST, _IS_ERROR = 4, 20, 1, 2
 _ADDRESSES = struct.Struct("!HH16s16s")
-_ENOENT = 2
-
 Address = tuple[str, int]
+
+
+class Owner(NamedTuple):
+    """Of a socket."""
+
+    user: int
+    inode: int
+    """0 as long as the connection is not accepted."""
 
 
 def sockets() -> dict[str, int]:
@@ -56,40 +65,53 @@ def check(before: dict[str, int]) -> None:
         for descriptor in [number for inode, number in sockets().items() if inode not in before]:
             if (ends := _ends(descriptor)) is None:
                 continue
-            while (user := _user_at(*ends)) is None and time.monotonic() < give_up_at:
+            family, here, there = ends
+            if (own := _owner(family, here, there)) is None:
+                # It does not even know this end, which may just have been cut.
+                _say_once("the kernel does not tell")
+                continue
+            while (other := _owner(family, there, here)) and not other.inode and time.monotonic() < give_up_at:
                 time.sleep(_LOOK_EACH_S)
-            # Another thread of the user's code may just have connected to something of its own.
-            if user != os.geteuid() and descriptor not in of_python():
+            # Where nobody is, nothing is lost. And another thread of the user's code may have connected to something of its own.
+            if other and (other.user != own.user or not other.inode) and descriptor not in of_python():
                 raise ContractError(
-                    f"A process of another user of this machine (uid {'unknown' if user is None else user}) has connected to a rank in another"
-                    " rank's place, and got nothing from it. Call again, and if this happens again, find out who that is"
+                    f"A process of another user of this machine (uid {other.user}) has connected to a rank in another rank's place, and got"
+                    " nothing from it. Call again, and if this happens again, find out who that is"
                 )
     except OSError as error:
-        context.say(f"It cannot be checked whose processes the ranks are connected to: {error}", warns=True)
+        _say_once(str(error))
+
+
+@functools.cache
+def _say_once(why: str) -> None:
+    if not context.context().rank:
+        text = f"The ranks cannot find out whose processes they are connected to ({why}): they would not notice another user's"
+        context.say(text, warns=True)
 
 
 def _ends(descriptor: int) -> tuple[int, Address, Address] | None:
-    """The family of a connection over the loopback interface, its address here and the one at the other end; None for other sockets."""
+    """The family of a connection within this machine, its address here and the one at the other end; None for other sockets."""
     one = socket.socket(fileno=descriptor)
     try:
         if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
             with contextlib.suppress(OSError):
                 here, there = one.getsockname()[:2], one.getpeername()[:2]
-                return (one.family, here, there) if there[0].startswith(_LOOPBACK) else None
+                # Who connects chooses the address that he seems to come from.
+                return (one.family, here, there) if here[0].startswith(_LOOPBACK) or here[0] == there[0] else None
         return None
     finally:
         # It stays its owner's.
         one.detach()
 
 
-def _user_at(family: int, here: Address, there: Address) -> int | None:
-    """The user id of the other end of a connection, which the kernel tells (sock_diag(7)); None as long as that end is not accepted.
+def _owner(family: int, here: Address, there: Address) -> Owner | None:
+    """Whose socket it is that is connected from `here` to `there`, as the kernel tells (sock_diag(7)); None if it knows none.
 
     Raises:
-        OSError: The kernel does not tell.
+        OSError: It does not tell.
     """
-    packed = [socket.inet_pton(family, address).ljust(16, b"\0") for address, _ in (there, here)]
-    wanted = _ADDRESSES.pack(there[1], here[1], *packed) + struct.pack("=Iq", 0, -1)
+    packed = [socket.inet_pton(family, address).ljust(16, b"\0") for address, _ in (here, there)]
+    wanted = _ADDRESSES.pack(here[1], there[1], *packed) + struct.pack("=Iq", 0, -1)
     asked = struct.pack("=BBBxI", family, socket.IPPROTO_TCP, 0, 0xFFFFFFFF) + wanted
     header = struct.pack("=IHHII", 16 + len(asked), _SOCK_DIAG_BY_FAMILY, _IS_REQUEST, 0, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
@@ -98,8 +120,7 @@ def _user_at(family: int, here: Address, there: Address) -> int | None:
         answer = kernel.recv(1 << 12)
     if struct.unpack_from("=H", answer, 4)[0] == _IS_ERROR:
         number = -struct.unpack_from("=i", answer, 16)[0]
-        if number == _ENOENT:
+        if number == errno.ENOENT:
             return None
         raise OSError(number, os.strerror(number))
-    user, inode = struct.unpack_from("=II", answer, 80)
-    return user if inode else None
+    return Owner(*struct.unpack_from("=II", answer, 80))

@@ -19,10 +19,10 @@ _FIRST_TYPE = 7
 
 
 def cut(store_port: int) -> None:
-    """Shut down the connections of this process to other ranks, except those to the store. The user's own stay.
+    """Shut down the connections of this process to other ranks, except those to a store. The user's own stay.
 
     Args:
-        store_port: Where the store listens.
+        store_port: MASTER_PORT, where the ranks' store listens, or the user's.
     """
     own = peers.of_python()
     for number in peers.sockets().values():

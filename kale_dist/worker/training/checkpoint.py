@@ -90,15 +90,14 @@ def save(path: pathlib.Path, whole: dict[str, Any]) -> None:
     try:
         if older.exists() and is_tight(path):
             older.unlink()
-        with blobs.fresh(path) as temporary:
-            temporary.touch(0o600)
-            torch.save(whole, temporary)
-            blobs.sync(temporary)
-            # Some file systems have no links.
-            with contextlib.suppress(OSError):
-                if path.exists():
-                    older.unlink(missing_ok=True)
-                    older.hardlink_to(path)
+        try:
+            _replace(path, older, whole)
+        except (OSError, RuntimeError):
+            # A quota, or the limit of a pod, cannot be seen before.
+            if not older.exists():
+                raise
+            older.unlink()
+            _replace(path, older, whole)
     # Torch's own writer raises RuntimeError when a disk is full.
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
@@ -111,6 +110,17 @@ def save(path: pathlib.Path, whole: dict[str, Any]) -> None:
         ) from error
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+def _replace(path: pathlib.Path, older: pathlib.Path, whole: dict[str, Any]) -> None:
+    with blobs.fresh(path) as temporary:
+        temporary.touch(0o600)
+        torch.save(whole, temporary)
+        # Some file systems have no links.
+        with contextlib.suppress(OSError):
+            if path.exists():
+                older.unlink(missing_ok=True)
+                older.hardlink_to(path)
 
 
 def is_tight(last: pathlib.Path) -> bool:

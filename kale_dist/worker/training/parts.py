@@ -168,8 +168,9 @@ class Folders:
         self._checkpoints = self.model.with_name(f"{self.model.name}.checkpoints")
         self.rest = b""
         """In rank 0, the last checkpoint's file with all but the tensors."""
-        before = self.model.with_name(f".{self.model.name}.old")
-        if problem := group.send("" if group.rank else foreign(self.model) or foreign(before)):
+        self._target = pathlib.Path(group.send(str(self.model.resolve())))
+        self._fresh, self._before = (self._target.with_name(f".{self._target.name}.{word}") for word in ("part", "old"))
+        if problem := group.send("" if group.rank else foreign(self._target) or foreign(self._before)):
             raise StoreError(f"The model cannot be saved to {self.model}: {problem}. Give save_to= another folder")
 
     def fills(self, last: str) -> bool:
@@ -243,8 +244,7 @@ class Folders:
 
     def save_model(self, model: torch.nn.Module) -> str:
         """Write the weights into the folder `model`, in the place of what a job has left there; returns its path."""
-        target = pathlib.Path(self._group.send(str(self.model.resolve())))
-        fresh, before = (target.with_name(f".{target.name}.{word}") for word in ("part", "old"))
+        target, fresh, before = self._target, self._fresh, self._before
         if self._group.rank == 0:
             _remove([fresh])
         self._group.gather(None)
@@ -257,7 +257,7 @@ class Folders:
                 _remove([before])
                 target.rename(before)
             fresh.rename(target)
-            blobs.sync(target.parent)
+            blobs.sync_folder(target.parent)
             _remove([before])
         return str(self.model)
 
@@ -271,7 +271,10 @@ def foreign(folder: pathlib.Path) -> str:
         return ""
     if not folder.is_dir() or folder.is_mount():
         return f"{folder} is a {'mount point' if folder.is_dir() else 'file'}, which no folder can replace"
-    names = sorted(one.name for one in folder.iterdir())
+    try:
+        names = sorted(one.name for one in folder.iterdir())
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
     others = [name for name in names if not re.fullmatch(r"\.metadata|__\d+_\d+\.distcp", name)] or names
     shown = ", ".join(others[:_NAMED]) + " ..." * (len(others) > _NAMED)
     try:
