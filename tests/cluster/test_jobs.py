@@ -105,13 +105,14 @@ def test_every_rank_s_lines_are_seen_from_another_machine_too_and_results_only_w
         f"""
         import kale_dist as kd
         from kale_dist import places
+        from kale_dist.errors import StoreError
         print([(found.name, found.status.state.value) for found in kd.jobs(on="kubernetes", namespace={namespace!r})])
         job = kd.attach({job.ref!r}, trust=True)
         print(job.wait(60).state)
         print(*sorted(line.text for line in job.logs(ranks=[1])))
         try:
             job.results()
-        except kd.StoreError as error:
+        except StoreError as error:
             print(error)
         places.get("kubernetes").close()
         """,

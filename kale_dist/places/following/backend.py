@@ -158,7 +158,7 @@ class FollowedBackend(FolderBackend):
             return
         if ended and not came and name != "checkpoint":
             raise StoreError(
-                f"{name} of {ref} is no longer there: the job's {self.place.noun}s have ended or are gone. A store (store=) keeps it for later"
+                f"{name} of {ref} is no longer there: the job's {self.place.noun}s have ended or are gone. A store (store=) keeps results for later"
             )
 
     def describe(self, ref: JobRef) -> Mapping[str, object]:
