@@ -82,7 +82,7 @@ class UrlStore:
         with self._asking(f"look for {name}"):
             self._fs.invalidate_cache()
             # Many of fsspec's classes answer `exists` with False whatever has gone wrong.
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self._fs.info(path)
                 return True
         return False

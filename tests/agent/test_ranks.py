@@ -361,12 +361,15 @@ def test_code_opens_stores_of_its_own_at_master_port_as_under_plain_torch(jobs):
         return value.tolist()
 
     def by_hand():
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore, barrier
 
         rank, address = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store = TCPStore(*address, 2, is_master=rank == 0)
         store.set(f"from {rank}", str(rank))
-        return store.get(f"from {1 - rank}")
+        found = store.get(f"from {1 - rank}")
+        # The store ends with rank 0's function.
+        barrier()
+        return found
 
     for function, expected in ((remote, [2.0, 2.0]), (by_hand, b"0")):
         job = jobs.run(function)

@@ -45,7 +45,7 @@ def job(make_bare):
     """A job of two pods whose first one waits for the other."""
     made = make_bare(rank, ranks=2, source=Source.STREAM).put_input()
     head = made.start(0)
-    made.until(lambda: reaches(made, made.order.port + 2))
+    made.until(lambda: all(reaches(made, made.order.port + more) for more in (1, 2)))
     assert head.process.poll() is None
     return made
 
@@ -109,6 +109,9 @@ def test_connections_that_are_reset_at_once_end_nothing(job):
 
 
 def test_a_head_that_has_no_descriptor_left_lives_on(job):
+    # What the head imports for its first connection it has before.
+    send(job.order.port + 1, frame(HELLO), frame(PROOF))
+    assert job.pods[0].ask("GET", "/missing")[0] in (200, 404)
     pid = job.pods[0].process.pid
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (8, hard))
