@@ -134,6 +134,8 @@ class Follower:
         self._input: threading.Thread | None = None
         self._input_error: KaleDistError | None = None
         self._kill_at: float | None = None
+        self._last_checkpoint: pathlib.Path | None = None
+        """A run's checkpoint that came after its end: there is no later one."""
         self._seen_s: dict[str, float] = {}
         self._looked_at = self._clock.monotonic()
         self._between_looks_s = 0.0
@@ -604,11 +606,13 @@ class Follower:
         return True
 
     def _is_here(self, name: str) -> bool:
-        """Whether a file of the run is here, after an attempt to fetch it. A checkpoint may be an earlier one."""
+        """Whether a file of the run is here, after an attempt to fetch it. A checkpoint that is here may be an earlier one."""
         path = self._run.files.folder / name
-        if path == self._run.files.checkpoint or not path.exists():
+        is_earlier = path == self._run.files.checkpoint != self._last_checkpoint
+        if is_earlier or not path.exists():
             with contextlib.suppress(BackendError):
-                self.fetch(name)
+                if self.fetch(name) and is_earlier:
+                    self._last_checkpoint = path
         return path.exists()
 
     def _keep_last_words(self) -> None:
