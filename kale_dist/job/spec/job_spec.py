@@ -125,11 +125,10 @@ class Settled(Request):
         """
         found = {
             "image": image, "volumes": volumes, "resources": resources, "store": store, "cluster": cluster,
-            "topology": topology,
+            "topology": topology, "prints_results": prints_results,
         }  # fmt: skip
         settled = {key: value for key, value in found.items() if value is not None}
-        own = {"name": name, "recipe": recipe, "prints_results": prints_results}
-        return Settled(**{**_fields(request, Request), **settled, **own})
+        return Settled(**{**_fields(request, Request), **settled, "name": name, "recipe": recipe})
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a record."""

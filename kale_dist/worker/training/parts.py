@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -275,14 +275,20 @@ def foreign(folder: pathlib.Path) -> str:
         names = sorted(one.name for one in folder.iterdir())
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
-    others = [name for name in names if not re.fullmatch(r"\.metadata|__\d+_\d+\.distcp", name)] or names
-    shown = ", ".join(others[:_NAMED]) + " ..." * (len(others) > _NAMED)
+    if not names:
+        return ""
+    others, why = [name for name in names if not re.fullmatch(r"\.metadata|__\d+_\d+\.distcp", name)], ""
     try:
-        written_as = str(metadata(folder).storage_meta.checkpoint_id)
-        others = [] if others == names and re.fullmatch(r"\..+\.part", pathlib.PurePath(written_as).name) else others
+        written_as = pathlib.PurePath(str(metadata(folder).storage_meta.checkpoint_id)).name
+        if not others and re.fullmatch(r"\..+\.part", written_as):
+            return ""
     except (StoreError, AttributeError) as error:
-        shown += f" ({error})" * (".metadata" in names)
-    return f"that would remove what is in {folder} and no job has made: {shown}" if others else ""
+        why = f" ({error})" * (".metadata" in names)
+    return f"that would remove what is in {folder} and no job has made: {_listed(others or names)}{why}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + " ..." * (len(names) > _NAMED)
 
 
 def _remove(folders: Iterable[pathlib.Path]) -> None:
@@ -420,12 +426,9 @@ def load(path: pathlib.Path, wanted: Mapping[str, Tensor], group: Group | None) 
             folder.joinpath("model.safetensors").symlink_to(path.absolute())
         try:
             if not any(folder.glob("*.safetensors")) and (folder / ".metadata").exists():
-
-                class Reader(FileSystemReader):
-                    def read_metadata(self, *_: Any, **__: Any) -> Any:
-                        return metadata(folder)
-
-                reader: Any = Reader(folder)
+                reader: Any = FileSystemReader(folder)
+                found = metadata(folder)
+                reader.read_metadata = lambda *_, **__: found
                 states = dict(wanted)
             else:
                 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -446,9 +449,7 @@ def load(path: pathlib.Path, wanted: Mapping[str, Tensor], group: Group | None) 
 def _check(path: pathlib.Path, states: Mapping[str, Tensor], known: Mapping[str, Any]) -> None:
     if missing := sorted(states.keys() - known.keys()):
         there = f"there are {len(known)} others, such as {min(known)}" if known else "there are none"
-        raise KaleDistError(
-            f"{path} has no weights {', '.join(missing[:_NAMED])}{' ...' * (len(missing) > _NAMED)}: {there}"
-        )
+        raise KaleDistError(f"{path} has no weights {_listed(missing)}: {there}")
     for name, value in states.items():
         if (saved := getattr(known[name], "size", None)) != value.size():
             raise KaleDistError(
