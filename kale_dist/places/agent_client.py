@@ -10,7 +10,6 @@ import dataclasses
 import os
 import secrets
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -281,8 +280,7 @@ def send(address: str, message: Mapping[str, Any], timeout_s: float = 5.0) -> bo
         try:
             connection.connect(wire.socket_address(address))
             # The name of an agent that has ended is free.
-            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            if struct.unpack("3i", peer)[1] != os.geteuid():
+            if processes.peer_of(connection)[1] != os.geteuid():
                 return False
             connection.sendall(wire.encode_json(dict(message)))
             # The agent closes the connection once it has read all messages.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import numbers
 import os
@@ -203,6 +204,9 @@ def say(text: str, *, warns: bool = False) -> None:
     print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
     emit(EventKind.NOTE, text=text, warns=warns)
 
+
+say_once = functools.cache(say)
+"""The same for a sentence that many moments of a rank would say."""
 
 _not_shown: set[str] = set()
 

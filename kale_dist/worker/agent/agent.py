@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import traceback
 from typing import Any
 
@@ -31,8 +30,6 @@ _KERNEL_ENDED = (
     "The notebook's kernel, or the script, that started it ended. Wait for the job there, or pass detach=True, which live ranks "
     "do not have"
 )
-_CREDENTIALS = struct.Struct("3i")
-"""Process, user and group at the other end of a Unix socket."""
 
 
 class Agent:
@@ -154,8 +151,7 @@ class Agent:
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Do what a peer asks for until it leaves. Its messages are JSON, one a line."""
-        found = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, user, _ = _CREDENTIALS.unpack(found)
+        pid, user = processes.peer_of(writer.get_extra_info("socket"))
         if user != os.geteuid() or not processes.is_beside(pid):
             writer.close()
             return

@@ -10,6 +10,8 @@ import os
 import pathlib
 import signal
 import site
+import socket
+import struct
 import sysconfig
 import time
 from collections.abc import Collection
@@ -18,6 +20,9 @@ from kale_dist.wire import PodVariable
 
 JOB_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Ranks, and what they start, have the job's name in this variable, which is torchrun's own."""
+
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group at the other end of a Unix socket."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -153,6 +158,13 @@ def _is_of(pid: int, job: str) -> bool:
         return f"{JOB_VARIABLE}={job}".encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process id and user id of who has connected a unix socket, or listens at its other end."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(found)
+    return pid, user
 
 
 def is_beside(pid: int) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import gc
 import os
 import pathlib
 import socket
 import struct
 import time
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from kale_dist.errors import ContractError
@@ -46,9 +46,26 @@ def sockets() -> dict[str, int]:
     return found
 
 
-def of_python() -> set[int]:
-    """The descriptors of sockets that Python code has opened: a tracker's, a data set's."""
-    return {one.fileno() for one in gc.get_objects() if isinstance(one, socket.socket)}
+def tcp_sockets(before: Collection[str] = ()) -> Iterator[tuple[int, socket.socket]]:
+    """Yield the TCP sockets of this process with their descriptors, to look at: they stay their owners'.
+
+    Args:
+        before: Inodes of those that are left out.
+    """
+    for descriptor in [number for inode, number in sockets().items() if inode not in before]:
+        # Another thread may just have closed it.
+        with contextlib.suppress(OSError):
+            one = socket.socket(fileno=descriptor)
+            try:
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                    yield descriptor, one
+            finally:
+                one.detach()
+
+
+def of_python(but: socket.socket | None = None) -> set[int]:
+    """The descriptors of sockets that Python code has opened: a tracker's, a data set's. Not `but`, which is one that is looked at."""
+    return {one.fileno() for one in gc.get_objects() if isinstance(one, socket.socket) and one is not but}
 
 
 def check(before: dict[str, int]) -> None:
@@ -62,46 +79,35 @@ def check(before: dict[str, int]) -> None:
     """
     give_up_at = time.monotonic() + ANSWER_S
     try:
-        for descriptor in [number for inode, number in sockets().items() if inode not in before]:
-            if (ends := _ends(descriptor)) is None:
+        for descriptor, one in tcp_sockets(before):
+            try:
+                here, there = one.getsockname()[:2], one.getpeername()[:2]
+            except OSError:
+                # It listens.
                 continue
-            family, here, there = ends
-            if (own := _owner(family, here, there)) is None:
+            # Who connects chooses the address that he seems to come from.
+            if here[0] != there[0] and not here[0].startswith(_LOOPBACK):
+                continue
+            if (own := _owner(one.family, here, there)) is None:
                 # It does not even know this end, which may just have been cut.
-                _say_once("the kernel does not tell")
+                _warn("the kernel does not tell")
                 continue
-            while (other := _owner(family, there, here)) and not other.inode and time.monotonic() < give_up_at:
+            while (other := _owner(one.family, there, here)) and not other.inode and time.monotonic() < give_up_at:
                 time.sleep(_LOOK_EACH_S)
             # Where nobody is, nothing is lost. And another thread of the user's code may have connected to something of its own.
-            if other and (other.user != own.user or not other.inode) and descriptor not in of_python():
+            if other and (other.user != own.user or not other.inode) and descriptor not in of_python(but=one):
                 raise ContractError(
                     f"A process of another user of this machine (uid {other.user}) has connected to a rank in another rank's place, and got"
                     " nothing from it. Call again, and if this happens again, find out who that is"
                 )
     except OSError as error:
-        _say_once(str(error))
+        _warn(str(error))
 
 
-@functools.cache
-def _say_once(why: str) -> None:
+def _warn(why: str) -> None:
     if not context.context().rank:
         text = f"The ranks cannot find out whose processes they are connected to ({why}): they would not notice another user's"
-        context.say(text, warns=True)
-
-
-def _ends(descriptor: int) -> tuple[int, Address, Address] | None:
-    """The family of a connection within this machine, its address here and the one at the other end; None for other sockets."""
-    one = socket.socket(fileno=descriptor)
-    try:
-        if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-            with contextlib.suppress(OSError):
-                here, there = one.getsockname()[:2], one.getpeername()[:2]
-                # Who connects chooses the address that he seems to come from.
-                return (one.family, here, there) if here[0].startswith(_LOOPBACK) or here[0] == there[0] else None
-        return None
-    finally:
-        # It stays its owner's.
-        one.detach()
+        context.say_once(text, warns=True)
 
 
 def _owner(family: int, here: Address, there: Address) -> Owner | None:

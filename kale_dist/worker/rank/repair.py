@@ -25,19 +25,11 @@ def cut(store_port: int) -> None:
         store_port: MASTER_PORT, where the ranks' store listens, or the user's.
     """
     own = peers.of_python()
-    for number in peers.sockets().values():
-        if number in own:
-            continue
-        # What is closed by now raises.
+    for descriptor, one in peers.tcp_sockets():
+        # What listens, or is closed by now, raises.
         with contextlib.suppress(OSError):
-            found = socket.socket(fileno=number)
-            try:
-                is_tcp = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
-                if is_tcp and store_port not in (found.getpeername()[1], found.getsockname()[1]):
-                    found.shutdown(socket.SHUT_RDWR)
-            finally:
-                # It stays its owner's.
-                found.detach()
+            if descriptor not in own and store_port not in (one.getpeername()[1], one.getsockname()[1]):
+                one.shutdown(socket.SHUT_RDWR)
 
 
 def renew(store: Any, generation: int) -> None:

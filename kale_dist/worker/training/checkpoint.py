@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import mmap
 import pathlib
 import pickle
@@ -128,11 +127,10 @@ def is_tight(last: pathlib.Path) -> bool:
     parts = list(last.iterdir()) if last.is_dir() else [last] if last.exists() else []
     found = shutil.disk_usage(last.parent).free < _ROOM * sum(part.stat().st_size for part in parts)
     if found:
-        _say_once(f"The disk of {last.parent} is almost full: only the last checkpoint is kept while one is written.")
+        context.say_once(
+            f"The disk of {last.parent} is almost full: only the last checkpoint is kept while one is written."
+        )
     return found
-
-
-_say_once = functools.cache(context.say)
 
 
 def read(file: Any) -> Checkpoint:
