@@ -320,3 +320,19 @@ def no_docker(monkeypatch):
 def no_ipywidgets(monkeypatch):
     """A machine without ipywidgets."""
     _without(monkeypatch, "ipywidgets")
+
+
+@pytest.fixture(scope="session")
+def bare_python(tmp_path_factory):
+    """A Python with cloudpickle, fsspec and this library alone."""
+    from pod_jobs import make_bare_python
+
+    return make_bare_python(tmp_path_factory.mktemp("python"))
+
+
+@pytest.fixture
+def make_bare(tmp_path, bare_python):
+    """Makes jobs in pods without PyTorch, which are plain processes and start at once; their functions are those of `plain_jobs`."""
+    from pod_jobs import making_pod_jobs
+
+    yield from making_pod_jobs(tmp_path, bare_python)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from agent_jobs import Jobs, is_alive
-from pod_jobs import make_bare_python, making_pod_jobs
+from pod_jobs import making_pod_jobs
 
 from kale_dist.places.agent_client import AgentClient
 
@@ -21,19 +21,7 @@ def jobs(tmp_path_factory):
     assert client.last_words == ""
 
 
-@pytest.fixture(scope="session")
-def bare_python(tmp_path_factory):
-    """A Python with cloudpickle, fsspec and this library alone."""
-    return make_bare_python(tmp_path_factory.mktemp("python"))
-
-
 @pytest.fixture
 def make(tmp_path):
     """Makes jobs in pods, which are plain processes here: each imports PyTorch, for some seconds."""
     yield from making_pod_jobs(tmp_path, sys.executable)
-
-
-@pytest.fixture
-def make_bare(tmp_path, bare_python):
-    """The same in images without PyTorch, which start at once; their functions are those of `plain_jobs`."""
-    yield from making_pod_jobs(tmp_path, bare_python)

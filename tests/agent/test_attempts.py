@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -193,6 +194,15 @@ def test_ranks_of_all_pods_are_started_again(make, lost):
     assert {ends[1, rank] for rank in range(4)} == {"succeeded"}
     assert job.text().count("attempt 2 of 2") == 1
     assert job.pods[0].last_words["state"] == "succeeded"
+
+
+def test_a_port_that_is_taken_is_told(make_bare):
+    job = make_bare(speak_and_sleep, ranks=2, max_restarts=1).put_input()
+    with socket.create_server(("127.0.0.1", job.order.port)):
+        assert job.start_all().pods[0].end() == 1
+    state = job.state()
+    assert (state["state"], state["cause"]) == ("failed", "not-started")
+    assert "in use" in state["reason"]
 
 
 def test_without_restarts_a_lost_pod_is_not_waited_for(make_bare):

@@ -6,22 +6,11 @@ import pathlib
 
 import pytest
 from plain_jobs import wait_for_file
-from pod_jobs import make_bare_python, making_pod_jobs
 
 from kale_dist import wire
 from kale_dist.wire import EventKind, FailureCause
 
 REACHED = b"epoch 99"
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    return make_bare_python(tmp_path_factory.mktemp("python"))
-
-
-@pytest.fixture
-def make_bare(tmp_path, bare):
-    yield from making_pod_jobs(tmp_path, bare)
 
 
 class Store:

@@ -13,7 +13,6 @@ import time
 
 import pytest
 from plain_jobs import rank, wait_for_file
-from pod_jobs import make_bare_python, making_pod_jobs
 
 from kale_dist import wire
 from kale_dist.places.following.copy import GapError, RunCopy
@@ -28,16 +27,6 @@ ODD = (
 )  # fmt: skip
 HELLO = {"op": "hello", "agent": 1, "version": wire.VERSION, "nonce": "n"}
 PROOF = {"op": "proof", "mac": "0" * 64, "serves": ["127.0.0.1", 1]}
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    return make_bare_python(tmp_path_factory.mktemp("python"))
-
-
-@pytest.fixture
-def make_bare(tmp_path, bare):
-    yield from making_pod_jobs(tmp_path, bare)
 
 
 @pytest.fixture
