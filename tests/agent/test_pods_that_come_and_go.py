@@ -246,7 +246,7 @@ def restart(job):
 def test_a_head_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, undisturbed):
     job, _ = train_with_store(make, tmp_path, max_restarts=1)
     head, relay = job.start_all().pods
-    job.until((stored(job) / "checkpoint").exists)
+    job.until((stored(job) / "checkpoint.owner").exists)
     head.process.kill()
     assert relay.end() == wire.EXIT_LOST_HEAD
     assert [restart(job).end(), job.pods[-1].end()] == [0, 0], job.text()
