@@ -7,6 +7,7 @@ A failure says what has changed.
 import atexit
 import concurrent.futures
 import ctypes
+import datetime as dt
 import functools
 import importlib
 import inspect
@@ -27,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cloudpickle import cloudpickle as internals
+from pod_jobs import free_ports
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
@@ -602,10 +604,20 @@ def test_group_keptgroup_replace_functions():
         source_has(makes_groups, "_new_process_group_helper(")
 
 
-def test_group_keptgroup_replace_store():
+def test_group_keptgroup_replace_store(monkeypatch):
     rendezvous = sys.modules["torch.distributed.rendezvous"]
     takes(rendezvous._create_c10d_store, "hostname", "port")
-    source_has(rendezvous._create_c10d_store, "_torchelastic_use_agent_store()")
+    port, second = free_ports(), dt.timedelta(seconds=1)
+    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", str(port))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "_torchelastic_use_agent_store", lambda: True)
+    with pytest.raises(dist.DistNetworkError, match="timed out"):
+        rendezvous._create_c10d_store("localhost", port, 0, 1, second)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(rendezvous, "_torchelastic_use_agent_store", lambda: False)
+    store = rendezvous._create_c10d_store("localhost", port, 0, 1, second)
+    store.set("name", "value")
+    assert store.get("name") == b"value", "_create_c10d_store asks _torchelastic_use_agent_store no longer"
 
 
 def waits_are_replaced():
