@@ -114,7 +114,7 @@ def clock_is_an_hour_behind(scene):
 
 POINTS = (
     "before kale_dist.job.records:create",
-    "after kale_dist.places.docker.engines:ensure_network",
+    "after kale_dist.places.docker.networks:ensure",
     "before docker.api.container:ContainerApiMixin.create_container_from_config",
     "after docker.api.container:ContainerApiMixin.create_container_from_config",
     "before docker.api.container:ContainerApiMixin.put_archive",

@@ -10,7 +10,7 @@ pytest.importorskip("kubernetes")
 import yaml
 from fake_api import FakeApi, status
 from on_cluster import grant, pods_in, run_kubectl, write_kubeconfig
-from work_behind_a_policy import waits_and_says
+from work_without_pytest import waits_and_says
 
 import kale_dist as kd
 from kale_dist import places

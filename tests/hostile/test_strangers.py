@@ -14,7 +14,9 @@ import time
 import pytest
 from plain_jobs import rank, wait_for_file
 
+import kale_dist as kd
 from kale_dist import wire
+from kale_dist.job import records
 from kale_dist.places.following.copy import GapError, RunCopy
 from kale_dist.wire import BlockReader, JobFiles, Source, Stream, Verdict
 from kale_dist.worker.pod import relay as relay_module
@@ -192,6 +194,25 @@ def test_a_head_and_its_rank_outlive_2_000_odd_messages_for_live_and_debugged_ra
             assert head.ask("POST", "/tell", body.encode())[0] in {200, 400}
     (tmp_path / "go").touch()
     assert job.end() == [0], job.text()
+
+
+def test_a_local_agent_and_its_job_outlive_2_000_odd_messages_at_its_socket(tmp_path):
+    go, draw = tmp_path / "go", random.Random(SEED)
+    running = kd.launch(wait_for_file, str(go), number_of_processes=1, on="local")
+    address = records.read(running.name).agent_socket
+    orders = [
+        {"op": "take", "order": {"job": "x", "folder": str(tmp_path / "none"), "run": 1}},
+        {"op": "cancel", "job": "x", "grace_s": 1.0, "save": True},
+        {"op": "tell", "job": running.name, "rank": 0, "message": {"prompt": "p", "input": "n"}},
+    ]
+    for _ in range(2_000):
+        line = json.dumps(odd(draw, draw.choice(orders))).encode() + b"\n"
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(wire.socket_address(address))
+            peer.sendall(mutated(draw, line) if draw.random() < 0.5 else line)
+    assert not running.done(), running.status
+    go.touch()
+    running.result(60)
 
 
 def test_a_relay_outlives_1_000_answers_of_others_at_the_heads_address(monkeypatch):

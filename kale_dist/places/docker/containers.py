@@ -18,7 +18,7 @@ from kale_dist.places.orders import order_of
 from kale_dist.wire import Order, PodVariable, Source
 
 NETWORK = "kale-dist"
-"""The network of all jobs: an engine has addresses for about 30 networks."""
+"""The network that jobs of one container share, and the beginning of the others' names."""
 
 JOB_LABEL = "kale-dist.job"
 RUN_LABEL = "kale-dist.run"
@@ -57,6 +57,7 @@ class Facts:
     submitter: str = ""
     gpus: tuple[int, ...] = ()
     """Numbers of the job's GPUs; empty: the first ones."""
+    network: str = NETWORK
 
 
 def object_name(job: str, run: int) -> str:
@@ -67,6 +68,11 @@ def object_name(job: str, run: int) -> str:
 def container_name(job: str, run: int, number: int) -> str:
     """Name of a container, unique among all users of the engine."""
     return f"kale-dist-{object_name(job, run)}-{number}"
+
+
+def network_name(spec: JobSpec, run: int) -> str:
+    """Name of the network of a run: several containers have one of their own."""
+    return NETWORK if spec.topology.number_of_pods == 1 else f"{NETWORK}-{object_name(spec.name, run)}"
 
 
 def host_name(job: str, run: int, number: int) -> str:
@@ -138,21 +144,22 @@ def container(spec: JobSpec, run: int, number: int, facts: Facts) -> dict[str, A
         "User": facts.user,
         "WorkingDir": HOME_FOLDER,
         "HostConfig": _host(spec, number, facts, devices),
-        "NetworkingConfig": {"EndpointsConfig": {NETWORK: {"Aliases": [host]}}},
+        "NetworkingConfig": {"EndpointsConfig": {facts.network: {"Aliases": [host]}}},
     }
 
 
 def render(spec: JobSpec) -> str:
     """The `docker` command lines that would start the same job, for people."""
+    facts = Facts(network=network_name(spec, 1))
     where = "each container" if source_of(spec) is Source.INPUT else "the first container"
     lines = [
         *([f"# {for_job.describe(spec.recipe, spec.image)}."] if spec.recipe is not None else []),
         f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs, copied into {where}.",
-        f"docker network create {NETWORK}",
+        f"docker network create {facts.network}",
     ]
     names = [container_name(spec.name, 1, number) for number in range(spec.topology.number_of_pods)]
     for number, name in enumerate(names):
-        lines.append(_command_line(name, container(spec, 1, number, Facts())))
+        lines.append(_command_line(name, container(spec, 1, number, facts)))
     lines += [f"docker cp <input of {name}> {name}:{INPUT_FOLDER}" for name in names]
     lines.append(f"docker start {' '.join(names)}")
     return "\n".join(lines) + "\n"
@@ -188,7 +195,7 @@ def _host(spec: JobSpec, number: int, facts: Facts, devices: list[str]) -> dict[
     if asked.shm_gib is not None:
         shm_gib = asked.shm_gib * ranks
     host: dict[str, Any] = {
-        "NetworkMode": NETWORK,
+        "NetworkMode": facts.network,
         "RestartPolicy": {"Name": "no"},
         "ShmSize": math.ceil(shm_gib * _GIB),
         "CapDrop": ["ALL"],
@@ -225,7 +232,7 @@ def _mount(volume: Volume) -> dict[str, Any]:
 
 def _command_line(name: str, body: dict[str, Any]) -> str:
     host = body["HostConfig"]
-    options = [("hostname", body["Hostname"]), ("network", NETWORK), ("network-alias", body["Hostname"])]
+    options = [("hostname", body["Hostname"]), ("network", host["NetworkMode"]), ("network-alias", body["Hostname"])]
     options += [("cap-drop", "ALL"), ("security-opt", "no-new-privileges"), ("shm-size", str(host["ShmSize"]))]
     options += [("log-driver", "json-file"), ("workdir", body["WorkingDir"])]
     if "NanoCpus" in host:

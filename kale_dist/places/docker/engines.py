@@ -11,8 +11,6 @@ import pathlib
 import threading
 from collections.abc import Iterator
 
-import docker.errors
-
 from kale_dist import config
 from kale_dist.errors import BackendError, ConfigError, StoreError, say, warn
 from kale_dist.image import engine, for_job
@@ -28,7 +26,6 @@ _HOLDING = ("created", "running", "paused", "restarting")
 """States of containers whose GPUs are not free; a container that was just created is about to run."""
 
 _DEFAULT_USER = 1000
-_CONFLICT = 409
 
 _lock = threading.Lock()
 _engines: dict[str, Engine] = {}
@@ -165,23 +162,6 @@ def facts_of(engine: Engine) -> Facts:
         groups = tuple(sorted(set(os.getgroups()) - {os.getgid()}))
         return Facts(user=f"{os.getuid()}:{os.getgid()}", groups=groups, cores=cores, submitter=submitter)
     return Facts(user=f"{_DEFAULT_USER}:{_DEFAULT_USER}", cores=cores, submitter=submitter)
-
-
-def ensure_network(engine: Engine) -> None:
-    """Create the network that all jobs share, if the engine has none. It is never removed, because another job may be starting.
-
-    Raises:
-        BackendError: It cannot be created.
-    """
-    with explained(f"creating the network {containers.NETWORK}"):
-        with contextlib.suppress(docker.errors.NotFound):
-            engine.api.inspect_network(containers.NETWORK)
-            return
-        try:
-            engine.api.create_network(containers.NETWORK, driver="bridge", check_duplicate=True)
-        except docker.errors.APIError as error:
-            if error.status_code != _CONFLICT:
-                raise
 
 
 @contextlib.contextmanager

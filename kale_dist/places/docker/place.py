@@ -24,7 +24,7 @@ from kale_dist.job import records
 from kale_dist.job.backend import Connection, JobRef, Look, Part, Place, RunHandle, Trouble
 from kale_dist.job.spec.job_spec import JobSpec, VolumeKind
 from kale_dist.job.status import JobStatus, ReplicaStatus
-from kale_dist.places.docker import archive, containers, engines
+from kale_dist.places.docker import archive, containers, engines, networks
 from kale_dist.places.docker.archive import Entry
 from kale_dist.places.docker.containers import Facts
 from kale_dist.places.docker.explain import End, explain
@@ -123,13 +123,14 @@ class DockerPlace(Place):
         if checkpoint is not None:
             files[InputFiles.CHECKPOINT] = checkpoint
         facts = engines.facts_of(engine)
-        engines.ensure_network(engine)
         made: list[str] = []
         try:
+            facts = dataclasses.replace(facts, network=networks.ensure(engine, spec, run))
             with engines.gpus_held(engine, spec, facts) as settled:
                 _start_all(engine, spec, run, settled, files, made)
         except BaseException:
             _remove(engine, made)
+            networks.remove(engine, spec.name, run)
             raise
         return _handle(engine, spec, run)
 
@@ -243,8 +244,8 @@ class DockerPlace(Place):
         """Connect to the first container's agent: directly where its network is this machine's, else through the engine."""
         engine, name = _engine(handle), containers.container_name(handle.spec.name, handle.run, 0)
         with explained(f"connecting to {name}"):
-            networks = engine.api.inspect_container(name)["NetworkSettings"]["Networks"]
-        address = str((networks.get(containers.NETWORK) or {}).get("IPAddress") or "")
+            within = engine.api.inspect_container(name)["NetworkSettings"]["Networks"]
+        address = next((str(each["IPAddress"]) for each in within.values() if each.get("IPAddress")), "")
         if engine.is_local and address and engine.url not in self._bridged:
             try:
                 return socket.create_connection((address, PORT + 2), _CONNECT_S)
@@ -297,6 +298,7 @@ class DockerPlace(Place):
         """Remove the run's containers and their files."""
         engine = _engine(handle)
         _remove(engine, [item["Id"] for item in _list(engine, handle, every=True)])
+        networks.remove(engine, handle.spec.name, handle.run)
 
     # -- adoption -----------------------------------------------------------------------------------------------------
 

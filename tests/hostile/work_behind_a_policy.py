@@ -1,8 +1,0 @@
-"""What ranks run in pods without pytest."""
-
-import time
-
-
-def waits_and_says(seconds):
-    time.sleep(seconds)
-    return 7
