@@ -16,6 +16,7 @@ from kale_dist.errors import JobNotFoundError
 from kale_dist.job import interrupts, view
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.reader import EventReader
+from kale_dist.job.view import facts
 from kale_dist.wire import EventKind
 
 
@@ -81,6 +82,7 @@ class Pictures:
         for event in self._events.read():
             data = event.get("data") if event.get("event") == EventKind.DISPLAY else None
             if isinstance(data, dict) and not self._is_own:
-                data = {kind: data[kind] for kind in _HARMLESS if isinstance(data.get(kind), str)}
+                found = {kind: data[kind] for kind in _HARMLESS if isinstance(data.get(kind), str)}
+                data = {kind: facts.clean_lines(text, keeps_colours=True) for kind, text in found.items()}
             if isinstance(data, dict) and data:
                 display(data, raw=True)  # type: ignore[no-untyped-call]

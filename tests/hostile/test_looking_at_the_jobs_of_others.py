@@ -46,7 +46,7 @@ def api(monkeypatch, tmp_path):
 # -- what their ranks show ---------------------------------------------------------------------------------------------
 
 SHOWN = {
-    "text/plain": "a figure", "image/png": "iVBORw0KGgo=", "text/html": "<img src=x onerror=alert(1)>", "image/svg+xml": "<svg/>",
+    "text/plain": "a \x1b[31mred\x1b[0m figure\x1b]0;title\x07", "image/png": "iVBORw0KGgo=", "text/html": "<img src=x onerror=alert(1)>", "image/svg+xml": "<svg/>",
     "application/javascript": "fetch('/api/contents')", "text/markdown": "<script>", "text/latex": "$x$",
 }  # fmt: skip
 
@@ -91,7 +91,7 @@ def run():
 def test_a_job_without_a_key_shows_text_and_pictures_and_nothing_that_runs_in_the_page(run):
     said, shown = run(CELL.format(name="of-mallory", key=b"", shown=SHOWN))
     assert "succeeded" in said
-    assert shown == [{kind: SHOWN[kind] for kind in ("text/plain", "image/png")}]
+    assert shown == [{"text/plain": "a \x1b[31mred\x1b[0m figure", "image/png": SHOWN["image/png"]}]
 
 
 def test_a_job_of_your_own_shows_all_of_it(run):
