@@ -129,9 +129,7 @@ def _events(options: argparse.Namespace) -> int:
         (
             time.strftime("%H:%M:%S", time.localtime(event.time)),
             "warning" if event.is_warning else "",
-            event.about,
-            event.reason,
-            facts.clean(event.message),
+            *map(facts.clean, (event.about, event.reason, event.message)),
         )
         for event in found
     ]

@@ -27,6 +27,12 @@ def test_an_event_of_a_huge_number_fills_no_disk_and_hides_none_that_follows(cop
     assert JobFiles(tmp_path).events.read_bytes() == wire.encode_json(note)
 
 
+def test_many_events_of_huge_numbers_fill_no_disk_either(copy, tmp_path):
+    data = b"".join(wire.encode_event(number * 500_000, {"event": "note"}) for number in range(20))
+    copy.take(BlockReader().feed(data), missing="the test says so")
+    assert JobFiles(tmp_path).events.stat().st_size < 1_100_000
+
+
 @pytest.mark.parametrize("header", [b"@0 1 ffffffff 0 0 0\n", b"=0 ffffffff\n", b"no end of line "])
 def test_a_block_of_gigabytes_is_no_block_and_keeps_nothing_waiting(header):
     reader, piece, began = BlockReader(), b"x" * (64 << 10), time.monotonic()

@@ -46,7 +46,7 @@ CONNECT_S = 15.0
 """After so long without a connection to the head, its stdout is read until there is one."""
 
 MAX_MISSING_EVENTS = 1_000_000
-"""An event whose number is further from the last one's was not written by the head."""
+"""No head leaves out more: an event whose number would make it more was written by somebody else."""
 
 PAUSE_S = 0.5
 """The time between two attempts to connect."""
@@ -95,6 +95,7 @@ class RunCopy:
             whole, self.next_line = LogReader(files).end()
             self._log.truncate(whole)
             self.next_event = self._recover_events()
+        self._missing_events = 0
 
     @property
     def is_complete(self) -> bool:
@@ -210,19 +211,20 @@ class RunCopy:
     # -- events, progress, outcomes -----------------------------------------------------------------------------------
 
     def _take_event(self, block: EventBlock, missing: str) -> None:
-        if not 0 <= block.number - self.next_event <= MAX_MISSING_EVENTS:
+        count = block.number - self.next_event
+        if not 0 <= count <= MAX_MISSING_EVENTS - self._missing_events:
             return
-        if block.number > self.next_event:
+        if count:
             if not missing:
                 raise GapError
-            count = block.number - self.next_event
+            self._missing_events += count
             events = "1 event is" if count == 1 else f"{count:,} events are"
             self._append_own(f"{events} missing here (metrics or states of ranks), because {missing}".encode())
         event = block.event
         # A reader that sees a rank's end can then read its last line.
         self.flush()
         # Numbers are those of lines in the file; empty lines stand for events that are missing.
-        data = b"\n" * (block.number - self.next_event) + wire.encode_json(event)
+        data = b"\n" * count + wire.encode_json(event)
         self.next_event = block.number + 1
         self._note(event)
         if self.verdict is None and event.get("event") == EventKind.STATE:
