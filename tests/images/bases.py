@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import json
+import sys
 import tarfile
 
 from kale_dist.image import manifest as manifests
@@ -43,6 +44,9 @@ FACTS = Facts(
         installed("torch", "2.6.0+cpu", "kdnvidia>=1", "numpy>=1.20", 'kdextra; extra == "more"'),
     ),
 )
+
+LIKE_THIS = dataclasses.replace(FACTS, python=".".join(map(str, sys.version_info[:3])))
+"""The same with the Python that runs the tests."""
 
 
 def answer(facts=FACTS):

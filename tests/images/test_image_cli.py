@@ -52,7 +52,7 @@ def test_the_command_line_makes_an_image_once(place, tmp_path, capsys, monkeypat
     monkeypatch.setenv("KALE_DIST_REGISTRY_PULL", f"nodes.example.com/{place.team}")
     monkeypatch.setenv("KALE_DIST_IMAGE", place.base)
     (tmp_path / "x.txt").write_text("one")
-    monkeypatch.setattr(base, "ask_engine", lambda *_: bases.answer())
+    monkeypatch.setattr(base, "ask_engine", lambda *_: bases.answer(bases.LIKE_THIS))
     build = ["image", "build", "--file", f"/opt/x.txt={tmp_path}/x.txt", "--env", "MODE=a=b"]
     assert main(build) == 0
     made = capsys.readouterr()

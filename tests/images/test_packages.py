@@ -7,7 +7,7 @@ import venv
 
 import bases
 import pytest
-from bases import FACTS, SITE, installed
+from bases import FACTS, LIKE_THIS, SITE, installed
 from wheelhouse import Wheelhouse
 
 from kale_dist.errors import ConfigError, ImageError
@@ -139,8 +139,7 @@ def test_wheels_are_chosen_for_the_bases_c_library(house, install, libc, wanted)
 @pytest.mark.newest
 def test_source_that_is_pure_python_is_built_for_an_image_like_this_machine(house, install):
     house.source("kdsource", "1.2")
-    like_this = dataclasses.replace(FACTS, python=".".join(map(str, sys.version_info[:3])))
-    assert names(install("kdsource", facts=like_this)) == ["kdsource 1.2"]
+    assert names(install("kdsource", facts=LIKE_THIS)) == ["kdsource 1.2"]
     with pytest.raises(ImageError, match=r"built from source.*Dockerfile of your own"):
         install("kdsource", facts=dataclasses.replace(FACTS, machine="aarch64"))
 
@@ -149,8 +148,8 @@ def test_source_that_is_pure_python_is_built_for_an_image_like_this_machine(hous
     ("requirement", "words"),
     [
         ("kdabsent", ["kdabsent was not found", "spelling", "index_urls="]),
-        ("kdthere==9", ["no version of kdthere==9", "Python 3.11, glibc 2.28, x86_64"]),
-        ("kdforeign", ["kdforeign", "Python 3.11"]),
+        ("kdthere==9", ["no version of kdthere==9", f"Python {LIKE_THIS.minor}, glibc 2.28, x86_64"]),
+        ("kdforeign", ["kdforeign", f"Python {LIKE_THIS.minor}"]),
         (
             "kdcompiled",
             ["kdcompiled 1.0 has no wheel for x86_64-manylinux_2_28", "compiled", "a Dockerfile of your own"],
@@ -163,13 +162,13 @@ def test_packages_that_cannot_be_had_are_explained_with_a_remedy(house, install,
     house.wheel("kdthere", "1.0")
     house.wheel("kdthere", "2.0")
     house.wheel("kdforeign", tag="cp312-cp312-win_amd64")
-    house.source("kdcompiled", tag="cp311-cp311-linux_x86_64")
+    this = f"cp{LIKE_THIS.minor.replace('.', '')}"
+    house.source("kdcompiled", tag=f"{this}-{this}-linux_x86_64")
     house.source("kdfailing", failing="raise RuntimeError('error: no such header here')")
     house.wheel("kdfighting", requires=["kdthere==1.0", "kdother"])
     house.wheel("kdother", requires=["kdthere==2.0"])
-    like_this = dataclasses.replace(FACTS, python=".".join(map(str, sys.version_info[:3])))
     with pytest.raises(ImageError) as caught:
-        install(requirement, facts=like_this)
+        install(requirement, facts=LIKE_THIS)
     for word in words:
         assert word in str(caught.value)
 
