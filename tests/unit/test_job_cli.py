@@ -133,10 +133,15 @@ def test_only_a_training_that_has_not_succeeded_is_resumed(trained, spoken, caps
 
 def test_events_of_a_cluster_are_shown(spoken, capsys, monkeypatch):
     told = backend.PlaceEvent(
-        time=0.0, about="pod/x-worker-0", is_warning=True, reason="FailedScheduling", message="0/1 nodes", count=2
+        time=0.0,
+        about="pod/x-worker-0\x1b[2J",
+        is_warning=True,
+        reason="Failed\x1b[1ASched",
+        message="0/1 \x1b[31mnodes",
+        count=2,
     )
     monkeypatch.setattr(type(spoken._backend), "events", lambda self, ref: [told], raising=False)
-    assert "warning  pod/x-worker-0  FailedScheduling  0/1 nodes" in output(capsys, "events", spoken.name)
+    assert "warning  pod/x-worker-0  FailedSched  0/1 nodes" in output(capsys, "events", spoken.name)
 
     def refuse(self, ref):
         raise BackendError("You may not list events")
