@@ -9,6 +9,7 @@ import threading
 import time
 
 IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"
+IMAGE_PYTHON = (3, 11)
 PLAIN_IMAGE = "localhost:5000/kale-dist-tests/python:3.11-slim"
 """Python alone, for pods that compute nothing: PyTorch costs each pod some seconds of its start. See `plain_image`."""
 
