@@ -5,6 +5,7 @@ What stays is what macOS has, too: fcntl's locks, resource limits, sockets with 
 
 import builtins
 import ctypes
+import ctypes.util
 import io
 import os
 import pathlib

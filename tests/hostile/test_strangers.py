@@ -12,7 +12,7 @@ import struct
 import time
 
 import pytest
-from plain_jobs import rank, wait_for_file
+from plain_jobs import rank, reports_and_waits, wait_for_file
 
 import kale_dist as kd
 from kale_dist import wire
@@ -198,8 +198,10 @@ def test_a_head_and_its_rank_outlive_2_000_odd_messages_for_live_and_debugged_ra
 
 def test_a_local_agent_and_its_job_outlive_2_000_odd_messages_at_its_socket(tmp_path):
     go, draw = tmp_path / "go", random.Random(SEED)
-    running = kd.launch(wait_for_file, str(go), number_of_processes=1, on="local")
+    running = kd.launch(reports_and_waits, str(tmp_path), number_of_processes=1, on="local")
     address = records.read(running.name).agent_socket
+    while not running.metrics:
+        time.sleep(0.1)
     orders = [
         {"op": "take", "order": {"job": "x", "folder": str(tmp_path / "none"), "run": 1}},
         {"op": "cancel", "job": "x", "grace_s": 1.0, "save": True},

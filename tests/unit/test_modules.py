@@ -3,6 +3,7 @@
 import importlib
 import pathlib
 import sys
+import sysconfig
 
 import pytest
 from played import play
@@ -136,9 +137,10 @@ def test_a_module_that_cannot_be_parsed_still_travels(local):
 
 
 def test_a_local_c_extension_is_noted(local):
-    local({"fast.cpython-311-x86_64-linux-gnu.so": b"\x7fELF"})
+    name = f"fast{sysconfig.get_config_var('EXT_SUFFIX')}"
+    local({name: b"\x7fELF"})
     found = modules.collect(["fast"])
-    assert names(found) == ["fast.cpython-311-x86_64-linux-gnu.so"]
+    assert names(found) == [name]
     assert "compiled" in found.notes[0]
 
 

@@ -7,6 +7,7 @@ import pytest
 import kale_dist as kd
 from kale_dist.calls import request
 from kale_dist.calls.request import Function
+from kale_dist.errors import ConfigError
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
@@ -313,7 +314,7 @@ def test_options_of_a_cluster_as_users_write_them():
         ({"tolerations": "["}, "tolerations"), ({"tolerations": "gpu"}, "tolerations"),
         ({"tolerations": ["gpu"]}, "tolerations"), ({"affinity": []}, "affinity"),
         ({"affinity": {"a": {1, 2}}}, "affinity"), ({"patch": 3}, "patch"),
-        ({"patch": {"spec": {"runPolicy": float("nan")}}}, "patch"), ({"patch": {"kind": "Pod"}}, "patch"),
+        ({"patch": {"spec": {"runPolicy": {1, 2}}}}, "patch"), ({"patch": {"kind": "Pod"}}, "patch"),
         ({"patch": [{"op": "remove", "path": "/none"}]}, "patch"), ({"gang": "yes"}, "gang"),
         ({"master": 1}, "master"), ({"secret_environment": {"A": "s"}}, "secret_environment"),
         ({"image_pull_secrets": 3}, "image_pull_secrets"), ({"image_pull_secrets": [3]}, "image_pull_secrets"),
@@ -323,6 +324,12 @@ def test_options_of_a_cluster_as_users_write_them():
 def test_options_that_no_cluster_takes(given, argument, refusal):
     error = refusal(lambda: checked(on=kd.Kubernetes(**given)))
     assert error.argument == argument
+
+
+def test_a_patch_with_a_number_that_json_lacks_is_refused():
+    # What is said of it depends on Python's version.
+    with pytest.raises(ConfigError, match="patch: it cannot be written as JSON"):
+        checked(on=kd.Kubernetes(patch={"spec": {"runPolicy": float("nan")}}))
 
 
 def test_the_other_labels_of_kueue_are_the_user_s():
