@@ -18,7 +18,7 @@ import uuid
 import own_state
 import pytest
 from golden_words import Words
-from on_cluster import IMAGE, IMAGE_PYTHON, PLAIN_IMAGE, run_kubectl
+from on_cluster import IMAGE, PLAIN_IMAGE, lacking, need_the_python_of_the_image, run_kubectl
 
 _RUN_NAME = "KALE_DIST_TEST_RUN"
 """Every process that a test starts inherits this variable, however it was started."""
@@ -197,22 +197,14 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.line(f"Run once more: {report.nodeid}: {error}")
 
 
-def needs_the_python_of_the_image():
-    """Skip where the tests' image has another Python: what this one pickles, that one cannot read."""
-    if sys.version_info[:2] != IMAGE_PYTHON:
-        pytest.skip(f"{IMAGE} has Python {'.'.join(map(str, IMAGE_PYTHON))}")
-
-
 @pytest.fixture(scope="session")
 def kubeconfig():
     """The path of the administrator's kubeconfig; skips where no cluster answers."""
-    needs_the_python_of_the_image()
+    need_the_python_of_the_image()
     path = os.environ.get("KUBECONFIG", "")
     asked = ["kubectl", "get", "--raw", "/readyz", "--request-timeout=5s"]
     if not pathlib.Path(path).is_file() or subprocess.run(asked, capture_output=True, check=False).returncode:
-        if os.environ.get("KALE_DIST_REQUIRE_CLUSTER"):
-            pytest.fail("no cluster answers, and KALE_DIST_REQUIRE_CLUSTER is set")
-        pytest.skip("no cluster answers")
+        lacking("no cluster answers")
     return path
 
 
@@ -245,9 +237,7 @@ def engine():
     try:
         found = module.connect()
     except BackendError as error:
-        if os.environ.get("KALE_DIST_REQUIRE_CLUSTER"):
-            pytest.fail(f"no engine answers, and KALE_DIST_REQUIRE_CLUSTER is set: {error}")
-        pytest.skip("no Docker engine answers")
+        lacking(f"no Docker engine answers ({error})")
     yield found
     found.close()
 
@@ -255,16 +245,14 @@ def engine():
 @pytest.fixture(scope="session")
 def image(engine):
     """An image with this Python's minor version and torch, which the engine has."""
-    needs_the_python_of_the_image()
+    need_the_python_of_the_image()
     from kale_dist.errors import BackendError
     from kale_dist.image.engine import ensure_image
 
     try:
         ensure_image(engine, IMAGE, say=print)
     except BackendError as error:
-        if os.environ.get("KALE_DIST_REQUIRE_CLUSTER"):
-            pytest.fail(f"{error}")
-        pytest.skip(f"the engine cannot have {IMAGE}")
+        lacking(f"the engine cannot have {IMAGE} ({error})")
     return IMAGE
 
 

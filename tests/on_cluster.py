@@ -1,17 +1,34 @@
 """Functions that tests on the real cluster share."""
 
 import json
+import os
 import pathlib
 import select
 import socket
 import subprocess
+import sys
 import threading
 import time
+
+import pytest
 
 IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"
 IMAGE_PYTHON = (3, 11)
 PLAIN_IMAGE = "localhost:5000/kale-dist-tests/python:3.11-slim"
 """Python alone, for pods that compute nothing: PyTorch costs each pod some seconds of its start. See `plain_image`."""
+
+
+def lacking(what):
+    """Skip a test for want of something; where the cluster is required, it fails."""
+    if os.environ.get("KALE_DIST_REQUIRE_CLUSTER"):
+        pytest.fail(f"{what}, and KALE_DIST_REQUIRE_CLUSTER is set")
+    pytest.skip(what)
+
+
+def need_the_python_of_the_image():
+    """Go on only where the tests' image has this Python: what this one pickles, another cannot read."""
+    if sys.version_info[:2] != IMAGE_PYTHON:
+        lacking(f"{IMAGE} has Python {'.'.join(map(str, IMAGE_PYTHON))}")
 
 
 def run_kubectl(*arguments, text=None):

@@ -10,12 +10,7 @@ HAS_URLLIB3 = importlib.util.find_spec("urllib3") is not None
 collect_ignore_glob = [] if HAS_URLLIB3 else ["test_*.py"]
 
 import registries  # noqa: E402 - it is beside this file
-
-
-def _lacking(what):
-    if os.environ.get("KALE_DIST_REQUIRE_CLUSTER"):
-        pytest.fail(f"{what}, and KALE_DIST_REQUIRE_CLUSTER is set")
-    pytest.skip(what)
+from on_cluster import lacking  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -26,14 +21,14 @@ def registry_host():
         with urllib.request.urlopen(f"http://{host}/v2/", timeout=5):
             return host
     except (OSError, ValueError):
-        _lacking("no registry answers at REGISTRY")
+        lacking("no registry answers at REGISTRY")
 
 
 @pytest.fixture(scope="session")
 def registry_folder(tmp_path_factory):
     """Where registries of the tests' own keep what they have; skips where the program is not installed."""
     if registries.PROGRAM is None:
-        _lacking("the program docker-registry is not installed")
+        lacking("the program docker-registry is not installed")
     return tmp_path_factory.mktemp("registries")
 
 

@@ -547,7 +547,7 @@ def test_notices_note_layer():
         entry.frame.f_locals for entry in caught.traceback if entry.frame.code.raw is nn.Module._call_impl.__code__
     ]
     assert frames, "a layer is not called through Module._call_impl any more"
-    assert {"self", "args", "kwargs"} <= frames[-1].keys(), "Module._call_impl has other local names"
+    assert {"self", "args", "kwargs"} <= set(frames[-1]), "Module._call_impl has other local names"
 
 
 def test_profiling_profiler_begin():
