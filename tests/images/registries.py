@@ -39,8 +39,13 @@ def make_certificate(folder, name="localhost"):
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    (folder / "server.ext").write_text(f"subjectAltName=DNS:{name}\nbasicConstraints=CA:FALSE\n")
-    openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=test authority", "-days", "2")
+    (folder / "server.ext").write_text(
+        f"subjectAltName=DNS:{name}\nbasicConstraints=CA:FALSE\nauthorityKeyIdentifier=keyid\n"
+    )
+    # Python 3.13 trusts no authority that does not say that it signs certificates.
+    signs = ("-addext", "keyUsage=critical,keyCertSign")
+    authority = ("-subj", "/CN=test authority", *signs, "-days", "2")
+    openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.crt", *authority)
     openssl("req", *curve, "-keyout", "server.key", "-out", "server.csr", "-subj", f"/CN={name}")
     signing = ["-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "server.ext"]
     openssl("x509", "-req", "-in", "server.csr", *signing, "-out", "server.crt")
