@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kale_dist.calls import checks, request, starting, verbs
+from kale_dist.calls.options import Options
 from kale_dist.calls.request import Function
 from kale_dist.errors import ConfigError, KaleDistError, warn
 from kale_dist.job.handle import Job
@@ -50,7 +51,9 @@ def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = Fals
         _add_to_path(path.parent)
     label = path.stem if path is not None else script
     given = request.gathered(options)
-    in_place = request.where(given.get("on"))[0].name == "local"
+    checks.check_words(given, verbs.launch)
+    settings = Options(**given)
+    in_place = request.where(settings.on)[0].name == "local"
     files = modules.Script(path=path, module=script if as_module else "", words=tuple(arguments))
     function = Function(
         fn=on_a_rank.run,
@@ -59,7 +62,7 @@ def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = Fals
         label=label,
         script=None if in_place else files,
     )
-    checked = request.checked(given, function)
+    checked = request.checked(function, settings)
     if not in_place:
         _warn_of_paths(arguments, [volume.mount_path for volume in checked.request.volumes])
     return starting.start(checked)

@@ -8,12 +8,15 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from kale_dist import strategies
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec.place_settings import Docker, Kubernetes
 from kale_dist.wording import closest, show
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _PLACES = "on=kd.Kubernetes(...) or on=kd.Docker(...)"
 _EACH = "Use `number_of_processes` for all processes together, and `processes_per_pod` of kd.Kubernetes(...)"
@@ -42,6 +45,31 @@ _NEIGHBOURS = {
     "cluster": f"Its settings are arguments of the place: {_PLACES}",
 }  # fmt: skip
 """Words of other libraries, and of ours elsewhere, to what to write here."""
+
+
+def known_words(verb: Callable[P, R]) -> Callable[P, R]:
+    """Make a verb refuse an argument that it does not have, with the one that was probably meant."""
+
+    @functools.wraps(verb)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_words(kwargs, verb)
+        return verb(*args, **kwargs)
+
+    return call
+
+
+def unambiguous_words(verb: Callable[P, R]) -> Callable[P, R]:
+    """Make `launch` refuse an argument that it would take for itself although the function has one of the same name."""
+    parameters = inspect.signature(verb).parameters.values()
+    own = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+
+    @functools.wraps(verb)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        fn = args[0] if args else kwargs.get("fn")
+        _check_unambiguous(fn, args[1:], [name for name in kwargs if name in own])
+        return verb(*args, **kwargs)
+
+    return call
 
 
 def check_words(words: Iterable[str], verb: Callable[..., Any]) -> None:
@@ -102,7 +130,7 @@ def check_function(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ve
         pass  # Some functions written in C have no signature.
 
 
-def check_unambiguous(fn: Any, args: tuple[Any, ...], own: Iterable[str]) -> None:
+def _check_unambiguous(fn: Any, args: tuple[Any, ...], own: Iterable[str]) -> None:
     """Refuse an argument that `launch` would take for itself although the function has one of the same name.
 
     Args:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 from kale_dist import trackers
 from kale_dist.errors import ConfigError
@@ -12,7 +12,7 @@ from kale_dist.job.backend import Backend
 from kale_dist.job.spec import names
 from kale_dist.job.spec.checks import FLAG, NO_NUL, Check, check_fields, keep, number, pairs, text, whole
 from kale_dist.job.spec.place_settings import Place
-from kale_dist.wire import Policy
+from kale_dist.wire import STALL_WARN_S, Policy
 
 _SET_BY_US = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -32,6 +32,7 @@ def _is_size(value: Any) -> bool:
     return len(ends) == 2 and are_whole and 1 <= ends[0] <= ends[1]  # noqa: PLR2004 - two ends
 
 
+_LIMIT = number("a positive number of seconds", "Give seconds, or None").or_(None)
 _PLAIN = {
     "number_of_processes": Check(
         _is_size,
@@ -42,9 +43,6 @@ _PLAIN = {
     "cuda": FLAG.or_(None),
     # What numpy, random and torch all take, with room for the ranks.
     "seed": whole(0, 2**31 - 1, "Give one, or None for a random one").or_(None),
-}
-_LIMIT = number("a positive number of seconds", "Give seconds, or None").or_(None)
-_POLICY_CHECKS = {
     **dict.fromkeys(("timeout_s", "stall_warn_s", "stall_timeout_s"), _LIMIT),
     "max_restarts": whole(0, remedy="Give an int; 0 for none").or_(None),
     "detach": FLAG,
@@ -75,38 +73,38 @@ class Options:
     seed: int | None = None
     track: Any = ()
     """As given; then settings of trackers."""
-    policy: Policy = dataclasses.field(default_factory=Policy)
-    """All arguments that only agents read."""
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """The options among the arguments of a verb, by name."""
-        policy = Policy(**{name: given[name] for name in _POLICY if name in given})
-        return cls(**{name: given[name] for name in _OWN if name in given}, policy=policy)
+    timeout_s: float | None = None
+    stall_warn_s: float | None = STALL_WARN_S
+    stall_timeout_s: float | None = None
+    max_restarts: int | None = None
+    """As given; then a number."""
+    detach: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, _PLAIN)
-        check_fields(self.policy, _POLICY_CHECKS)
         if self.name is not None:
             names.check(self.name)
         size = self.number_of_processes
-        most: int | None = self.policy.max_restarts
         if isinstance(size, Sequence):
             size = (size[0], size[1]) if size[0] < size[1] else size[0]
         is_range = isinstance(size, tuple)
-        if is_range and most == 0:
+        if is_range and self.max_restarts == 0:
             problem = f"0 with a range of processes {size}, where a pod that goes is a loss"
             raise ConfigError("max_restarts", problem, f"Leave it out (then {_RANGE_RESTARTS}), or give more")
-        if most is None:
-            policy = dataclasses.replace(self.policy, max_restarts=_RANGE_RESTARTS if is_range else 0)
-            keep(self, policy=policy)
+        if self.max_restarts is None:
+            keep(self, max_restarts=_RANGE_RESTARTS if is_range else 0)
         keep(self, number_of_processes=size)
         keep(self, environment=_variables(self.environment), track=trackers.resolve(self.track))
 
+    def policy(self) -> Policy:
+        """All that only agents read."""
+        return Policy(
+            timeout_s=self.timeout_s, stall_warn_s=self.stall_warn_s, stall_timeout_s=self.stall_timeout_s,
+            detach=self.detach, max_restarts=self.max_restarts or 0,
+        )  # fmt: skip
 
-_POLICY = tuple(field.name for field in dataclasses.fields(Policy))
-_OWN = tuple(field.name for field in dataclasses.fields(Options) if field.name != "policy")
-NAMES = (*_OWN, *_POLICY)
+
+NAMES = tuple(field.name for field in dataclasses.fields(Options))
 """Arguments that `distribute` and `launch` both have."""
 
 

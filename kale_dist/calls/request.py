@@ -26,7 +26,7 @@ from kale_dist.places.manifests import kind_of
 from kale_dist.trackers import Tracker
 from kale_dist.wire import Debugging, Policy
 from kale_dist.wire.memory import free_memory
-from kale_dist.wording import closest
+from kale_dist.wording import closest, seconds
 from kale_dist.worker.training.settings import Training
 
 if TYPE_CHECKING:
@@ -140,87 +140,88 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(
-    given: Mapping[str, Any],
-    function: Function | None = None,
-    machine: Machine | None = None,
-    earlier: Earlier | None = None,
+    what: Training | Function, options: Options, machine: Machine | None = None, earlier: Earlier | None = None
 ) -> Call:
-    """A call of `distribute`, or of `launch` with a function. Nothing is written or started.
+    """A call of a verb. Nothing is written or started.
 
     Args:
-        given: Arguments of the verb, by name.
-        function: What `launch` runs, checked.
+        what: The arguments of `distribute`, its strategy resolved, or the function that `launch` runs, checked.
+        options: Where and how.
         machine: In place of this one.
         earlier: What `resume_from` names.
 
     Raises:
         ConfigError: The first thing that is wrong.
     """
-    options = Options.of(given)
     backend, place = where(options.on)
     volumes = () if isinstance(place, Local) else place.volumes
-    what: Training | Function
-    if function is not None:
-        what, training, label = function, None, function.label
-    else:
-        strategy = strategies.resolve(given["strategy"])
-        in_parts = strategy.word == "fsdp" and Training.is_made_by(given["model"])
-        target, volumes = save_to.find(given["save_to"], volumes, backend.name, in_parts=in_parts)
-        settled = {"strategy": strategy, "save_to": target}
-        what = training = Training(
-            **{**{field.name: given[field.name] for field in dataclasses.fields(Training)}, **settled}
-        )
-        training_checks.check(training)
-        model = training.model
-        kind = title(getattr(model, "build", model)) if training.makes_model else type(model).__name__
-        label = f"train {' '.join(model) if isinstance(model, dict) else kind}"
+    if isinstance(what, Training):
+        target, volumes = save_to.find(what.save_to, volumes, backend.name, in_parts=what.in_parts)
+        what = dataclasses.replace(what, save_to=target)
+        training_checks.check(what)
+    training = what if isinstance(what, Training) else None
     sizes = _sizes(options, place, training)
     _check_variables(options.environment, in_pods=not isinstance(place, Local))
-    wanted = image_checks.ImageWanted()
-    of_pods: dict[str, Any] = {}
     if isinstance(place, Local):
         weights = 0 if training is None else training_checks.rank_bytes(training)
         ranks = _on_machine(options, machine or _this_machine(options.cuda), weights, sizes)
     else:
         ranks = _in_pods(options, place, sizes, trains=training is not None)
-        wanted = image_checks.check(place.image, place.packages, place.requirements)
-        of_pods = {"volumes": volumes, "image": wanted.image, "recipe": wanted.recipe, "resources": place.resources}
-        of_pods["keep_warm_s"] = place.keep_warm
-    if isinstance(place, Kubernetes):
-        of_pods |= {"store": place.store, "cluster": place.options}
     request = Request(
-        name=options.name, label=label, kind="training" if function is None else function.kind, topology=ranks.topology,
+        name=options.name, label=what.label if isinstance(what, Function) else _label(what),
+        kind=what.kind if isinstance(what, Function) else "training", topology=ranks.topology,
         cuda=ranks.cuda, threads=options.threads, seed=options.seed, environment=options.environment,
-        policy=_policy(options.policy, ranks, is_training=training is not None),
+        policy=_policy(options, ranks, is_training=training is not None),
         debugging=_debugging(), strategy=strategies.DDP() if training is None else training.strategy,
-        saves=training is not None and training.checkpoint_every is not None, **of_pods,
+        saves=training is not None and training.checkpoint_every is not None,
     )  # fmt: skip
+    takes_imports = False
+    if not isinstance(place, Local):
+        wanted = image_checks.check(place.image, place.packages, place.requirements)
+        takes_imports = wanted.auto
+        request = dataclasses.replace(
+            request, volumes=volumes, image=wanted.image, recipe=wanted.recipe, resources=place.resources,
+            keep_warm_s=seconds(place.keep_warm),
+        )  # fmt: skip
     if isinstance(place, Kubernetes):
+        request = dataclasses.replace(request, store=place.store, cluster=place.options)
         _check_manifest(request)
-    notes = () if training is None else training_checks.check_on(training, request, is_local=backend.name == "local")
-    warnings = ranks.warnings
-    if training is not None and ranks.cuda and (word := training.strategy.word) in _UNTRIED:
+    call = Call(
+        what=what, request=request, backend=backend, auto_packages=takes_imports, warnings=ranks.warnings,
+        notes=ranks.notes, track=options.track,
+    )  # fmt: skip
+    return call if training is None else _trains(call, training, options, place, earlier)
+
+
+def _label(training: Training) -> str:
+    model = training.model
+    if isinstance(model, dict):
+        return f"train {' '.join(model)}"
+    return f"train {title(getattr(model, 'build', model)) if training.makes_model else type(model).__name__}"
+
+
+def _trains(call: Call, training: Training, options: Options, place: Place, earlier: Earlier | None) -> Call:
+    """A call of `distribute`, with what only can be checked of a training once its ranks are laid out."""
+    request, warnings = call.request, call.warnings
+    notes = [*call.notes, *training_checks.check_on(training, request, is_local=call.backend.name == "local")]
+    if request.cuda and (word := training.strategy.word) in _UNTRIED:
         warnings += (
             f"strategy: {word!r} has never run on GPUs. Compare its losses with those of 'ddp' or 'fsdp' first",
         )
-    if training is not None and options.cuda is None and not ranks.cuda and (gpu := training_checks.gpu_of(training)):
-        sentence = f"The model is on {gpu}, and the processes train on the CPU. cuda=True gives each of them a GPU"
-        notes = (*notes, sentence)
-    if training is not None and training.in_parts and (whole := [one.word for one in options.track if one.model]):
-        notes = (*notes, f"{' and '.join(whole)} will not get the model, because no process has all of its weights")
-    if training is not None and isinstance(place, Kubernetes) and request.topology.sizes:
+    if options.cuda is None and not request.cuda and (gpu := training_checks.gpu_of(training)):
+        notes.append(f"The model is on {gpu}, and the processes train on the CPU. cuda=True gives each of them a GPU")
+    if training.in_parts and (whole := [one.word for one in options.track if one.model]):
+        notes.append(f"{' and '.join(whole)} will not get the model, because no process has all of its weights")
+    if isinstance(place, Kubernetes) and request.topology.sizes:
         notes += () if training.split_batches else (_OTHER_BATCHES,)
         if isinstance(training.checkpoint_every, int):
-            notes += (_NEVER_LARGER.format(training.checkpoint_every),)
+            notes.append(_NEVER_LARGER.format(training.checkpoint_every))
     resume = None
-    if training is not None and earlier is not None:
+    if earlier is not None:
         # How many ranks a range begins with is not known yet: the log says what their number changes.
         resume = earlier.check(training, None if request.topology.sizes else request.topology.number_of_processes)
         notes += resume.sentences
-    return Call(
-        what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=warnings,
-        notes=(*ranks.notes, *notes), track=options.track, resume=resume,
-    )  # fmt: skip
+    return dataclasses.replace(call, warnings=warnings, notes=tuple(notes), resume=resume)
 
 
 def where(on: Any) -> tuple[Backend, Place]:
@@ -269,8 +270,9 @@ def _place_of(word: str, settings: Mapping[str, Any]) -> Place:
     return place_settings.KINDS[word](**settings)
 
 
-def _policy(policy: Policy, ranks: _Ranks, *, is_training: bool) -> Policy:
+def _policy(options: Options, ranks: _Ranks, *, is_training: bool) -> Policy:
     """The policy of a call, with a limit for functions on GPUs, where a rank that waits for a lost one looks busy."""
+    policy = options.policy()
     if policy.stall_timeout_s is None and not is_training and ranks.cuda and ranks.topology.number_of_processes > 1:
         return dataclasses.replace(policy, stall_timeout_s=STALL_S)
     return policy

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import contextvars
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kale_dist import places, strategies
 from kale_dist.calls import checks, options, request, starting
+from kale_dist.calls.options import Options
 from kale_dist.calls.request import Call, Function
 from kale_dist.calls.resuming import Earlier, reference_of
 from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
@@ -25,6 +26,7 @@ from kale_dist.job.spec.place_settings import Kubernetes, Place, word_of
 from kale_dist.wire import STALL_WARN_S
 from kale_dist.wire.blobs import MemoryStore
 from kale_dist.wording import closest, seconds, show
+from kale_dist.worker.training.settings import Training
 
 if TYPE_CHECKING:
     import torch
@@ -32,25 +34,18 @@ if TYPE_CHECKING:
 
     from kale_dist.worker.training.result import TrainingResult
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _IDLE_S = 1800.0
 """After which live ranks elsewhere end, so that pods and GPUs are not held unseen."""
 
 
-def _submits(verb: Callable[P, R]) -> Callable[P, R]:
-    """Make a verb of its signature: check the arguments of a call, and start its job."""
-
-    @functools.wraps(verb)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return cast("R", starting.start(_checked(verb, _given(verb, args, kwargs))))
-
-    return call
+_instead: contextvars.ContextVar[Callable[[Call], Any] | None] = contextvars.ContextVar("_instead", default=None)
+"""What a verb does with its call in place of a job; None where it starts one."""
 
 
 @short_refusals
-@_submits
+@checks.known_words
 def distribute(
     model: torch.nn.Module | dict[str, torch.nn.Module] | Callable[[], torch.nn.Module],
     train_data_loader: DataLoader[Any],
@@ -167,11 +162,24 @@ def distribute(
         StoreError: The disk is full.
         BackendError: The backend refused.
     """
-    raise NotImplementedError  # The decorator reads the signature and does the rest.
+    training = Training(
+        model=model, train_data_loader=train_data_loader, criterion=criterion, optimizer=optimizer, train_step=train_step,
+        eval_data_loader=eval_data_loader, eval_step=eval_step, epochs=epochs, train_args=train_args, eval_args=eval_args,
+        scheduler=scheduler, accumulate=accumulate, precision=precision, clip_norm=clip_norm, split_batches=split_batches,
+        shard=shard, eval_sharding=eval_sharding, checkpoint_every=checkpoint_every, seed=seed,
+        strategy=strategies.resolve(strategy), state=state, callbacks=callbacks, profile=profile, save_to=save_to,
+    )  # fmt: skip
+    where_and_how = Options(
+        number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=environment, threads=threads,
+        seed=seed, track=track, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
+        max_restarts=max_restarts, detach=detach,
+    )  # fmt: skip
+    job: Job[TrainingResult] = _job(request.checked(training, where_and_how, earlier=Earlier.of(resume_from, attach)))
+    return job
 
 
 @short_refusals
-@_submits
+@checks.unambiguous_words
 def launch(
     fn: Callable[..., R],
     *args: Any,
@@ -221,11 +229,19 @@ def launch(
     Raises:
         KaleDistError: As for `distribute`.
     """
-    raise NotImplementedError  # The decorator reads the signature and does the rest.
+    checks.check_function(fn, args, kwargs, launch)
+    function = Function(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn))
+    where_and_how = Options(
+        number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=environment, threads=threads,
+        seed=seed, track=track, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
+        max_restarts=max_restarts, detach=detach,
+    )  # fmt: skip
+    job: Job[R] = _job(request.checked(function, where_and_how))
+    return job
 
 
 @short_refusals
-@_submits
+@checks.known_words
 def live(
     number_of_processes: int | None = None,
     *,
@@ -249,7 +265,19 @@ def live(
     Returns:
         The job. In a `with` statement it stops at the end of the block.
     """
-    raise NotImplementedError  # The decorator reads the signature and does the rest.
+    from kale_dist.worker.rank import live_rank
+
+    is_local = request.where(on)[0].name == "local"
+    idle_s = seconds(idle) if idle is not None else None if is_local else _IDLE_S
+    if idle is not None and (idle_s is None or idle_s <= 0):
+        raise ConfigError("idle", f"{show(idle)} is no time", "Give seconds, or text such as '30 min'")
+    function = Function(fn=live_rank.serve, args=(idle_s,), label="live", kind="live")
+    where_and_how = Options(
+        number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=environment, threads=threads,
+        seed=seed, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
+    )  # fmt: skip
+    job: LiveJob = _job(request.checked(function, where_and_how))
+    return job
 
 
 @short_refusals
@@ -290,49 +318,26 @@ def _planned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """A call of `distribute` or `launch` that is not made, checked."""
     first = args[0] if args else None
     is_training = "model" in kwargs or checks.is_model(first) or isinstance(first, dict | list | tuple)
-    verb: Any = distribute if is_training else launch
+    verb: Callable[..., Any] = distribute if is_training else launch
+    if is_training:
+        checks.check_words(kwargs, verb)
     try:
-        given = _given(verb, args, kwargs)
+        inspect.signature(verb).bind(*args, **kwargs)
     except TypeError as error:
         remedy = f"Pass what you would pass to {verb.__name__}()"
         raise ConfigError("render", f"the arguments are incomplete ({error})", remedy) from None
-    return _checked(verb, given)
-
-
-def _given(verb: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a verb by name, with its defaults. Raises TypeError as the verb itself would."""
-    if verb.__name__ != "launch":
-        checks.check_words(kwargs, verb)
-    else:
-        fn = args[0] if args else kwargs.get("fn")
-        checks.check_unambiguous(fn, args[1:], [name for name in kwargs if name in options.NAMES])
+    found: list[Call] = []
+    before = _instead.set(found.append)
     try:
-        bound = inspect.signature(verb).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{verb.__name__}(): {error}") from None
-    bound.apply_defaults()
-    return bound.arguments
+        verb(*args, **kwargs)
+    finally:
+        _instead.reset(before)
+    return found[0]
 
 
-def _checked(verb: Callable[..., Any], given: Mapping[str, Any]) -> Call:
-    if verb.__name__ == "distribute":
-        return request.checked(given, earlier=Earlier.of(given["resume_from"], attach))
-    if verb.__name__ == "live":
-        return _live(given)
-    fn, args, kwargs = given["fn"], given["args"], given["kwargs"]
-    checks.check_function(fn, args, kwargs, verb)
-    return request.checked(given, Function(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn)))
-
-
-def _live(given: Mapping[str, Any]) -> Call:
-    from kale_dist.worker.rank import live_rank
-
-    idle, is_local = given["idle"], request.where(given["on"])[0].name == "local"
-    idle_s = seconds(idle) if idle is not None else None if is_local else _IDLE_S
-    if idle is not None and (idle_s is None or idle_s <= 0):
-        raise ConfigError("idle", f"{show(idle)} is no time", "Give seconds, or text such as '30 min'")
-    function = Function(fn=live_rank.serve, args=(idle_s,), label="live", kind="live")
-    return request.checked({**given, "max_restarts": None}, function)
+def _job(call: Call) -> Any:
+    """Start the job of a checked call, unless the call alone is asked for."""
+    return (_instead.get() or starting.start)(call)
 
 
 @short_refusals

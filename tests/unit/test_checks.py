@@ -1,6 +1,5 @@
 import asyncio
 import functools
-import inspect
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import kale_dist
 from kale_dist import strategies
 from kale_dist.calls import checks, request, training_checks
+from kale_dist.calls.options import Options
 from kale_dist.calls.request import Function, Machine
 from kale_dist.strategies import DDP
 from kale_dist.worker.training.settings import Training
@@ -53,7 +53,7 @@ def refused_training(refused):
 
 
 def run(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
-    return request.checked(changes, Function(fn=print, label="print"), machine)
+    return request.checked(Function(fn=print, label="print"), Options(**changes), machine)
 
 
 def asked(machine=Machine(cores=4, gpus=0), **changes):  # noqa: B008 - frozen
@@ -406,12 +406,10 @@ def test_processes_that_the_memory_cannot_hold_are_refused(refused_run, refusal)
     assert asked(small, number_of_processes=200).topology.number_of_processes == 200
     # Half a GiB of weights, and as much for their gradients.
     net = torch.nn.utils.skip_init(torch.nn.Linear, 1 << 14, 1 << 13, bias=False)
-    given = arguments(model=net, number_of_processes=8)
-    defaults = {name: one.default for name, one in inspect.signature(kale_dist.distribute).parameters.items()}
-    large = {**defaults, **given}
-    refusal(lambda: request.checked(large, machine=small))
+    large, eight = checked(model=net), Options(number_of_processes=8)
+    refusal(lambda: request.checked(large, eight, small))
     with_gpus = Machine(cores=8, gpus=8, memory_bytes=8 << 30)
-    assert request.checked(large, machine=with_gpus).request.cuda
+    assert request.checked(large, eight, with_gpus).request.cuda
 
 
 def test_cuda_needs_gpus_and_one_for_each_process(refused_run):

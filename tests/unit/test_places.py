@@ -6,6 +6,7 @@ import pytest
 
 import kale_dist as kd
 from kale_dist.calls import request
+from kale_dist.calls.options import Options
 from kale_dist.calls.request import Function
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec.place_settings import ClusterOptions
@@ -20,7 +21,7 @@ def run(machine=None, **changes):
 
 
 def checked(machine=None, **given):
-    return request.checked(given, Function(fn=print, label="print"), machine)
+    return request.checked(Function(fn=print, label="print"), Options(**given), machine)
 
 
 def asked(**changes):

@@ -1,16 +1,17 @@
 """`number_of_processes` as a range: which sizes a job may have, where it is one number, and who refuses it."""
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
+from kale_dist import strategies
 from kale_dist.calls import request
+from kale_dist.calls.options import NAMES, Options
 from kale_dist.calls.request import Machine
 from kale_dist.places.orders import order_of
+from kale_dist.worker.training.settings import Training
 
 FOUR_CORES = Machine(cores=4, gpus=0)
 
@@ -23,10 +24,10 @@ def layers(number=8):
 
 
 def asked(machine=FOUR_CORES, **changes):
-    defaults = {
-        name: one.default for name, one in inspect.signature(kd.distribute).parameters.items() if name != "resume_from"
-    }
-    return request.checked({**defaults, **layers(), **changes}, machine=machine)
+    options = Options(**{name: value for name, value in changes.items() if name in NAMES})
+    trained = {**layers(), **{name: value for name, value in changes.items() if name not in NAMES}}
+    training = Training(**{**trained, "strategy": strategies.resolve(trained.get("strategy"))})
+    return request.checked(training, options, machine)
 
 
 def pods(**settings):

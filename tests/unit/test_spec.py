@@ -49,7 +49,7 @@ def test_pods_hold_all_processes(processes, per_pod, pods):
 @pytest.mark.parametrize("value", [0, -1.0, True, "5", float("nan")])
 @pytest.mark.parametrize("field", ["timeout_s", "stall_warn_s", "stall_timeout_s"])
 def test_time_limits_are_positive_seconds(field, value, refusal):
-    error = refusal(lambda: Options.of({field: value}))
+    error = refusal(lambda: Options(**{field: value}))
     assert error.argument == field
 
 

@@ -39,8 +39,8 @@ class Training:
     state: Sequence[Any] = ()
     callbacks: Sequence[Any] = ()
     profile: int | None = None
-    save_to: str | None = None
-    """A path or a URL that rank 0 writes to, also where the call named a claim; of a model in parts, a folder."""
+    save_to: Any = None
+    """As given; once it is checked, a path or a URL that rank 0 writes to, of a model in parts a folder, or None."""
 
     @property
     def makes_model(self) -> bool:
