@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kale_dist import katib
 from kale_dist.calls import request, verbs
 from kale_dist.errors import ConfigError, KaleDistError, WaitTimeoutError, short_refusals, warn
 from kale_dist.job import interrupts, records, watch
@@ -280,38 +279,6 @@ class Sweep:
         self._is_cancelled = True
         self._changes.put(None)
         self._ended.wait(_CANCEL_WAIT_S)
-
-    def to_katib(
-        self, image: str, *, namespace: str | None = None, service_account: str | None = None, resources: Any = None
-    ) -> str:
-        """This sweep as an Experiment of Katib, for `kubectl create -f`.
-
-        The search space is what the trials so far have asked for. Each of Katib's trials is a pod that makes the call.
-
-        Args:
-            image: The image of these pods, with torch, kale-dist, Optuna and the call's imports.
-            namespace: The Experiment's namespace; None for kubectl's own.
-            service_account: The pods' service account, for calls whose jobs run on the cluster; None for the default one.
-            resources: Resources of each of these pods, as for `kd.Kubernetes`; None for the namespace's defaults.
-
-        Returns:
-            YAML: a Secret with the call, and the Experiment.
-
-        Raises:
-            ConfigError: Katib cannot search so, there is no trial yet, or the call is too large.
-            NotSerializableError: The call cannot be sent.
-        """
-        ended = ("COMPLETE", "PRUNED")
-        known = [
-            trial
-            for trial in self.study.get_trials(deepcopy=False)
-            if trial.state.name in ended or trial.user_attrs.get(_JOB)
-        ]
-        return katib.export(
-            self._call, self.study, katib.distributions_of(known), metric=self._metric, trials=self._trials,
-            parallel=self._parallel, failures=_FAILURES, image=image, namespace=namespace,
-            service_account=service_account, resources=resources,
-        )  # fmt: skip
 
     def __repr__(self) -> str:
         """One line: the name, how many trials have ended, and the best value."""

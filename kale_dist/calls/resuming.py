@@ -90,7 +90,7 @@ class Earlier:
         Raises:
             ConfigError: It cannot.
         """
-        from kale_dist.worker.training import checkpoint
+        from kale_dist.worker.training import checkpoint, resumption
         from kale_dist.worker.training.given import Differences, Given
         from kale_dist.worker.training.trained import Trained
 
@@ -122,7 +122,7 @@ class Earlier:
         trained = Trained.of(training)
         before = (found.resume or {}).get("given", {}).get("world_size", 1)
         given = Given.of(training, trained, world_size or before)
-        if problem := checkpoint.misfit(found, trained, given):
+        if problem := resumption.misfit(found, trained, given):
             remedy = "Make model and optimizer as for the earlier job, or take its weights alone: job.state_dict(partial=True)"
             raise ConfigError(_ARGUMENT, f"the checkpoint of {self.origin} does not fit: {problem}", remedy)
         differences = Differences(found, given)

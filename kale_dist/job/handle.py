@@ -170,7 +170,8 @@ class Job(Generic[R]):
 
         A row has `time` (seconds since 1970), `epoch` and `step` (or None), `rank` (None for an average over ranks),
         `source` (`train`, `eval`, `averaged`, `report`, ...) and the reported names. Rows of `train` also have the learning
-        rate (`lr`), `samples_per_s` and, of several processes, `bytes_sent` and `collective_s` (monitoring.md).
+        rate (`lr`), `samples_per_s` and, of several processes, `bytes_sent` and `collective_s` (monitoring.md). Where your step
+        began again within an epoch, its row has `from_batch`, the first batch that its numbers are of.
         """
         rows: list[dict[str, Any]] = []
         measured: dict[str, Any] = {}
@@ -178,6 +179,7 @@ class Job(Generic[R]):
             if row.source == "profile":
                 continue
             place = {"time": row.time, "epoch": row.epoch, "step": row.step, "rank": row.rank, "source": row.source}
+            place |= {"from_batch": row.from_batch} if row.from_batch else {}
             # What was measured of a training step is sent just before what the step returned, if it returned something.
             is_measured = row.source in MEASURED_SOURCES
             if measured and not (row.epoch == measured["epoch"] and (is_measured or row.source == "train")):

@@ -367,8 +367,11 @@ def _private(folder: pathlib.Path) -> pathlib.Path:
             raise StoreError(
                 f"{folder} belongs to another user (uid {found.st_uid}). Set XDG_STATE_HOME to a folder of your own"
             )
-        if found.st_mode & 0o077 and found.st_uid == os.geteuid():
-            folder.chmod(0o700)
+        if found.st_uid == os.geteuid():
+            if found.st_mode & 0o077:
+                folder.chmod(0o700)
+        elif found.st_mode & 0o002:
+            raise StoreError(f"All users may write into {folder}. Set XDG_STATE_HOME to a folder of your own")
     except OSError as error:
         raise _store_error(folder, error) from error
     return folder

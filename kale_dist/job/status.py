@@ -349,4 +349,5 @@ def _metric_row(event: dict[str, Any]) -> MetricRow:
         step=event.get("step"),
         source=event.get("source") or "report",
         values=tuple((str(name), float(value)) for name, value in event.get("values", {}).items()),
+        from_batch=int(event.get("from_batch") or 0),
     )

@@ -158,8 +158,6 @@ def _file(job: Job[Any], tracker: Tracker) -> pathlib.Path:
 
 
 def _tags(job: Job[Any]) -> dict[str, str]:
-    from kale_dist import __version__
-
     torch = sys.modules.get("torch")
     tags = {
         "snapshot": job.spec.snapshot,
@@ -168,7 +166,8 @@ def _tags(job: Job[Any]) -> dict[str, str]:
         "strategy": type(job.spec.strategy).__name__,
         "python": platform.python_version(),
         "torch": str(getattr(torch, "__version__", "")),
-        "kale_dist": __version__,
+        # Not by an import, which would reach all that the package names.
+        "kale_dist": sys.modules["kale_dist"].__version__,
     }
     commit = _git("rev-parse", "HEAD").decode(errors="replace").strip()
     if commit:

@@ -137,6 +137,8 @@ class MetricRow:
     source: str
     """`train`, `eval`, `averaged` (the evaluation of averaged weights), `strategy`, `pace`, `profile` or `report`."""
     values: tuple[tuple[str, float], ...]
+    from_batch: int = 0
+    """The first batch of the epoch that they are of, where the training resumed within it; 0 for the whole epoch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

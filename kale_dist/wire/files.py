@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 
 class JobFiles:
@@ -82,3 +83,10 @@ class JobFiles:
     def outcome(self, attempt: int, rank: int) -> pathlib.Path:
         """The signed outcome of one rank."""
         return self.folder / f"outcome-{attempt}-{rank}"
+
+
+def umask() -> int:
+    """This process's umask, read without setting it: other threads may be making files."""
+    status = pathlib.Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    found = re.search(r"^Umask:\s*([0-7]+)$", status, re.MULTILINE)
+    return int(found[1], 8) if found else 0o022

@@ -14,6 +14,7 @@ import pytest
 
 import kale_dist as kd
 from kale_dist.errors import CellError
+from kale_dist.worker.rank import peers
 
 NOBODY = 65534
 ANOTHER = "10.9.9.9"
@@ -232,3 +233,61 @@ def test_another_user_takes_no_ranks_place_in_a_group(tmp_path, monkeypatch, sou
     told, _, attacker = printed.partition("attacker:")
     assert "secret" not in attacker
     assert f"A process of another user of this machine (uid {NOBODY}) has connected to a rank" in told
+
+
+def closes_ports():
+    """Whether this kernel can close a port to all (CONFIG_TCP_MD5SIG)."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peers.close_to_all(listener)
+        with socket.socket() as one:
+            one.settimeout(0.5)
+            return one.connect_ex(listener.getsockname()) != 0
+
+
+@apart
+def test_another_user_cannot_connect_to_ranks_that_are_all_connected(tmp_path):
+    if not closes_ports():
+        pytest.skip("needs a kernel with CONFIG_TCP_MD5SIG")
+    printed = run_apart(
+        """
+        import resource
+
+        def flood(say):
+            time.sleep(3)
+            kept, ports = [], listeners()
+            for port in ports * 300:
+                one = socket.socket()
+                one.setblocking(False)
+                one.connect_ex(("127.0.0.1", port))
+                kept.append(one)
+            time.sleep(2)
+            got_in = 0
+            for one in kept:
+                try:
+                    one.getpeername()
+                    got_in += 1
+                except OSError:
+                    pass
+            say(f"tried {len(kept) > 0}, got in {got_in}")
+
+        def train():
+            # A group of your code's own is closed, too.
+            group = dist.new_group([0, 1])
+            dist.barrier(group)
+            time.sleep(8)
+            dist.barrier(group)
+            dist.barrier()
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+        job = kd.launch(train, number_of_processes=2, detach=True)
+        while str(job.status.state) != "running":
+            time.sleep(0.1)
+        pid, found = as_nobody(flood)
+        print(found.read())
+        job.wait()
+        print(job.status.state)
+        """,
+        tmp_path,
+    )
+    assert printed.splitlines()[0] == "tried True, got in 0"
+    assert printed.split()[-1] == "succeeded"

@@ -156,6 +156,17 @@ def test_an_open_state_folder_is_closed_to_others(own_state):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose folder it is")
+def test_a_folder_of_roots_that_all_may_write_is_no_state_folder(tmp_path, monkeypatch):
+    (tmp_path / "kale-dist").mkdir()
+    (tmp_path / "kale-dist").chmod(0o777)
+    monkeypatch.delenv("KALE_DIST_HOME", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(StoreError, match=r"All users may write into .*Set XDG_STATE_HOME to a folder of your own"):
+        records.state_dir()
+
+
 def test_many_threads_remember_at_once(own_state):
     store = FolderStore(records.blobs_dir())
     threads = [

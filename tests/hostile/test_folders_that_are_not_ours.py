@@ -1,6 +1,7 @@
 """A job saves its model, and its checkpoints, where other files are: none of them is removed."""
 
 import functools
+import os
 import pathlib
 
 import made_models
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint import state_dict_saver
 
 import kale_dist as kd
 from kale_dist.errors import ConfigError, JobFailedError
+from kale_dist.wire.files import umask
 
 in_parts = functools.partial(made_models.train, "local", 1, strategy="fsdp", threads=1)
 
@@ -84,3 +86,49 @@ def test_a_job_removes_the_checkpoints_that_it_wrote_and_no_others(tmp_path):
     again = in_parts(3, save_to=tmp_path / "net", resume_from=pathlib.Path(checkpoints / "2"))
     again.result()
     assert [row["epoch"] for row in again.metrics if row["source"] == "train"] == [3]
+
+
+@pytest.mark.parametrize("planted", ["link to a folder", "folder of links"])
+def test_what_others_plant_where_a_job_writes_leads_to_no_file_of_yours(tmp_path, planted):
+    thesis = fill(tmp_path / "thesis")
+    for name in ("__0_0.distcp", ".metadata"):
+        (thesis / name).write_bytes(b"years")
+    before = tree(thesis)
+    team = tmp_path / "team"
+    team.mkdir()
+    if planted == "link to a folder":
+        (team / ".net.part").symlink_to(thesis)
+    else:
+        (team / ".net.part").mkdir()
+        for name in ("__0_0.distcp", ".metadata"):
+            (team / ".net.part" / name).symlink_to(thesis / name)
+    job = in_parts(1, save_to=team / "net")
+    if planted == "link to a folder":
+        with pytest.raises(JobFailedError, match=r"\.net\.part cannot be made \(File exists\)"):
+            job.result()
+    else:
+        # It was removed, as what a job has left behind that was killed.
+        job.result()
+        assert not (team / "net").is_symlink()
+    assert tree(thesis) == before
+
+
+@pytest.mark.parametrize("planted", ["huge number", "huge owner", "fifo"])
+def test_what_others_plant_beside_a_job_s_folder_costs_nothing(tmp_path, planted):
+    checkpoints = tmp_path / "net.checkpoints"
+    if planted == "huge number":
+        (checkpoints / ("9" * 255)).mkdir(parents=True)
+    elif planted == "huge owner":
+        (checkpoints / "7").mkdir(parents=True)
+        with (checkpoints / "7" / "owner").open("wb") as file:
+            file.truncate(1 << 30)
+    else:
+        (tmp_path / "net").mkdir()
+        os.mkfifo(tmp_path / "net" / ".metadata")
+        with pytest.raises(ConfigError, match=r"no job has made: \.metadata .*there is no such file"):
+            in_parts(1, save_to=tmp_path / "net", checkpoint_every=1)
+        return
+    in_parts(1, save_to=tmp_path / "net", checkpoint_every=1).result()
+    assert (tmp_path / "net").stat().st_mode & 0o777 == 0o777 & ~umask()
+    last = max(checkpoints.iterdir(), key=lambda one: one.stat().st_mtime)
+    assert last.stat().st_mode & 0o777 == 0o700

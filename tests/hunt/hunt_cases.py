@@ -418,7 +418,8 @@ def _wrong(case, expected, weights, state, metrics, log, attempt, read):
         yield from _unequal("weights", weights, expected[0], tolerance)
         if case.way.mixes is None:
             yield from _unequal("optimizer", state, expected[1], tolerance)
-        if expected[2] is not None:
+        # A step that is called again within an epoch counts the rest of it.
+        if expected[2] is not None and "its own variables begin again" not in log:
             yield from _unequal("metrics", metrics, {**metrics, **expected[2]}, tolerance)
         yield from (f"the log says {sentence!r}" for sentence in _UNTRUE if sentence in log)
     name = {"dict": "box", "train_args": "train_args"}.get(case.place, "thing")

@@ -9,7 +9,10 @@ from tqdm import tqdm
 from kale_dist.worker.training import supervised
 
 EXACT = "exact"
-"""It resumes at the batch of the checkpoint."""
+"""It resumes at the batch of the checkpoint: weights and optimizer are those of the undisturbed training to the last bit."""
+
+STEERS = "steers"
+"""It resumes there, too, with other weights: what it computes them from begins again with the step."""
 
 FALLS_BACK = "falls back"
 """It resumes after the last whole epoch, and the log says why."""
@@ -47,7 +50,7 @@ def running_loss(model, loader, criterion, optimizer, device, args):
     return {"loss": total / len(loader)}
 
 
-@case()
+@case(STEERS)
 def enumerated_with_a_warm_up(model, loader, criterion, optimizer, device, args):
     model.train()
     total, seen = 0.0, 0
@@ -59,7 +62,7 @@ def enumerated_with_a_warm_up(model, loader, criterion, optimizer, device, args)
     return {"loss": total, "seen": seen}
 
 
-@case()
+@case(STEERS)
 def hidden_state(model, loader, criterion, optimizer, device, args):
     model.train()
     hidden = torch.zeros(4)
@@ -103,7 +106,7 @@ def nonlocal_in_a_closure(model, loader, criterion, optimizer, device, args):
     return {"loss": total}
 
 
-@case()
+@case(STEERS)
 def break_by_number(model, loader, criterion, optimizer, device, args):
     model.train()
     total = 0.0
@@ -129,7 +132,7 @@ def own_accumulation(model, loader, criterion, optimizer, device, args):
     return {"loss": total}
 
 
-@case()
+@case(STEERS)
 def first_weights(model, loader, criterion, optimizer, device, args):
     model.train()
     first = [p.detach().clone() for p in model.parameters()]
@@ -275,7 +278,7 @@ def threads_in_the_step(model, loader, criterion, optimizer, device, args):
     return {"loss": sum(found), "number": len(found)}
 
 
-@case()
+@case(STEERS)
 def a_wrapping_generator(model, loader, criterion, optimizer, device, args):
     def looking_ahead():
         held = None
@@ -335,7 +338,7 @@ def own_optimizer_of_a_local_model(model, loader, criterion, optimizer, device, 
 # -- from the epoch's start, said -------------------------------------------------------------------------------------
 
 
-@case(FALLS_BACK)
+@case()
 def zipped(model, loader, criterion, optimizer, device, args):
     total = 0.0
     for (x, y), k in zip(loader, itertools.count(), strict=False):
@@ -343,7 +346,7 @@ def zipped(model, loader, criterion, optimizer, device, args):
     return {"loss": total}
 
 
-@case(FALLS_BACK)
+@case(STEERS)
 def sliced(model, loader, criterion, optimizer, device, args):
     total = 0.0
     for x, y in itertools.islice(loader, 10):
@@ -351,7 +354,7 @@ def sliced(model, loader, criterion, optimizer, device, args):
     return {"loss": total}
 
 
-@case(FALLS_BACK)
+@case()
 def next_of_iter(model, loader, criterion, optimizer, device, args):
     total, it = 0.0, iter(loader)
     for _ in range(len(loader)):
@@ -360,17 +363,17 @@ def next_of_iter(model, loader, criterion, optimizer, device, args):
     return {"loss": total}
 
 
-@case(FALLS_BACK)
+@case()
 def comprehension(model, loader, criterion, optimizer, device, args):
     return {"loss": sum([learn(model, criterion, optimizer, x, y).item() for x, y in loader])}
 
 
-@case(FALLS_BACK)
+@case()
 def generator_in_sum(model, loader, criterion, optimizer, device, args):
     return {"loss": sum(learn(model, criterion, optimizer, x, y).item() for x, y in loader)}
 
 
-@case(FALLS_BACK)
+@case()
 def one_iterator_in_several_loops(model, loader, criterion, optimizer, device, args):
     total, it = 0.0, iter(loader)
     for part in range(4):
@@ -381,7 +384,7 @@ def one_iterator_in_several_loops(model, loader, criterion, optimizer, device, a
     return {"loss": total}
 
 
-@case(FALLS_BACK)
+@case()
 def step_as_generator(model, loader, criterion, optimizer, device, args):
     def losses():
         for x, y in loader:
@@ -393,7 +396,7 @@ def step_as_generator(model, loader, criterion, optimizer, device, args):
     return {"loss": total}
 
 
-@case(FALLS_BACK)
+@case()
 def a_second_loader_beside(model, loader, criterion, optimizer, device, args):
     other, total = iter(torch.utils.data.DataLoader(torch.arange(64.0), 2)), 0.0
     for x, y in loader:
@@ -418,7 +421,7 @@ def nested_loaders(model, loader, criterion, optimizer, device, args):
 COUNT = 0
 
 
-@case(FALLS_BACK)
+@case()
 def a_global_counter(model, loader, criterion, optimizer, device, args):
     global COUNT  # noqa: PLW0603
     total = 0.0
@@ -428,7 +431,7 @@ def a_global_counter(model, loader, criterion, optimizer, device, args):
     return {"loss": total}
 
 
-@case(FALLS_BACK)
+@case(STEERS)
 def gradients_that_are_never_cleared(model, loader, criterion, optimizer, device, args):
     optimizer.zero_grad()
     total = 0.0
@@ -440,7 +443,7 @@ def gradients_that_are_never_cleared(model, loader, criterion, optimizer, device
     return {"loss": total}
 
 
-@case(FALLS_BACK)
+@case()
 def a_deque_with_a_generator(model, loader, criterion, optimizer, device, args):
     numbers, total = (k * k for k in range(100)), 0.0
     for x, y in loader:
@@ -448,7 +451,7 @@ def a_deque_with_a_generator(model, loader, criterion, optimizer, device, args):
     return {"loss": total}
 
 
-@case(FALLS_BACK)
+@case(STEERS)
 def own_random_generator(model, loader, criterion, optimizer, device, args):
     import random
 

@@ -17,7 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import kale_dist
+from kale_dist import strategies
 from kale_dist.calls import request, training_checks
+from kale_dist.calls.options import Options
 from kale_dist.calls.request import Function
 from kale_dist.cli import doctor
 from kale_dist.errors import ContractError, JobFailedError
@@ -30,7 +32,7 @@ from kale_dist.worker.agent import ending, gpu_faults
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.agent.usage import Gpu
 from kale_dist.worker.rank import gpus, group, process_state, stand_ins
-from kale_dist.worker.training import checkpoint
+from kale_dist.worker.training import resumption
 from kale_dist.worker.training.given import Given
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.settings import Training
@@ -235,7 +237,7 @@ def devices(monkeypatch, tmp_path):
 
 
 def checked(**given):
-    return request.checked(given, Function(fn=print, label="print"))
+    return request.checked(Function(fn=print, label="print"), Options(**given))
 
 
 def test_gpus_that_do_not_work_are_not_chosen_and_the_reason_is_said(devices, refusal):
@@ -317,16 +319,15 @@ def test_variables_of_nccl_can_be_set_as_the_page_of_gpus_says():
 
 def test_a_model_on_a_gpu_that_trains_on_the_cpu_is_mentioned(monkeypatch):
     net = nn.Linear(2, 1)
-    given = {
-        "model": net, "train_data_loader": DataLoader([(torch.ones(2), torch.ones(1))] * 4), "criterion": nn.MSELoss(),
-        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "number_of_processes": 1,
-    }  # fmt: skip
-    defaults = {name: one.default for name, one in inspect.signature(kale_dist.distribute).parameters.items()}
-    machine = request.Machine(cores=2)
-    assert not request.checked({**defaults, **given}, machine=machine).notes
+    training = Training(
+        model=net, train_data_loader=DataLoader([(torch.ones(2), torch.ones(1))] * 4), criterion=nn.MSELoss(),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+    )  # fmt: skip
+    one, machine = Options(number_of_processes=1), request.Machine(cores=2)
+    assert not request.checked(training, one, machine).notes
     monkeypatch.setattr(training_checks, "gpu_of", lambda _: "cuda:0")
-    assert "cuda:0" in request.checked({**defaults, **given}, machine=machine).notes[0]
-    assert not request.checked({**defaults, **given, "cuda": False}, machine=machine).notes
+    assert "cuda:0" in request.checked(training, one, machine).notes[0]
+    assert not request.checked(training, Options(number_of_processes=1, cuda=False), machine).notes
 
 
 def test_flags_without_torch_have_no_device():
@@ -344,7 +345,7 @@ def test_flags_without_torch_have_no_device():
     ],
 )
 def test_functions_on_several_gpus_have_a_limit_for_stalls(machine, given, limit_s):
-    call = request.checked(given, Function(fn=print, label="print"), machine)
+    call = request.checked(Function(fn=print, label="print"), Options(**given), machine)
     assert call.request.policy.stall_timeout_s == limit_s
 
 
@@ -487,14 +488,11 @@ def test_an_error_of_a_gpu_says_what_to_do_beside_its_own_text():
 )
 def test_strategies_that_have_not_run_on_gpus_are_named(strategy, is_untried):
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-    defaults = {name: one.default for name, one in inspect.signature(kale_dist.distribute).parameters.items()}
-    call = request.checked(
-        {
-            **defaults, "model": net, "train_data_loader": DataLoader([(torch.ones(4), torch.ones(4))] * 4),
-            "criterion": nn.MSELoss(), "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "strategy": strategy,
-        },
-        machine=request.Machine(cores=2, gpus=2),
+    training = Training(
+        model=net, train_data_loader=DataLoader([(torch.ones(4), torch.ones(4))] * 4), criterion=nn.MSELoss(),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1), strategy=strategies.resolve(strategy),
     )  # fmt: skip
+    call = request.checked(training, Options(), request.Machine(cores=2, gpus=2))
     assert any("never run on GPUs" in warning for warning in call.warnings) is is_untried
 
 
@@ -535,7 +533,7 @@ def test_ranks_send_their_own_states_from_the_cpu_and_to_rank_0_alone(monkeypatc
     for ranks.rank in (0, 1):
         progress = types.SimpleNamespace(position=None, values={}, stopped="")
         own = {"momentum": [torch.ones(2).as_subclass(OnGpu)]}
-        found = checkpoint.describe(ranks, trained, Given.of(training, trained, 2), progress, None, own, 1, 2)
+        found = resumption.describe(ranks, trained, Given.of(training, trained, 2), progress, None, own, 1, 2)
         held.append(len(found["strategy"]))
         assert found["strategy"][0]["momentum"][0].equal(torch.ones(2))
     assert held == [2, 1]

@@ -4,12 +4,13 @@ import pytest
 
 import kale_dist as kd
 from kale_dist.calls import request, verbs
+from kale_dist.calls.options import Options
 from kale_dist.calls.request import Function
 from kale_dist.ibm import arguments, train_comp
 
 
 def spec(options):
-    return request.checked({"name": "x", **options}, Function(fn=print, label="print")).request
+    return request.checked(Function(fn=print, label="print"), Options(**{"name": "x", **options})).request
 
 
 def test_a_dictionary_says_what_the_own_call_says():

@@ -346,13 +346,6 @@ def test_widget_of_no_cell():
     source_has(kernelbase.Kernel.__init__, "self._shell_parent")
 
 
-def test_katib_early_stopping():
-    optuna = pytest.importorskip("optuna")
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=4)
-    found = pruner._n_startup_trials, pruner._n_warmup_steps
-    assert found == (3, 4), "Optuna's MedianPruner keeps its settings under other names"
-
-
 def test_sweeps_id_of():
     optuna = pytest.importorskip("optuna")
     study = optuna.create_study()
@@ -411,7 +404,7 @@ def test_optimizer_optimizercontrol_installed():
     check(nn.Module, "zero_grad")
 
 
-def test_checkpoint_load_module():
+def test_resumption_load_module():
     state = nn.BatchNorm1d(2).state_dict()
     assert state._metadata[""]["version"] == 2, "a state dict has no longer the versions of its modules in _metadata"
 

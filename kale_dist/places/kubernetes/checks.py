@@ -13,7 +13,6 @@ import copy
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,9 +57,6 @@ _STAYING = frozenset(("DaemonSet", "Node", "ReplicaSet", "StatefulSet"))
 """Owners of pods that do not end by themselves, as those of jobs do."""
 
 _SECRETS = ("secrets", "count/secrets")
-_NVIDIA = "nvidia.com/cuda"
-_NEEDED = {"11": (450, 35), "12": (525, 50), "13": (580, 75)}
-"""By CUDA's major version: the oldest driver, and the smallest compute capability times ten."""
 
 NOT_MADE_YET = "made-first"
 """Stands for the image in dry runs: an API server wants one."""
@@ -167,7 +163,7 @@ def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Findin
         functools.partial(_claims, cluster, groups),
         functools.partial(_named, cluster, job, groups),
         functools.partial(_runtime, cluster, job),
-        *((functools.partial(_versions, cluster, spec),) if spec.cuda else ()),
+        *((functools.partial(_python, spec),) if spec.cuda else ()),
         *(() if waits else (functools.partial(_nodes, cluster, least),)),
     )
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist checks") as pool:
@@ -591,35 +587,14 @@ def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup])
     ]
 
 
-def _versions(cluster: Cluster, spec: Settled) -> list[Finding]:
-    """The image's Python beside the notebook's, and its CUDA beside drivers and GPUs, as registry and nodes' labels tell."""
-    is_made = spec.image == NOT_MADE_YET
-    told = {} if is_made else for_job.variables_of(spec.image)
-    # An image that is made gets the notebook's torch.
-    torch: Any = sys.modules.get("torch") if is_made else None
-    found, python, here = list[tuple[str, dict[str, str]]](), told.get("PYTHON_VERSION", ""), loading.python_version()
-    if python and python.split(".")[:2] != here.split("."):
-        found.append(("image-python", {"image": spec.image, "version": python, "here": here}))
-    cuda = told.get("CUDA_VERSION") or (torch and torch.version.cuda) or ""
-    nodes = _lookup(lambda: cluster.core.list_node(limit=_MANY_NODES, _request_timeout=_TIMEOUT_S).items)
-    if cuda and nodes not in (None, _MISSING):
-        labels = [node.metadata.labels or {} for node in nodes]
-        chosen = [one for one in labels if all(one.get(key) == value for key, value in spec.cluster.node_selector)]
-        if unfit := sorted({why for one in chosen if (why := _unfit(one, cuda.partition(".")[0]))}):
-            found.append(("image-cuda", {"version": cuda, "why": ", ".join(unfit)}))
-    return [Finding(name=name, trouble=sentences.of(name, **facts), is_fatal=False) for name, facts in found]
-
-
-def _unfit(labels: Mapping[str, str], cuda: str) -> str:
-    """Why a node cannot run this major version of CUDA, by the labels of NVIDIA's GPU feature discovery; empty if it may."""
-    oldest, smallest = _NEEDED.get(cuda, (0, 0))
-    driver = labels.get(f"{_NVIDIA}.driver-version.major") or labels.get(f"{_NVIDIA}.driver.major", "")
-    major, minor = (labels.get(f"nvidia.com/gpu.compute.{part}", "") for part in ("major", "minor"))
-    if driver.isdigit() and int(driver) < oldest:
-        return f"driver {driver}, and it needs {oldest}"
-    if (major + minor).isdigit() and int(major) * 10 + int(minor or 0) < smallest:
-        return f"{labels.get('nvidia.com/gpu.product', 'a GPU')}, for which it has no code"
-    return ""
+def _python(spec: Settled) -> list[Finding]:
+    """The image's Python beside the notebook's, as its registry tells."""
+    told = {} if spec.image == NOT_MADE_YET else for_job.variables_of(spec.image)
+    version, here = told.get("PYTHON_VERSION", ""), loading.python_version()
+    if not version or version.split(".")[:2] == here.split("."):
+        return []
+    trouble = sentences.of("image-python", image=spec.image, version=version, here=here)
+    return [Finding(name="image-python", trouble=trouble, is_fatal=False)]
 
 
 def _runtime(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:

@@ -7,8 +7,8 @@ import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from kale_dist.wire import (
     SAVE_LIMIT_S,
@@ -32,10 +32,6 @@ from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.agent.usage import UsageWatch
 from kale_dist.worker.agent.writer import JobWriter
 
-if TYPE_CHECKING:
-    from kale_dist.worker.pod.head_relays import HeadsRelays
-    from kale_dist.worker.pod.mpi import Mpirun
-
 FAILURE_GRACE_S = 1.0
 """From SIGTERM to SIGKILL when a job has failed: all its ranks are gone within 2 s."""
 
@@ -44,6 +40,37 @@ EXIT_LIMIT_S = 7.0
 
 _LOOK_EACH_S = 0.05
 _ALIVE = (RankStateName.PENDING, RankStateName.STARTING, RankStateName.RUNNING)
+
+
+class Elsewhere(Protocol):
+    """Looks after the ranks of other agents."""
+
+    @property
+    def ready(self) -> list[int]:
+        """Numbers of the agents that have what they need."""
+
+    @property
+    def missing(self) -> dict[int, str]:
+        """Where the agents are that have not joined, or are not ready, by their numbers."""
+
+    def spawn(self, attempt: Attempt, ranks: Sequence[Rank]) -> None:
+        """Have the agents start their ranks."""
+
+    def dismiss_leavers(self) -> None:
+        """Let agents end that are asked to: no rank is left with them."""
+
+    def explain_loss(self) -> str:
+        """Which agent is gone, as a sentence; empty if all are there."""
+
+
+class Beside(Protocol):
+    """Runs beside the ranks of an attempt."""
+
+    def start(self, attempt: Attempt) -> None:
+        """Called when the ranks have been started."""
+
+    def stop(self) -> None:
+        """Called when they have ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +84,12 @@ class Site:
     """Where this agent's ranks come from."""
     writer: JobWriter
     """The job's files."""
-    relays: HeadsRelays | None = None
-    """Who looks after the ranks of other agents; None: all ranks are this agent's."""
+    elsewhere: Elsewhere | None = None
+    """None: all ranks are this agent's."""
     is_limited: bool = False
     """Whether ranks' output is rate-limited."""
-    mpirun: Mpirun | None = None
-    """What runs beside the ranks; None for nothing."""
+    beside: Beside | None = None
+    """None for nothing."""
 
 
 class RunningAttempt:
@@ -123,7 +150,7 @@ class RunningAttempt:
             self.ranks,
             site.loop,
             site.writer,
-            has_far_ranks=site.relays is not None,
+            has_far_ranks=site.elsewhere is not None,
             stall_warn_s=order.policy.stall_warn_s,
             stall_timeout_s=order.policy.stall_timeout_s,
             breakpoint_wait_s=order.debugging.breakpoint_wait_s,
@@ -138,8 +165,8 @@ class RunningAttempt:
             self._watch.stop()
             await self._end_ranks()
             usage.stop()
-            if site.mpirun is not None:
-                site.mpirun.stop()
+            if site.beside is not None:
+                site.beside.stop()
         # While the ranks ended for another attempt, the job may have been cancelled.
         return self.verdict or verdict
 
@@ -200,14 +227,14 @@ class RunningAttempt:
 
     def _start_ranks(self, stores: list[int]) -> None:
         site, attempt = self._site, self._attempt
-        if site.relays is not None:
-            site.relays.spawn(attempt, self.ranks)
+        if site.elsewhere is not None:
+            site.elsewhere.spawn(attempt, self.ranks)
         for rank in self._near:
             rank.process = process = site.pool.take()
             assignment = Assignment(order=site.order, attempt=attempt, rank=rank.rank)
             process.start(rank, assignment, stores.pop(0) if stores else None, is_limited=site.is_limited)
-        if site.mpirun is not None:
-            site.mpirun.start(attempt)
+        if site.beside is not None:
+            site.beside.start(attempt)
 
     async def _judge(self) -> Verdict:
         """Wait until it is decided how the attempt ends: by what its ranks do, or by `end`."""
@@ -215,7 +242,9 @@ class RunningAttempt:
         await self._until(lambda: self._is_over or (bool(self._failed) and not waits_for_all))
         # Of several ranks that fail at once, the one that drew the others along may be heard of last.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ending.BLAME_AFTER_S if self._site.relays is None else ending.BLAME_FAR_AFTER_S):
+            async with asyncio.timeout(
+                ending.BLAME_AFTER_S if self._site.elsewhere is None else ending.BLAME_FAR_AFTER_S
+            ):
                 await self._until(lambda: self._is_over or any(rank.done is None for rank in self._failed))
         if self.verdict is None:
             is_success = not self._failed or (self._is_over and not self._are_all_over)
@@ -339,10 +368,10 @@ class RunningAttempt:
 
     def _blame(self) -> Verdict:
         """The verdict on the ranks that failed."""
-        relays = self._site.relays
+        elsewhere = self._site.elsewhere
         # If the ranks failed only because they missed a lost one, that one is to blame.
         are_followers = all(ending.lost_peer(rank) for rank in self._failed)
-        if relays is not None and are_followers and (sentence := relays.explain_loss()):
+        if elsewhere is not None and are_followers and (sentence := elsewhere.explain_loss()):
             may_restart = self._site.order.may_lose_pods
             return Verdict(StateName.FAILED, FailureCause.LOST, sentence, may_restart=may_restart)
         verdict = ending.blame([*self.lost, *self._failed] if are_followers else self._failed)

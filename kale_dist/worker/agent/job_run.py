@@ -234,8 +234,8 @@ class JobRun:
             is_larger = verdict.state is StateName.PENDING
             if not is_larger and (not verdict.may_restart or self._is_last):
                 return verdict
-            if self._site.relays is not None:
-                self._site.relays.dismiss_leavers()
+            if self._site.elsewhere is not None:
+                self._site.elsewhere.dismiss_leavers()
             self._free += is_larger
             count = f"attempt {self._count(1)}"
             writer.begin_attempt(writer.attempt + 1)
@@ -297,12 +297,12 @@ class JobRun:
     @property
     def _agents(self) -> list[int]:
         """The agents that are ready, this one first."""
-        return [0, *(() if self._site.relays is None else self._site.relays.ready)]
+        return [0, *(() if self._site.elsewhere is None else self._site.elsewhere.ready)]
 
     @property
     def _missing(self) -> dict[int, str]:
         """The names of the pods that are not ready, by their agents' numbers."""
-        return {} if self._site.relays is None else self._site.relays.missing
+        return {} if self._site.elsewhere is None else self._site.elsewhere.missing
 
     @property
     def _size(self) -> int:

@@ -118,12 +118,12 @@ class Head:
         if order.mpi:
             mpirun = Mpirun(pod.place.work, self.relays, self._fail)
         site = Site(
-            order=pod.own_order, loop=pod.loop, pool=pod.pool, writer=self.writer, relays=self.relays, is_limited=True,
-            mpirun=mpirun,
+            order=pod.own_order, loop=pod.loop, pool=pod.pool, writer=self.writer, elsewhere=self.relays, is_limited=True,
+            beside=mpirun,
         )  # fmt: skip
         self._job = JobRun(site)
         if order.idle_s:
-            self._job = warm = WarmPods(site, pod, functools.partial(Head, within=self))
+            self._job = warm = WarmPods(site, self.relays, pod, functools.partial(Head, within=self))
             self.server.offer, self._released = warm.offer, warm.release
         self._began_at = time.monotonic()
         self._has_blobs = False

@@ -26,13 +26,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from kale_dist.wire import Attempt, FailureCause, Order, PodVariable
 from kale_dist.worker.agent import processes
-
-if TYPE_CHECKING:
-    from kale_dist.worker.pod.head_relays import HeadsRelays
 
 _LIBRARY = "libmpi.so.40"
 _LAUNCHER = "prterun"
@@ -157,23 +154,33 @@ def run_daemon(command: str, work: pathlib.Path, attempt: int, refuse: Callable[
     _watch(process.pid, ended)
 
 
+class Others(Protocol):
+    """The other pods of a job."""
+
+    def hosts(self) -> list[str]:
+        """Their addresses, by their number."""
+
+    def run(self, host: str, command: str, attempt: int) -> None:
+        """Have the pod at an address run a command of mpirun's."""
+
+
 class Mpirun:
     """The `mpirun` of a job's ranks.
 
     Args:
         work: The head's folder.
-        relays: The other pods; None if there are none.
+        others: The other pods; None if there are none.
         fail: Ends the job.
     """
 
     def __init__(
         self,
         work: pathlib.Path,
-        relays: HeadsRelays | None,
+        others: Others | None,
         fail: Callable[[FailureCause, str], None],
     ) -> None:
         self._work = work
-        self._relays = relays
+        self._others = others
         self._fail = fail
         self._loop = asyncio.get_running_loop()
         self._pid = 0
@@ -230,7 +237,7 @@ class Mpirun:
             self._requests = -1
 
     def _command(self, launcher: str, attempt: Attempt) -> list[str]:
-        hosts = [socket.gethostname(), *(self._relays.hosts() if self._relays is not None else ())]
+        hosts = [socket.gethostname(), *(self._others.hosts() if self._others is not None else ())]
         slots = ",".join(f"{hosts[member.agent]}:{member.processes}" for member in attempt.members)
         return [
             launcher, *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "--bind-to", "none", "--host", slots,
@@ -242,8 +249,8 @@ class Mpirun:
         with contextlib.suppress(BlockingIOError):
             for line in os.read(self._requests, 1 << 16).decode(errors="replace").splitlines():
                 host, _, command = line.partition(" ")
-                if self._relays is not None:
-                    self._relays.run(host, command, attempt)
+                if self._others is not None:
+                    self._others.run(host, command, attempt)
 
 
 def _make_agent(work: pathlib.Path) -> pathlib.Path:

@@ -15,6 +15,7 @@ from typing import Any, Self
 from kale_dist import wire
 from kale_dist.wire import JobFiles, Order, PodVariable, ProcessState, Source
 from kale_dist.wire.blobs import FolderStore
+from kale_dist.wire.files import umask
 from kale_dist.worker.agent import processes
 from kale_dist.worker.agent.fork_pool import ForkPool
 
@@ -89,7 +90,7 @@ class Pod:
             cwd=self._cwd(),
             sys_path=tuple(sys.path),
             argv=("kale_dist",),
-            umask=_umask(),
+            umask=umask(),
             limits=(),
             torch_flags=order.torch_flags,
         )
@@ -142,10 +143,3 @@ class Pod:
 
 class Problem(Exception):  # noqa: N818 - it never leaves this package
     """Why a pod's agent cannot begin; a sentence."""
-
-
-def _umask() -> int:
-    """There is no other way to ask than to set it."""
-    before = os.umask(0o077)
-    os.umask(before)
-    return before

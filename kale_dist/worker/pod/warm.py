@@ -14,6 +14,7 @@ from kale_dist.wire import EventKind, FailureCause, InputFiles, Order, StateName
 from kale_dist.wire.blobs import unpack_blobs
 from kale_dist.worker.agent.attempt import Site
 from kale_dist.worker.agent.job_run import JobRun
+from kale_dist.worker.pod.head_relays import HeadsRelays
 from kale_dist.worker.pod.pod import Pod
 
 TURN_S = 5.0
@@ -25,12 +26,14 @@ class WarmPods(JobRun):
 
     Args:
         site: Of the set.
+        relays: Of the set; None if the head has all ranks.
         pod: The head's.
         make: Makes the head of a job.
     """
 
-    def __init__(self, site: Site, pod: Pod, make: Callable[[Pod], Any]) -> None:
+    def __init__(self, site: Site, relays: HeadsRelays | None, pod: Pod, make: Callable[[Pod], Any]) -> None:
         super().__init__(site)
+        self._relays = relays
         self._pod = pod
         self._make = make
         self._taken: set[str] = set()
@@ -92,7 +95,7 @@ class WarmPods(JobRun):
 
     async def _run_attempts(self) -> Verdict:
         """Run one job after the other; returns why there is no further one."""
-        writer, relays, idle_s = self._site.writer, self._site.relays, self.order.idle_s
+        writer, relays, idle_s = self._site.writer, self._relays, self.order.idle_s
         running = functools.partial(writer.event, EventKind.STATE, state=str(StateName.RUNNING), cause="")
         while True:
             running(reason="Waits for a call that fits", idle_s=idle_s)

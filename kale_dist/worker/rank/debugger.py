@@ -14,14 +14,12 @@ import secrets
 import sys
 import threading
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.snapshot import sources
 from kale_dist.wire import context
-
-if TYPE_CHECKING:
-    from kale_dist.worker.rank.rank_main import Control
+from kale_dist.worker.rank.control import Control
 
 MAX_TEXT = 64 << 10
 """Characters that are shown of what one command has printed."""

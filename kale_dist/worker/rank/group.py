@@ -229,7 +229,8 @@ class KeptGroup:
         def connect_to_own(*args: Any, **kwargs: Any) -> Any:
             before = peers.sockets()
             made = connect(*args, **kwargs)
-            peers.check(before)
+            # gloo has connected to all ranks now, unless it is told to wait for the first message. NCCL has not.
+            peers.check(before, closes=not self._cuda and os.environ.get("TORCH_GLOO_LAZY_INIT") != "1")
             return made
 
         return connect_to_own

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kale_dist.errors import SnapshotError
 from kale_dist.snapshot import loading, outcome, sources
@@ -38,9 +38,7 @@ from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.agent.hang_watch import Frame, Sample, waits
 from kale_dist.worker.pod import pod_input
 from kale_dist.worker.rank import cell, repair, stand_ins
-
-if TYPE_CHECKING:
-    from kale_dist.worker.rank.rank_main import Control
+from kale_dist.worker.rank.control import Control
 
 CUT_AFTER_S = 0.5
 """After an interrupt: Python code has ended by then, and what has not waits in a collective."""

@@ -21,6 +21,7 @@ ANSWER_S = 10.0
 
 _LOOK_EACH_S = 0.02
 _LOOPBACK = ("127.", "::1", "::ffff:127.")
+_TCP_MD5SIG_EXT, _HAS_PREFIX = 32, 1
 _SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _IS_REQUEST, _IS_ERROR = 4, 20, 1, 2
 _ADDRESSES = struct.Struct("!HH16s16s")
 Address = tuple[str, int]
@@ -68,11 +69,12 @@ def of_python(but: socket.socket | None = None) -> set[int]:
     return {one.fileno() for one in gc.get_objects() if isinstance(one, socket.socket) and one is not but}
 
 
-def check(before: dict[str, int]) -> None:
+def check(before: dict[str, int], *, closes: bool) -> None:
     """Refuse new connections to processes of other users of this machine.
 
     Args:
         before: `sockets()` before the connections were made.
+        closes: Whether no further ranks will connect to the ports that were opened meanwhile.
 
     Raises:
         ContractError: There is one.
@@ -83,7 +85,9 @@ def check(before: dict[str, int]) -> None:
             try:
                 here, there = one.getsockname()[:2], one.getpeername()[:2]
             except OSError:
-                # It listens.
+                listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens and closes and descriptor not in of_python(but=one):
+                    close_to_all(one)
                 continue
             # Who connects chooses the address that he seems to come from.
             if here[0] != there[0] and not here[0].startswith(_LOOPBACK):
@@ -102,6 +106,17 @@ def check(before: dict[str, int]) -> None:
                 )
     except OSError as error:
         _warn(str(error))
+
+
+def close_to_all(listener: socket.socket) -> None:
+    """Let nobody connect any more, where the kernel can: only packets count that are signed by a key that nobody has (RFC 2385, tcp(7)).
+
+    gloo aborts its rank when its port is flooded, and does not let go of it.
+    """
+    where = struct.pack("=HH", listener.family, 0).ljust(128, b"\0")
+    key = struct.pack("=BBHi80s", _HAS_PREFIX, 0, 16, 0, os.urandom(16))
+    with contextlib.suppress(OSError):
+        listener.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, where + key)
 
 
 def _warn(why: str) -> None:

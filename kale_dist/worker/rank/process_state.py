@@ -13,7 +13,6 @@ import operator
 import os
 import pathlib
 import random
-import re
 import resource
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Any
 from kale_dist.errors import ContractError
 from kale_dist.snapshot import loading
 from kale_dist.wire import Assignment, ProcessState
+from kale_dist.wire.files import umask
 from kale_dist.worker.agent import processes
 
 ONLY_LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -61,7 +61,7 @@ def capture(cuda: bool) -> ProcessState:  # noqa: FBT001 - the one thing it depe
         sys_path=tuple(dict.fromkeys(str(pathlib.Path(cwd, entry)) for entry in sys.path if isinstance(entry, str))),
         # What follows `ipykernel_launcher.py` is the kernel's, and a function that parses its arguments would refuse it.
         argv=tuple(sys.argv[: 1 if "kernel_launcher" in "".join(sys.argv[:1]) else None]),
-        umask=_read_umask(),
+        umask=umask(),
         limits=tuple((number, *resource.getrlimit(number)) for number in _LIMITS),
         torch_flags=read_flags(cuda=cuda),
     )
@@ -73,13 +73,6 @@ def _cwd() -> str:
     except FileNotFoundError:
         # The folder was deleted under the notebook; a rank needs one that is there.
         return str(pathlib.Path.home())
-
-
-def _read_umask() -> int:
-    """The umask, read without setting it: other threads of the notebook may be making files."""
-    status = pathlib.Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    found = re.search(r"^Umask:\s*([0-7]+)$", status, re.MULTILINE)
-    return int(found[1], 8) if found else 0o022
 
 
 def apply(state: ProcessState, modules: pathlib.Path) -> None:

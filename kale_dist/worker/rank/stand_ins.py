@@ -17,14 +17,12 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from kale_dist.errors import ConfigError
 from kale_dist.wire import EventKind, PodVariable, context
 from kale_dist.worker.agent import gpu_faults
-
-if TYPE_CHECKING:
-    from kale_dist.worker.rank.rank_main import Control
+from kale_dist.worker.rank.control import Control
 
 MAX_PICTURE_BYTES = 512 << 10
 """An event with more does not leave the rank."""

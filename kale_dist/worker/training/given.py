@@ -9,18 +9,16 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kale_dist import callbacks, strategies
+from kale_dist.worker.training.checkpoint import Checkpoint
 from kale_dist.worker.training.result import Optimizers, state_of
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.trained import Trained
-
-if TYPE_CHECKING:
-    from kale_dist.worker.training.checkpoint import Checkpoint
 
 _SCHEDULED = frozenset(("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"))
 """Options of an optimizer that schedulers set."""

@@ -17,9 +17,9 @@ from kale_dist.strategies import Layout, Settings
 from kale_dist.wire import EventKind, context
 from kale_dist.worker.training import checkpoint, parts, saving, supervised
 from kale_dist.worker.training.callbacks import Callbacks
-from kale_dist.worker.training.checkpoint import Checkpoint, Resumption, describe
+from kale_dist.worker.training.checkpoint import Checkpoint
 from kale_dist.worker.training.data.batches import Feed
-from kale_dist.worker.training.data.dealing import seed_generators
+from kale_dist.worker.training.data.generators import random_states, seed_generators, set_random_states
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
 from kale_dist.worker.training.given import Given
@@ -27,6 +27,7 @@ from kale_dist.worker.training.group import Group, copy_where_differing, differi
 from kale_dist.worker.training.notices import Captured, Losses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
 from kale_dist.worker.training.parts import Folders, Made
+from kale_dist.worker.training.position import Position, RankPosition
 from kale_dist.worker.training.profiling import CLOCK, Profiler, collective_s
 from kale_dist.worker.training.result import (
     Averaged,
@@ -38,6 +39,7 @@ from kale_dist.worker.training.result import (
     on_cpu,
     state_of,
 )
+from kale_dist.worker.training.resumption import Resumption, describe
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import FullState, Parts, Strategy
 from kale_dist.worker.training.trained import Progress, Trained, own_parameters
@@ -243,8 +245,8 @@ class Session:
         setup.resumption.restore_rest(control.scaler, strategy.load_own_state)
         if not setup.parts.row.is_alone:
             # Peers draw alike, or their dropout would differ.
-            states = checkpoint.random_states(group.device, trained.loaders)
-            checkpoint.set_random_states(group.device, trained.loaders, setup.parts.row.send(states))
+            states = random_states(group.device, trained.loaders)
+            set_random_states(group.device, trained.loaders, setup.parts.row.send(states))
         session = cls(
             setup=setup,
             training=training,
@@ -263,8 +265,10 @@ class Session:
         seed = torch.initial_seed() if resumption.seed is None else resumption.seed
         for feed in (loaders.train, loaders.evaluation):
             feed.seed, feed.was_read = seed, resumption.progress.epochs > 0
-        captured = _captured(training, trained, training.train_step)
-        session.within = Within(setup, control, loaders.train, captured, session.write_checkpoint)
+        session.within = Within(
+            training.checkpoint_every, trained, group, strategy, resumption, control, loaders.train,
+            session.write_checkpoint,
+        )  # fmt: skip
         return session
 
     def run(self) -> Progress:
@@ -338,8 +342,10 @@ class Session:
         """Call the user's train_step, and bring the ranks to one state."""
         training, feed = self.training, self.loaders.train
         before_s = collective_s()
-        scaler = self.control.scaler
-        ready_made = functools.partial(supervised.train_epoch, scale=None if scaler is None else scaler.scale)
+        scaler, totals = self.control.scaler, supervised.Totals()
+        scale = None if scaler is None else scaler.scale
+        ready_made = functools.partial(supervised.train_epoch, scale=scale, totals=totals)
+        self.within.begin_epoch(None if training.train_step else totals)
         returned = self._call(
             training.train_step or ready_made,
             feed,
@@ -384,7 +390,7 @@ class Session:
                 f"Training has changed no weight of the model: train_step made no step of the optimizer that it got{others}.",
                 warns=True,
             )
-        self._emit(outcome, epoch, feed.name)
+        self._emit(outcome, epoch, feed.name, feed.from_batch)
         return outcome
 
     def _evaluate(self, epoch: int, source: str = "eval") -> Averaged:
@@ -402,9 +408,8 @@ class Session:
         """Call a step with what it is given, the device and its `args`; return what it returns."""
         feed.begin(epoch)
         self.loaders.running = feed
-        within = self.within.epoch(Session._call.__code__) if feed.is_training else contextlib.nullcontext()
         try:
-            with self._autocast(), within:
+            with self._autocast():
                 returned = step(*given, self.group.device, args)
         except Exception as error:
             if not isinstance(error, KaleDistError):
@@ -423,9 +428,10 @@ class Session:
         self._mend_learning_rates([rates for *_, rates in outcome.extras], epoch)
         return outcome
 
-    def _emit(self, outcome: Averaged, epoch: int, source: str) -> None:
+    def _emit(self, outcome: Averaged, epoch: int, source: str, from_batch: int = 0) -> None:
         if self.group.rank == 0 and outcome.values:
-            context.emit(EventKind.METRICS, rank=None, values=outcome.values, epoch=epoch, source=source)
+            mark = {"from_batch": from_batch} if from_batch else {}
+            context.emit(EventKind.METRICS, rank=None, values=outcome.values, epoch=epoch, source=source, **mark)
 
     def _mend_drift(self, prints: Sequence[Any], epoch: int) -> None:
         """Make weights equal again where they drifted apart, or raise an error where no rank holds all of them."""
@@ -507,7 +513,7 @@ class Session:
 
     # -- what remains ----------------------------------------------------------------------------------------------
 
-    def write_checkpoint(self, position: dict[str, Any] | None = None, mine: dict[str, Any] | None = None) -> None:
+    def write_checkpoint(self, position: Position | None = None, mine: RankPosition | None = None) -> None:
         """Write the states of rank 0 into the job's folder, if there is one. All ranks have to call this.
 
         Args:
@@ -541,7 +547,7 @@ class Session:
                 EventKind.CHECKPOINT,
                 epoch=progress.epochs,
                 step=steps,
-                batches=0 if position is None else position["batches"],
+                batches=0 if position is None else position.batches,
                 asked=is_asked,
                 path=files.checkpoint.name,
                 bytes=files.checkpoint.stat().st_size,

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import dataclasses
 import enum
+import errno
 import importlib
 import pathlib
 import pickle
@@ -26,9 +27,10 @@ from torch import Tensor
 from kale_dist import strategies
 from kale_dist.errors import ConfigError, KaleDistError, StoreError
 from kale_dist.wire import blobs, context
+from kale_dist.wire.files import umask
 from kale_dist.worker.training import checkpoint
 from kale_dist.worker.training.checkpoint import Checkpoint
-from kale_dist.worker.training.data.dealing import generator_states, seed_generators, set_generator_states
+from kale_dist.worker.training.data.generators import generator_states, seed_generators, set_generator_states
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.recipe import Recipe
 from kale_dist.worker.training.settings import Training
@@ -39,6 +41,7 @@ REST = "rest"
 """The file in a checkpoint's folder of parts that holds all but the tensors of model and optimizer."""
 
 _OWNER = "owner"
+_OWNER_CHARACTERS = 128
 """The file there that says which job has written it. Only that job removes it."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -219,7 +222,7 @@ class Folders:
         before = sorted(self._checkpoints.glob("*"), key=_number) if self._group.rank == 0 else []
         folder = self._checkpoints / str(self._group.send(_number(before[-1]) + 1 if before else 1))
         owner = context.context().owner
-        mine = [old for old in before if (old / _OWNER).is_file() and (old / _OWNER).read_text() == owner]
+        mine = [old for old in before if _owner_of(old) == owner]
         last = next((old for old in reversed(mine) if (old / ".metadata").exists()), folder)
         mine = [old for old in mine if old != last]
         if mine and checkpoint.is_tight(last):
@@ -231,7 +234,8 @@ class Folders:
                 if isinstance(value, Tensor):
                     states[f"optimizer.{name}.{what}"] = value
         if self._group.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            _make(folder)
             folder.joinpath(_OWNER).write_text(owner)
             checkpoint.save(folder / REST, whole)
         save(folder, states, self._group)
@@ -247,6 +251,7 @@ class Folders:
         target, fresh, before = self._target, self._fresh, self._before
         if self._group.rank == 0:
             _remove([fresh])
+            _make(fresh)
         self._group.gather(None)
         save(fresh, weights_of(model), self._group)
         if self._group.rank == 0:
@@ -256,6 +261,7 @@ class Folders:
             if target.exists():
                 _remove([before])
                 target.rename(before)
+            fresh.chmod(0o777 & ~umask())
             fresh.rename(target)
             blobs.sync_folder(target.parent)
             _remove([before])
@@ -296,8 +302,29 @@ def _remove(folders: Iterable[pathlib.Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _make(folder: pathlib.Path) -> None:
+    """Make a folder that no other user can put anything into: torch writes through links that it finds.
+
+    Raises:
+        StoreError: There is one already, which cannot be removed, or it cannot be made.
+    """
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be made ({error.strerror}). Give save_to= another folder") from error
+
+
+def _owner_of(folder: pathlib.Path) -> str:
+    """The job that has written a checkpoint, as far as one can be named; empty if that is not known."""
+    path = folder / _OWNER
+    if not path.is_file():
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(_OWNER_CHARACTERS)
+
+
 def _number(folder: pathlib.Path) -> int:
-    return int(folder.name) if re.fullmatch(r"[0-9]+", folder.name) else 0
+    return int(folder.name) if re.fullmatch(r"[0-9]{1,9}", folder.name) else 0
 
 
 def outlines(trained: Trained) -> FullState:
@@ -363,6 +390,8 @@ def metadata(folder: pathlib.Path) -> Any:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
+        if not (folder / ".metadata").is_file():
+            raise FileNotFoundError(errno.ENOENT, "there is no such file")  # noqa: TRY301 - one place words it
         with (folder / ".metadata").open("rb") as file:
             found = _Unpickler(file).load()
         if outside := [one for info in found.storage_data.values() if "/" in (one := info.relative_path)]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kale_dist.errors import ConfigError
-from kale_dist.worker.training.data.batches import move
+from kale_dist.worker.training.data.moving import move
+from kale_dist.worker.training.result import on_cpu
 
 
 def train_epoch(
@@ -21,6 +22,7 @@ def train_epoch(
     args: Any = None,  # noqa: ARG001 - the signature of every train_step
     *,
     scale: Callable[[Tensor], Tensor] | None = None,
+    totals: Totals | None = None,
 ) -> dict[str, float]:
     """Train one epoch: `loss = criterion(model(x), y)`, backward, step.
 
@@ -33,12 +35,13 @@ def train_epoch(
         device: Where the batches are to be.
         args: Not used.
         scale: Multiplies the loss before the backward pass (16-bit floats); None for none.
+        totals: Sums to add to, as where the epoch continues; None for new ones.
 
     Returns:
         `loss`, and `accuracy` where outputs are class scores (N, C, ...) and targets are whole numbers (N, ...).
     """
     model.train()
-    totals = _Totals()
+    totals = totals or Totals()
     for batch in data_loader:
         optimizer.zero_grad()
         loss, outputs, targets = _forward(model, criterion, batch, device)
@@ -51,14 +54,14 @@ def train_epoch(
 def eval_epoch(model: Any, data_loader: Any, criterion: Any, device: Any, args: Any = None) -> dict[str, float]:  # noqa: ARG001
     """Evaluate once without gradients; arguments and result are those of `train_epoch`."""
     model.eval()
-    totals = _Totals()
+    totals = Totals()
     with torch.no_grad():
         for batch in data_loader:
             totals.add(*_forward(model, criterion, batch, device))
     return totals.means()
 
 
-class _Totals:
+class Totals:
     """Sums over the samples of an epoch, kept on the device so that nothing waits for it."""
 
     def __init__(self) -> None:
@@ -68,6 +71,7 @@ class _Totals:
         self._predictions = 0
 
     def add(self, loss: Tensor, outputs: Any, targets: Any) -> None:
+        """Add a batch: its mean loss, and what the model made of it."""
         size = len(targets) if isinstance(targets, Tensor) and targets.dim() else 1
         self._samples += size
         weighted = loss.detach().double() * size
@@ -83,7 +87,17 @@ class _Totals:
             self._correct = correct if self._correct is None else self._correct + correct
             self._predictions += targets.numel()
 
+    def state(self) -> dict[str, Any]:
+        """The sums, for a checkpoint."""
+        found: dict[str, Any] = on_cpu(vars(self))
+        return found
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned; tensors get to the device with the next batch."""
+        vars(self).update(state)
+
     def means(self) -> dict[str, float]:
+        """`loss`, and `accuracy` where it is known."""
         if self._loss is None:
             return {}
         metrics = {"loss": self._loss.item() / max(1, self._samples)}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kale_dist.strategies.tensor import parameters_of
+from kale_dist.worker.training.position import Position
 from kale_dist.worker.training.result import one_model, one_optimizer, optimizers_of
 from kale_dist.worker.training.settings import Training
 
@@ -61,14 +62,6 @@ class Trained:
         found = [part for module in modules for part in (*module.modules(), *module.parameters(), *module.buffers())]
         return [*found, self.optimizer, *self.optimizers, self.scheduler, *self.state]
 
-    def data(self) -> list[Any]:
-        """The loaders and what they read, which the call gives again."""
-        found: list[Any] = []
-        for loader in self.loaders:
-            batches = loader.batch_sampler
-            found += [loader, loader.dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
-        return found
-
     def tensors(self) -> dict[str, Tensor]:
         """All parameters that training may change, by name, each once: the model's, the criterion's, the optimizer's."""
         found: dict[int, tuple[str, Tensor]] = {}
@@ -115,8 +108,8 @@ class Progress:
     """Metrics of the last finished epoch."""
     stopped: bool = False
     """Whether a step or a callback ended the training in that epoch."""
-    position: dict[str, Any] | None = None
-    """Where the next epoch is, if it has begun; see `worker/training/within.py`."""
+    position: Position | None = None
+    """Where the next epoch is, if it has begun."""
 
 
 def own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:

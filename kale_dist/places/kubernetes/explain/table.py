@@ -346,11 +346,6 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "Name an image with Python {here}, or the ranks cannot read what is sent to them",
         ),
         Entry(
-            "image-cuda", (Seen.STRUCTURE,), "",
-            "the image has CUDA {version}, which some nodes cannot run ({why})",
-            "Use an image with an older CUDA, choose other nodes with node_selector=, or have the driver updated",
-        ),
-        Entry(
             "init-image", (Seen.WAITING,),
             "ErrImagePull|ImagePullBackOff|InvalidImageName|ErrImageNeverPull|RegistryUnavailable",
             "the image {image} of init-pytorch, which the operator puts before workers, cannot be pulled: "

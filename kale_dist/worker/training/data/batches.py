@@ -5,27 +5,53 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
 from kale_dist.errors import KaleDistError
 from kale_dist.wire import EventKind, context
-from kale_dist.worker.training.data.dealing import (
+from kale_dist.worker.training.data.dealing import length
+from kale_dist.worker.training.data.generators import (
     OwnGenerators,
     advance_generators,
     generator_states,
     set_generator_states,
 )
+from kale_dist.worker.training.data.moving import count, move
 from kale_dist.worker.training.data.sharding import Pace, Portion
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.profiling import CLOCK, Profiler
 from kale_dist.worker.training.strategy import Strategy
 
-if TYPE_CHECKING:
-    from kale_dist.worker.training.within import Within
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where the first pass of a resumed epoch begins."""
+
+    items: int
+    """After so many items of the sampler,"""
+    order: str
+    """if their order has this digest; empty for any."""
+    samples: int
+    """So many of them this rank has had."""
+    before: Any
+    """Generators before a batch that was read ahead; None where that does not matter."""
+
+
+class Meeting(Protocol):
+    """What happens between two batches of a training, in all ranks."""
+
+    def begin(self, batches: Batches) -> None:
+        """Called when the step requests the first batch of the epoch's first pass, whose data is at its position."""
+
+    def meet_between(self, batches: Batches, *, left: bool = False) -> None:
+        """Called when the step requests another batch, or has left the loop."""
+
+    def pass_again(self) -> None:
+        """Called when the step asks its loader for another iterator in the same epoch."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,13 +79,14 @@ class Feed:
     """The `Deal` or `Counter` that notes the samples of each batch; None for a stream."""
     seed: int = 0
     """From this, epoch, pass and batch workers' seeds are made."""
-    start: dict[str, Any] | None = None
-    """Where the first pass of the epoch begins, once: after so many `items` of this `order`, of which this rank has had
-    `samples`; the generators `before` a batch that was read ahead. None for its start."""
+    start: Start | None = None
+    """Where the first pass of the epoch begins, once; None for its start."""
+    from_batch: int = 0
+    """The first batch that the step's own numbers are of, where the epoch has resumed; 0 for all."""
     was_read: bool = False
     """Whether passes were made before the training resumed."""
-    within: Within | None = None
-    """The checkpoints within epochs of a loader that is trained on."""
+    within: Meeting | None = None
+    """Called between the batches of a loader that is trained on."""
     first: Batches | None = None
     """The first pass of the epoch."""
     is_stream: bool = False
@@ -113,6 +140,9 @@ class Feed:
         self.samples = 0
         self.passes = 0
         self.first = None
+        self.from_batch = 0
+        if self.queue_of is not None:
+            self.queue_of.skipped = 0 if self.start is None else self.start.items // self.queue_of.per_chunk
 
     def end(self) -> None:
         """Called after the user's step: leave a pass that was not finished. An iterator that the step keeps continues later."""
@@ -155,12 +185,15 @@ class Batches:
         feed, self._start = self._feed, None
         if feed.first is None:
             feed.first, self._start, feed.start = self, feed.start, None
+        else:
             if feed.within is not None:
-                feed.within.make(self)
+                feed.within.pass_again()
+            if feed.queue_of is not None:
+                feed.queue_of.skipped = 0
         if feed.queue_of is not None and feed.reads:
             feed.queue_of.start, feed.queue_of.expected = 0, ""
             if self._start is not None:
-                feed.queue_of.start, feed.queue_of.expected = self._start["items"], self._start["order"]
+                feed.queue_of.start, feed.queue_of.expected = self._start.items, self._start.order
             # Ranks may have been seeded alike by code of the user's.
             place = (feed.seed, feed.group.rank, feed.epoch, feed.passes)
             feed.queue_of.place = place if self._loader.num_workers else ()
@@ -184,10 +217,8 @@ class Batches:
         self._counts: list[int] | None = None
         self._lent: Any = None
         """Another rank's batch, for a rank that has none left."""
-        try:
-            self._steps: int | None = len(self._loader) if not feed.is_stream else None
-        except (TypeError, NotImplementedError):
-            self._steps = None
+        left = None if feed.is_stream else length(self._loader)
+        self._steps = None if left is None or feed.queue_of is None else left + feed.queue_of.skipped
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's
         """Begin the next pass of persistent workers; torch calls this."""
@@ -271,23 +302,23 @@ class Batches:
         return ""
 
     def _go_to_start(self) -> None:
-        """Bring the data to its position, before the first batch; then the step's own variables."""
+        """Bring the data to its position, before the first batch."""
         feed, start = self._feed, self._start
         if start is not None and feed.reads and feed.queue_of is not None:
             if not self._loader.num_workers:
                 feed.queue_of.draw()
             if not feed.queue_of.is_expected:
-                start = None
+                start, feed.queue_of.skipped = None, 0
         if start is not None:
             # With another number of ranks, the first chunk may begin within what was one.
-            self.index, self._part = divmod(start["items"], self._per_chunk)
-            self.samples = self._skipped = start["samples"]
+            self.index, self._part = divmod(start.items, self._per_chunk)
+            self.samples = self._skipped = start.samples
             if feed.reads and feed.is_agreed:
                 for _ in range(self.index if feed.is_stream else 0):
                     if self._fetch() is None:
                         break
-                if start["before"] is not None:
-                    set_generator_states(start["before"])
+                if start.before is not None:
+                    set_generator_states(start.before)
                 self._ahead = self._fetch()
                 self._counts = self._agree(self._ahead)
                 self._borrow()
@@ -520,60 +551,3 @@ def set_rng_states(states: tuple[torch.Tensor, ...], device: torch.device) -> No
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state, device)
-
-
-def move(batch: Any, device: torch.device) -> Any:
-    """Move all tensors of a batch to a device.
-
-    Args:
-        batch: Tensors in any nesting of tuples, named tuples, lists and mappings, or objects with a `to` method.
-        device: The device.
-
-    Returns:
-        The same object where nothing had to be moved, else one of the same make.
-    """
-    if isinstance(batch, torch.Tensor):
-        return batch if batch.device == device else batch.to(device, non_blocking=True)
-    if isinstance(batch, str | bytes | int | float) or batch is None:
-        return batch
-    if isinstance(batch, Mapping):
-        moved = {key: move(value, device) for key, value in batch.items()}
-        if all(moved[key] is batch[key] for key in moved):
-            return batch
-        return _rebuild(batch, moved)
-    if isinstance(batch, tuple | list):
-        parts = [move(value, device) for value in batch]
-        if all(part is value for part, value in zip(parts, batch, strict=True)):
-            return batch
-        return type(batch)(*parts) if hasattr(batch, "_fields") else _rebuild(batch, parts)
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device)
-    return batch
-
-
-def _rebuild(original: Any, parts: Any) -> Any:
-    """Make a container of the original's class; a plain one where the class's constructor takes something else."""
-    try:
-        return type(original)(parts)
-    except TypeError:
-        return parts
-
-
-def count(batch: Any) -> int:
-    """Count the samples of a batch that a dataset made itself: the first dimension of its first tensor or array, else 1."""
-    size = _first_dimension(batch)
-    return 1 if size is None else size
-
-
-def _first_dimension(batch: Any) -> int | None:
-    shape = getattr(batch, "shape", None)
-    if shape is not None and len(shape):
-        return int(shape[0])
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, tuple | list):
-        for part in batch:
-            size = _first_dimension(part)
-            if size is not None:
-                return size
-    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -17,6 +16,7 @@ import torch
 from torch.utils.data import SequentialSampler, get_worker_info
 
 from kale_dist.worker.training.data import sharding
+from kale_dist.worker.training.data.generators import OwnGenerators, generator_states
 from kale_dist.worker.training.data.sharding import Portion
 from kale_dist.worker.training.group import Group
 
@@ -147,6 +147,8 @@ class Passes(Shown):
     """Items of the sampler that the next pass leaves out, if its order is the `expected` one."""
     expected: str = ""
     """The digest that the order must have; empty for any."""
+    skipped: int = 0
+    """Steps of the pass that were taken before the training resumed: its length is that of the others."""
     place: tuple[int, ...] = ()
     """Seed, rank, epoch and pass from which workers' seeds are made; empty without workers."""
     order: str = ""
@@ -161,6 +163,9 @@ class Passes(Shown):
     def is_expected(self) -> bool:
         """Whether the latest pass has the expected order, and so leaves out items."""
         return self.expected in ("", self.order)
+
+    def __len__(self) -> int:
+        return Shown.__len__(self) - self.skipped
 
     def draw(self) -> None:
         """Draw the order of the next pass now."""
@@ -230,61 +235,6 @@ def _seeded(stream: Any, rank: int, world_size: int, states: Any) -> Iterator[An
         yield pulled[0]
 
 
-class OwnGenerators:
-    """Generator states of its own for code that draws from the global generators.
-
-    Args:
-        states: The first ones, as `generator_states` returns them.
-    """
-
-    def __init__(self, states: Any) -> None:
-        self._states = states
-
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Within the block the global generators continue from these states."""
-        others = generator_states()
-        set_generator_states(self._states)
-        try:
-            yield
-        finally:
-            self._states = generator_states()
-            set_generator_states(others)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed Python's, torch's and, where it is imported, NumPy's global generators."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-def generator_states() -> tuple[Any, Any, Any]:
-    """The states of Python's, NumPy's and torch's global generators (None for NumPy where it is not imported)."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state(), torch.get_rng_state()
-
-
-def set_generator_states(states: tuple[Any, Any, Any]) -> None:
-    """Set Python's, NumPy's and torch's global generators to what `generator_states` returned."""
-    python, numpy_state, torch_state = states
-    random.setstate(python)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and numpy_state is not None:
-        numpy.random.set_state(numpy_state)
-    torch.set_rng_state(torch_state)
-
-
-def advance_generators() -> None:
-    """Draw a number from each of them, so that what is drawn next is not what their states before would give."""
-    random.random()  # noqa: S311 - no secret
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.random()
-    torch.rand((), device="cpu")
-
-
 _DRAWN_WHOLE = 1 << 24
 """A sampler that gives more is drawn chunk by chunk: minGPT asks for 10,000,000,000 samples with replacement."""
 
@@ -320,11 +270,11 @@ class Deal(Passes):
     """Samples dealt to this rank so far in the latest pass; None before the first one."""
 
     def __len__(self) -> int:
-        """Steps of this rank in a pass. Raises TypeError if the source has no length."""
+        """Steps of this rank that are left of a pass. Raises TypeError if the source has no length."""
         used = len(self.source) // self.drop_unit * self.drop_unit
         steps = -(-used // self.per_chunk)
         if self.aligned or not steps:
-            return int(steps)
+            return int(steps) - self.skipped
         last = used - (steps - 1) * self.per_chunk
         has_last = self.items == "split" or last > self.group.rank
         return int(max(1, steps - (not has_last)))

@@ -21,10 +21,9 @@ from kale_dist.worker.training.data.dealing import (
     Shown,
     StreamShare,
     View,
-    advance_generators,
-    generator_states,
     length,
 )
+from kale_dist.worker.training.data.generators import advance_generators, generator_states
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.trained import Trained
@@ -182,20 +181,23 @@ def _prepare_map(loader: DataLoader[Any], feed: Feed, sampler: Any, *, split: bo
         feed.sentence = _describe_batches(feed.name, total, world, split=split)
         known = length(loader.dataset)
         estimate = max(1, ((total or 0) if known is None else known) // world)
-        share: Any = lambda: estimate if deal.samples is None else max(1, deal.samples)  # noqa: E731
+        counted = lambda: estimate if deal.samples is None else max(1, deal.samples)  # noqa: E731
+        share: Any = None if group.is_alone else counted
+        fits = True
         name, shown = "batch_sampler", loader.sampler
     else:
         size = loader.batch_size or 1
         chunk = size if split and loader.batch_size else size * world
         unit = 1
-        share = None
+        share, fits = None, length(loader.dataset) == total
         if total is not None:
             drop = bool(loader.drop_last)
             options: dict[str, bool] = {"aligned": aligned, "split": chunk == size}
             used = sharding.divide(feed.argument, total, size, world, drop_last=drop, **options)
             whole = sharding.divide(feed.argument, total, size, world, drop_last=False, **options)
             unit = (used.chunk if aligned else size) if drop else 1
-            share = max(1, whole.share(group.rank)) if total else 0
+            mine, each = whole.share(group.rank), sharding.portion(chunk, group.rank, world)
+            share = lambda: max(1, mine - deal.skipped * each) if total else 0  # noqa: E731
             feed.sentence = sharding.describe(feed.name, used, dropped=total - used.samples)
             if loader.batch_size is None and world > 1:
                 feed.sentence += (
@@ -218,23 +220,21 @@ def _prepare_map(loader: DataLoader[Any], feed: Feed, sampler: Any, *, split: bo
         )
         name, shown = "batch_sampler" if loader.batch_size else "sampler", sampler
     feed.queue_of = deal
-    state["sampler"] = View(Shown(shown, share if world > 1 else None))
+    state["sampler"] = View(Shown(shown, share))
     state[name] = View(deal)
     made = SeededView if loader.num_workers else View
-    state["dataset"] = made(Shown(loader.dataset, _dataset_share(loader.dataset, total, share, group)))
+    state["dataset"] = made(Shown(loader.dataset, _dataset_share(loader.dataset, share, group, fits=fits)))
 
 
-def _dataset_share(dataset: Any, total: int | None, share: Any, group: Group) -> Any:
+def _dataset_share(dataset: Any, share: Any, group: Group, *, fits: bool) -> Any:
     """The length that a rank's dataset shows: a sum over the rank's samples divided by it is a mean, as on one process.
 
-    None for the dataset's own length.
+    None for the dataset's own length; `fits` says that the loader's share is the dataset's.
     """
     size = length(dataset)
-    if group.is_alone or size is None:
-        return None
-    if callable(share) or size == total:
-        return share
-    return max(1, sharding.portion(size, group.rank, group.world_size))
+    if size is None or fits:
+        return None if size is None else share
+    return None if group.is_alone else max(1, sharding.portion(size, group.rank, group.world_size))
 
 
 def _describe_batches(name: str, batches: int | None, world: int, *, split: bool) -> str:

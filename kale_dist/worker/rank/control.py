@@ -1,0 +1,92 @@
+"""A rank's end of the socket to its agent."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import select
+import socket
+import threading
+from typing import Any
+
+from kale_dist import wire
+from kale_dist.wire import Assignment
+
+_LOOK_AGAIN_MS = 200
+
+
+class Control:
+    """The socket. Several threads may use it at once."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._pending = b""
+        self._lock = threading.Lock()
+        self._messages: collections.deque[dict[str, Any]] = collections.deque()
+        self._live: collections.deque[dict[str, Any]] = collections.deque()
+        self._is_asked_to_save = False
+
+    def receive_assignment(self) -> tuple[Assignment, int | None] | None:
+        """The assignment and, if there is one, the descriptor by which it opens its store. None if the agent has no use for us."""
+        self._pending, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
+        message = self.hear() if self._pending else None
+        return None if message is None else (wire.decode(Assignment, message), descriptors[0] if descriptors else None)
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Tell the agent. Without an agent this process is about to be killed."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(wire.encode_json(message))
+
+    def is_asked_to_save(self) -> bool:
+        """Whether the agent has asked for a checkpoint since the last call. Never waits."""
+        self._receive()
+        asked, self._is_asked_to_save = self._is_asked_to_save, False
+        return asked
+
+    def hear(self) -> dict[str, Any] | None:
+        """Wait for the agent's next message, but for one that asks for a checkpoint; None if the agent is gone."""
+        while self._receive() or self._messages:
+            if self._messages:
+                return self._messages.popleft()
+            # Not for ever: another thread may take the message.
+            self._wait(_LOOK_AGAIN_MS)
+        return None
+
+    def hear_live(self, limit_s: float) -> list[dict[str, Any]] | None:
+        """The messages to live ranks that have come within a limit; None if the agent is gone. For one thread alone."""
+        if not self._live:
+            self._wait(limit_s * 1000)
+        is_there = self._receive()
+        heard = [self._live.popleft() for _ in range(len(self._live))]
+        return heard if heard or is_there else None
+
+    def wait_for_go(self) -> None:
+        """Wait until the agent has no more need of this process, or is gone. Answers to a prompt that is over may come before."""
+        while (message := self.hear()) is not None and "go" not in message:
+            pass
+
+    def _wait(self, limit_ms: float) -> None:
+        """Wait until something has come. Two threads may, but not with one object."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll(limit_ms)
+
+    def _receive(self) -> bool:
+        """Take what has come; whether the agent is still there."""
+        with self._lock:
+            try:
+                data = self._socket.recv(1 << 20, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                data = None
+            except OSError:
+                data = b""
+            *lines, self._pending = (self._pending + (data or b"")).split(b"\n")
+            for message in map(json.loads, lines):
+                if "save" in message:
+                    self._is_asked_to_save = True
+                elif "live" in message:
+                    self._live.append(message["live"])
+                else:
+                    self._messages.append(message)
+        return data != b""
