@@ -294,7 +294,7 @@ class Streamed(IterableDataset):
 
 def breaking_step(model, data_loader, criterion, optimizer, device, args):
     """Print which samples come; with `args`, fail in the second epoch after `BATCH` batches, once these are in a checkpoint."""
-    total, seen = 0.0, []
+    total, seen, left = 0.0, [], 0 if isinstance(data_loader.dataset, IterableDataset) else len(data_loader)
     for number, (inputs, targets, indices) in enumerate(data_loader):
         path = kd.context().files.checkpoint
         while args and number == BATCH:
@@ -311,7 +311,7 @@ def breaking_step(model, data_loader, criterion, optimizer, device, args):
         optimizer.step()
         total += loss.item()
     print("seen", *seen)
-    return {"loss": total}
+    return {"loss": total, "left": left, "batches": number + 1}
 
 
 def train_numbered(*, size=96, batch_size=12, net=smooth, breaks=False, workers=0, data=None, **options):
@@ -362,7 +362,9 @@ def test_the_same_call_continues_within_the_epoch_bit_for_bit(broken, workers, c
     later = continued(job, net=noisy, workers=workers)
     assert f"continues in epoch 2, after {BATCH} batches" in capsys.readouterr().err
     assert furthest(later.state_dict(), whole.state_dict()) == 0
-    assert rows_of(later) == [row for row in rows_of(whole) if row["epoch"] > 1]
+    resumed, *rest = rows_of(later)
+    assert (resumed["epoch"], resumed["from_batch"]) == (2, BATCH + 1)
+    assert rest == [row for row in rows_of(whole) if row["epoch"] > 2]
     later.delete()
 
 
@@ -381,17 +383,31 @@ def test_other_ranks_see_each_sample_of_the_epoch_once(broken, options, bound):
     later = continued(job, **options)
     rest = set(seen_by(later, 0))
     assert len(seen_by(later, 0)) == len(rest) == 96 - 12 * BATCH
-    assert "the batches from here on" in log_of(later)
+    assert "its own variables begin again" in log_of(later)
+    (row,) = [row for row in rows_of(later) if row["epoch"] == 2]
+    assert row["left"] == row["batches"]
     assert furthest(later.state_dict(), whole.state_dict()) <= bound
     assert seen_by(later, 1) == list(range(96))
     later.delete()
 
 
-def test_other_data_begins_the_epoch_again_and_says_so(broken):
+@pytest.mark.parametrize("size", [60, 40])
+def test_other_data_begins_the_epoch_again_and_says_so(broken, size):
     job, _ = broken()
-    later = continued(job, size=60)
+    later = continued(job, size=size)
     assert "the epoch begins again from its start" in log_of(later)
-    assert seen_by(later, 0) == list(range(60))
+    assert seen_by(later, 0) == list(range(size))
+    (row,) = [row for row in rows_of(later) if row["epoch"] == 2]
+    assert "from_batch" not in row
+    assert row["left"] == row["batches"]
+    later.delete()
+
+
+def test_data_that_is_not_divided_any_more_begins_the_epoch_again(broken):
+    job, _ = broken()
+    later = continued(job, shard=False, split_batches=False)
+    assert "the epoch begins again from its start" in log_of(later)
+    assert seen_by(later, 0) == sorted([*range(96), *range(96)])
     later.delete()
 
 

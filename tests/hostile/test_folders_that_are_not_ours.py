@@ -106,6 +106,7 @@ def test_what_others_plant_where_a_job_writes_leads_to_no_file_of_yours(tmp_path
     if planted == "link to a folder":
         with pytest.raises(JobFailedError, match=r"\.net\.part cannot be made \(File exists\)"):
             job.result()
+        assert not job.metrics
     else:
         # It was removed, as what a job has left behind that was killed.
         job.result()
@@ -128,7 +129,9 @@ def test_what_others_plant_beside_a_job_s_folder_costs_nothing(tmp_path, planted
         with pytest.raises(ConfigError, match=r"no job has made: \.metadata .*there is no such file"):
             in_parts(1, save_to=tmp_path / "net", checkpoint_every=1)
         return
+    tmp_path.chmod(0o2755)
     in_parts(1, save_to=tmp_path / "net", checkpoint_every=1).result()
-    assert (tmp_path / "net").stat().st_mode & 0o777 == 0o777 & ~umask()
     last = max(checkpoints.iterdir(), key=lambda one: one.stat().st_mtime)
-    assert last.stat().st_mode & 0o777 == 0o700
+    assert last.stat().st_mode & 0o777 == 0o777 & ~umask()
+    # It stays a folder of its group's.
+    assert (tmp_path / "net").stat().st_mode & 0o7777 == 0o2777 & ~umask()

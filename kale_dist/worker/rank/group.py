@@ -229,8 +229,9 @@ class KeptGroup:
         def connect_to_own(*args: Any, **kwargs: Any) -> Any:
             before = peers.sockets()
             made = connect(*args, **kwargs)
-            # gloo has connected to all ranks now, unless it is told to wait for the first message. NCCL has not.
-            peers.check(before, closes=not self._cuda and os.environ.get("TORCH_GLOO_LAZY_INIT") != "1")
+            # gloo has connected to all ranks now, unless it waits for the first message. Others, such as NCCL, may not have.
+            is_gloo = not self._cuda and not {"ucc", "mpi"} & set(map(str, (*args, *kwargs.values())))
+            peers.check(before, closes=is_gloo and not os.environ.get("TORCH_GLOO_LAZY_INIT"))
             return made
 
         return connect_to_own

@@ -34,7 +34,7 @@ class Checkpoint:
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     resume: dict[str, Any] | None = None
-    """What a training needs beyond these states to resume (see `describe`)."""
+    """What a training needs beyond these states to resume (see `resumption.describe`)."""
     callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
     """State of the callbacks: the best weights, and what the callbacks need to resume."""
     parts: str = ""

@@ -16,6 +16,7 @@ import pathlib
 import pickle
 import re
 import shutil
+import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -173,8 +174,19 @@ class Folders:
         """In rank 0, the last checkpoint's file with all but the tensors."""
         self._target = pathlib.Path(group.send(str(self.model.resolve())))
         self._fresh, self._before = (self._target.with_name(f".{self._target.name}.{word}") for word in ("part", "old"))
-        if problem := group.send("" if group.rank else foreign(self._target) or foreign(self._before)):
+        if problem := group.send("" if group.rank else foreign(self._target) or foreign(self._before) or self._try()):
             raise StoreError(f"The model cannot be saved to {self.model}: {problem}. Give save_to= another folder")
+
+    def _try(self) -> str:
+        """Why the folder that the model is written into could not be made, as a clause; empty if it can."""
+        try:
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            _remove([self._fresh])
+            _make(self._fresh)
+            self._fresh.rmdir()
+        except (OSError, StoreError) as error:
+            return str(error)
+        return ""
 
     def fills(self, last: str) -> bool:
         """Whether `fill` gives every weight a value."""
@@ -240,6 +252,7 @@ class Folders:
             checkpoint.save(folder / REST, whole)
         save(folder, states, self._group)
         if self._group.rank == 0:
+            _open(folder)
             write(whole)
             self.rest = (folder / REST).read_bytes()
         _remove(mine)
@@ -261,7 +274,7 @@ class Folders:
             if target.exists():
                 _remove([before])
                 target.rename(before)
-            fresh.chmod(0o777 & ~umask())
+            _open(fresh)
             fresh.rename(target)
             blobs.sync_folder(target.parent)
             _remove([before])
@@ -311,16 +324,25 @@ def _make(folder: pathlib.Path) -> None:
     try:
         folder.mkdir(mode=0o700)
     except OSError as error:
-        raise StoreError(f"{folder} cannot be made ({error.strerror}). Give save_to= another folder") from error
+        raise StoreError(f"{folder} cannot be made ({error.strerror})") from error
+
+
+def _open(folder: pathlib.Path) -> None:
+    """Let others read what is whole, as the umask says."""
+    # Some file systems have no modes.
+    with contextlib.suppress(OSError):
+        folder.chmod((0o777 & ~umask()) | (folder.stat().st_mode & stat.S_ISGID))
 
 
 def _owner_of(folder: pathlib.Path) -> str:
     """The job that has written a checkpoint, as far as one can be named; empty if that is not known."""
     path = folder / _OWNER
-    if not path.is_file():
-        return ""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.read(_OWNER_CHARACTERS)
+    # It may be another user's.
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with path.open(encoding="utf-8", errors="replace") as file:
+                return file.read(_OWNER_CHARACTERS)
+    return ""
 
 
 def _number(folder: pathlib.Path) -> int:

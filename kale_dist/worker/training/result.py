@@ -79,7 +79,8 @@ def load_state(value: Any, state: Any) -> None:
         value.load_state_dict(state)
     else:
         value.clear()
-        (value.extend if isinstance(value, list | collections.deque) else value.update)(state)
+        # What is changed in place is not the state itself, which may be loaded again.
+        (value.extend if isinstance(value, list | collections.deque) else value.update)(copy.deepcopy(state))
 
 
 def on_cpu(value: Any) -> Any:

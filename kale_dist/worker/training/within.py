@@ -137,7 +137,7 @@ class Within:
         self._later: dict[str, Any] = {}
         """This rank's generators as restored, until the order of the epoch is drawn by those of its start."""
         self._marks: list[Any] = []
-        self._buffers: dict[str, int] = {}
+        self._buffers: dict[str, int | None] = {}
         self._resumed = self._resumption.progress.position
         mine = self._mine
         self._load_buffers(mine)
@@ -175,8 +175,8 @@ class Within:
             began = (self._mine or self._resumed.ranks[0]).began
             set_random_states(self._group.device, self._trained.loaders, began)
         self._began = random_states(self._group.device, self._trained.loaders)
-        self._marks = self._mark()
-        self._buffers = {name: times_changed(buffer) for name, buffer in self._trained.model.named_buffers()}
+        self._marks = [] if self._schedule is None else self._mark()
+        self._buffers = {name: _changes(buffer) for name, buffer in self._trained.model.named_buffers()}
 
     def ends_epoch(self, *, is_last: bool) -> bool:
         """Whether a checkpoint is due now that an epoch has ended. All ranks call this."""
@@ -205,7 +205,7 @@ class Within:
         tensors, states = self._trained.tensors().values(), self._trained.optimizer.state
         kept = (states.get(one) for one in tensors)
         values = [value for state in kept if isinstance(state, dict) for value in state.values()]
-        return [(id(one), getattr(one, "_version", None)) for one in (*tensors, *values)]
+        return [(id(one), _changes(one)) for one in (*tensors, *values)]
 
     def _go_on(self, position: Position, mine: RankPosition | None, batches: Batches) -> None:
         """Undo what the step has done again on its way to its loop."""
@@ -218,6 +218,7 @@ class Within:
         random = self._resumption.random if is_same else self._later
         set_random_states(self._group.device, self._trained.loaders, random)
         if not is_there:
+            batches.begin_again()
             self._group.say(_FROM_ITS_START)
         elif mine is not None and mine.sums is not None and self._sums is not None:
             self._sums.load(mine.sums)
@@ -324,9 +325,17 @@ class Within:
         found = {}
         for name, buffer in self._trained.model.named_buffers():
             is_plain = buffer.layout is torch.strided and not isinstance(buffer, DTensor)
-            if is_plain and (buffer.numel() <= LARGE or times_changed(buffer) != self._buffers.get(name)):
+            if is_plain and (buffer.numel() <= LARGE or _changes(buffer) != self._buffers.get(name)):
                 found[name] = buffer.detach().cpu().clone()
         return found
+
+
+def _changes(value: Any) -> int | None:
+    """How often a tensor was changed in place; None for one of inference mode, which does not say, and what is no tensor."""
+    try:
+        return times_changed(value)
+    except (RuntimeError, AttributeError):
+        return None
 
 
 _FROM_ITS_START = (

@@ -141,8 +141,12 @@ class Feed:
         self.passes = 0
         self.first = None
         self.from_batch = 0
+        self.begin_at(self.start)
+
+    def begin_at(self, start: Start | None) -> None:
+        """Have the next pass begin there; None for its beginning."""
         if self.queue_of is not None:
-            self.queue_of.skipped = 0 if self.start is None else self.start.items // self.queue_of.per_chunk
+            self.queue_of.begin_at(*((0, "") if start is None else (start.items, start.order)))
 
     def end(self) -> None:
         """Called after the user's step: leave a pass that was not finished. An iterator that the step keeps continues later."""
@@ -186,14 +190,10 @@ class Batches:
         if feed.first is None:
             feed.first, self._start, feed.start = self, feed.start, None
         else:
+            feed.begin_at(None)
             if feed.within is not None:
                 feed.within.pass_again()
-            if feed.queue_of is not None:
-                feed.queue_of.skipped = 0
         if feed.queue_of is not None and feed.reads:
-            feed.queue_of.start, feed.queue_of.expected = 0, ""
-            if self._start is not None:
-                feed.queue_of.start, feed.queue_of.expected = self._start.items, self._start.order
             # Ranks may have been seeded alike by code of the user's.
             place = (feed.seed, feed.group.rank, feed.epoch, feed.passes)
             feed.queue_of.place = place if self._loader.num_workers else ()
@@ -217,8 +217,7 @@ class Batches:
         self._counts: list[int] | None = None
         self._lent: Any = None
         """Another rank's batch, for a rank that has none left."""
-        left = None if feed.is_stream else length(self._loader)
-        self._steps = None if left is None or feed.queue_of is None else left + feed.queue_of.skipped
+        self._steps = self._length()
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's
         """Begin the next pass of persistent workers; torch calls this."""
@@ -301,6 +300,17 @@ class Batches:
             return "reads an iterable dataset with persistent workers, whose random numbers no checkpoint holds"
         return ""
 
+    def _length(self) -> int | None:
+        """Steps of this pass, with those that it leaves out; None where that is not known."""
+        left, queue = length(self._loader), self._feed.queue_of
+        return None if left is None or queue is None else left + queue.start // queue.per_chunk
+
+    def begin_again(self) -> None:
+        """Count from the pass's beginning: the place where it was to begin is not known."""
+        self.index = self._part = self.samples = self._skipped = 0
+        self._feed.begin_at(None)
+        self._steps = self._length()
+
     def _go_to_start(self) -> None:
         """Bring the data to its position, before the first batch."""
         feed, start = self._feed, self._start
@@ -308,7 +318,7 @@ class Batches:
             if not self._loader.num_workers:
                 feed.queue_of.draw()
             if not feed.queue_of.is_expected:
-                start, feed.queue_of.skipped = None, 0
+                start = None
         if start is not None:
             # With another number of ranks, the first chunk may begin within what was one.
             self.index, self._part = divmod(start.items, self._per_chunk)

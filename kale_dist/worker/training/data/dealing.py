@@ -147,8 +147,6 @@ class Passes(Shown):
     """Items of the sampler that the next pass leaves out, if its order is the `expected` one."""
     expected: str = ""
     """The digest that the order must have; empty for any."""
-    skipped: int = 0
-    """Steps of the pass that were taken before the training resumed: its length is that of the others."""
     place: tuple[int, ...] = ()
     """Seed, rank, epoch and pass from which workers' seeds are made; empty without workers."""
     order: str = ""
@@ -164,8 +162,14 @@ class Passes(Shown):
         """Whether the latest pass has the expected order, and so leaves out items."""
         return self.expected in ("", self.order)
 
-    def __len__(self) -> int:
-        return Shown.__len__(self) - self.skipped
+    def begin_at(self, start: int, order: str) -> None:
+        """Have the next pass leave out the first items, if their order has this digest. Its length is that of the others.
+
+        Args:
+            start: How many.
+            order: The digest; empty for any.
+        """
+        self.start, self.expected = start, order
 
     def draw(self) -> None:
         """Draw the order of the next pass now."""
@@ -272,12 +276,20 @@ class Deal(Passes):
     def __len__(self) -> int:
         """Steps of this rank that are left of a pass. Raises TypeError if the source has no length."""
         used = len(self.source) // self.drop_unit * self.drop_unit
+        if self.start:
+            return int(max(1, -(-(used - self.start) // self.per_chunk)))
         steps = -(-used // self.per_chunk)
         if self.aligned or not steps:
-            return int(steps) - self.skipped
+            return int(steps)
         last = used - (steps - 1) * self.per_chunk
         has_last = self.items == "split" or last > self.group.rank
         return int(max(1, steps - (not has_last)))
+
+    def begin_at(self, start: int, order: str) -> None:
+        """As for all passes; the digest begins with the number of items."""
+        count = length(self.source)
+        is_other = bool(order) and count is not None and order.split(maxsplit=1)[0] != str(count)
+        self.start, self.expected = 0 if is_other else start, order
 
     def __iter__(self) -> Iterator[Any]:
         # Each pass has its own queue: two passes may be under way at once.
@@ -386,6 +398,13 @@ class Counter(Passes):
     """Samples of each batch of the latest pass, until `Batches` takes them."""
     _held: list[Iterator[Any]] = dataclasses.field(default_factory=list)
     """The items of the latest pass."""
+
+    def __len__(self) -> int:
+        return max(min(1, self.start), super().__len__() - self.start)
+
+    def begin_at(self, start: int, order: str) -> None:
+        """As for all passes. Here items have no digest: one is of samples that are dealt."""
+        self.start, self.expected = 0 if order else start, order
 
     def __iter__(self) -> Iterator[Any]:
         self.portions = collections.deque()

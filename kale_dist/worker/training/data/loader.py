@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import types
 from typing import Any
 
@@ -196,8 +197,11 @@ def _prepare_map(loader: DataLoader[Any], feed: Feed, sampler: Any, *, split: bo
             used = sharding.divide(feed.argument, total, size, world, drop_last=drop, **options)
             whole = sharding.divide(feed.argument, total, size, world, drop_last=False, **options)
             unit = (used.chunk if aligned else size) if drop else 1
-            mine, each = whole.share(group.rank), sharding.portion(chunk, group.rank, world)
-            share = lambda: max(1, mine - deal.skipped * each) if total else 0  # noqa: E731
+
+            def share() -> int:
+                left = dataclasses.replace(whole, samples=(length(sampler) or 0) - deal.start)
+                return max(1, left.share(group.rank)) if total else 0
+
             feed.sentence = sharding.describe(feed.name, used, dropped=total - used.samples)
             if loader.batch_size is None and world > 1:
                 feed.sentence += (
