@@ -250,6 +250,8 @@ class Folders:
             _make(folder)
             folder.joinpath(_OWNER).write_text(owner)
             checkpoint.save(folder / REST, whole)
+        # All write there, and torch makes a folder that it does not find.
+        self._group.gather(None)
         save(folder, states, self._group)
         if self._group.rank == 0:
             _open(folder)
