@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import IPv4Network
 from typing import Any
@@ -22,8 +25,8 @@ _NOT_CONTAINERS = 3
 """Addresses of a network that no container gets: the first, the gateway's, and the last."""
 
 _CONFLICT = 409
-_TRIES = 5
-"""Another job may take the same addresses at the same time."""
+_TRIES, _PAUSE_S, _CHOICE = 10, 0.2, 64
+"""Others may take the same addresses at the same time: each takes one of the first parts by chance, and tries again after a moment."""
 
 
 def ensure(engine: Engine, spec: JobSpec, run: int) -> str:
@@ -81,26 +84,28 @@ def _create_own(engine: Engine, name: str, spec: JobSpec, run: int) -> None:
         ranges = {each["Labels"][_RANGE_LABEL] for each in there if _RANGE_LABEL in (each["Labels"] or {})}
         taken = [subnet for each in there for subnet in _subnets(each)]
         parts = ((whole, part) for whole in sorted(ranges) for part in _parts(whole, prefix, taken))
+        free = list(itertools.islice(parts, _CHOICE))
         try:
-            whole, part = next(parts, None) or _new_part(engine, name, prefix, labels)
+            whole, part = random.choice(free or _new_parts(engine, name, prefix, labels))  # noqa: S311 - no secret
             pool = docker.types.IPAMConfig(pool_configs=[docker.types.IPAMPool(subnet=part)])
             told = labels | {_RANGE_LABEL: whole}
             engine.api.create_network(name, driver="bridge", ipam=pool, labels=told, check_duplicate=True)
         except docker.errors.APIError:
             if not tries_left:
                 raise
+            time.sleep(random.uniform(0, _PAUSE_S))  # noqa: S311 - no secret
         else:
             return
 
 
-def _new_part(engine: Engine, name: str, prefix: int, labels: dict[str, str]) -> tuple[str, str]:
-    """The first part of a range that no network has: the engine chooses it for a network of the usual size, which is removed."""
+def _new_parts(engine: Engine, name: str, prefix: int, labels: dict[str, str]) -> list[tuple[str, str]]:
+    """Parts of a range that no network has: the engine chooses it for a network of the usual size, which is removed."""
     made = engine.api.create_network(f"{name}-range", driver="bridge", labels=labels)["Id"]
     try:
         whole = str(_subnets(engine.api.inspect_network(made))[0])
     finally:
         engine.api.remove_network(made)
-    return whole, next(_parts(whole, prefix, []))
+    return [(whole, part) for part in itertools.islice(_parts(whole, prefix, []), _CHOICE)]
 
 
 def _parts(whole: str, prefix: int, taken: Sequence[IPv4Network]) -> Iterator[str]:

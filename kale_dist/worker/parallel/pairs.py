@@ -92,7 +92,7 @@ def open_pairs(group: Group, wanted: Iterable[tuple[int, int]]) -> dict[int, Pai
     """
     own = {}
     for first, second in wanted:
-        pair = dist.new_group([first, second], timeout=_TIMEOUT, backend="gloo")
+        pair: Any = dist.new_group([first, second], timeout=_TIMEOUT, backend="gloo")
         if group.rank in (first, second):
             other = second if group.rank == first else first
             own[other] = Pair(pair, other)

@@ -286,7 +286,9 @@ class PipelineParallel(DataParallel):
             tensors = [self._links.receive(shape, last) for shape in shapes]
         if any(flags) and torch.is_grad_enabled():
             anchor = torch.zeros((), device="cpu", requires_grad=True)
-            tensors = list(_Join.apply(anchor, self._once(passages), flags, *tensors))  # type: ignore[no-untyped-call]
+            # Of versions of torch, some say its type.
+            apply: Any = _Join.apply
+            tensors = list(apply(anchor, self._once(passages), flags, *tensors))
         found = iter(tensors)
         return pytree.tree_map_only(Shape, lambda _: next(found), described)
 

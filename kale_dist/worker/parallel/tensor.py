@@ -44,7 +44,9 @@ class Peers:
 
         def exchange(do: Callable[[Tensor], Tensor], undo: str) -> Callable[[Tensor], Tensor]:
             def call(tensor: Tensor) -> Tensor:
-                found: Tensor = _Exchange.apply(tensor, do, getattr(self, undo))  # type: ignore[no-untyped-call]
+                # Of versions of torch, some say its type.
+                apply: Any = _Exchange.apply
+                found: Tensor = apply(tensor, do, getattr(self, undo))
                 return found
 
             # The compiler fails on the count of bytes, and cannot look into a collective anyway.
