@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kale_dist import places, strategies
-from kale_dist.calls import checks, options, request, starting
-from kale_dist.calls.options import Options
+from kale_dist.calls import checks, request, starting
+from kale_dist.calls.options import NAMES, Options
 from kale_dist.calls.request import Call, Function
 from kale_dist.calls.resuming import Earlier, reference_of
 from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
@@ -444,5 +444,5 @@ def _named_backend(argument: str, name: Any) -> Backend:
     return places.get(name)
 
 
-SETTABLE = (*sorted(options.NAMES), *request.PLACE_SETTINGS)
+SETTABLE = (*sorted(NAMES), *request.PLACE_SETTINGS)
 """What command lines and magics can set of a call: arguments of `launch`, and of the place where it runs."""

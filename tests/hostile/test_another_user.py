@@ -54,11 +54,21 @@ def as_nobody(attack):
             os._exit(0)
     os.close(writer)
     return pid, os.fdopen(reader)
+
+
+def attack_while_it_runs(attack, train):
+    job = kd.launch(train, number_of_processes=2, detach=True)
+    while str(job.status.state) != "running":
+        time.sleep(0.1)
+    _, found = as_nobody(attack)
+    print(found.read())
+    job.wait()
+    print(job.status.state)
 """
 
 
 def run_apart(script, state):
-    """Run a script as root, with `as_nobody` and `listeners`, where nobody else is in the network; gives what it prints."""
+    """Run a script as root, with the functions of `ATTACK`, where nobody else is in the network; gives what it prints."""
     command = ["unshare", "--net", sys.executable, "-c", ATTACK + textwrap.dedent(script)]
     done = subprocess.run(
         command,
@@ -172,13 +182,7 @@ def test_another_user_finds_no_store_and_no_file_of_the_ranks(tmp_path):
             time.sleep(8)
             dist.barrier()
 
-        job = kd.launch(train, number_of_processes=2, detach=True)
-        while str(job.status.state) != "running":
-            time.sleep(0.1)
-        pid, found = as_nobody(look)
-        print(found.read())
-        job.wait()
-        print(job.status.state)
+        attack_while_it_runs(look, train)
         """,
         tmp_path,
     )
@@ -279,13 +283,7 @@ def test_another_user_cannot_connect_to_ranks_that_are_all_connected(tmp_path):
             dist.barrier()
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-        job = kd.launch(train, number_of_processes=2, detach=True)
-        while str(job.status.state) != "running":
-            time.sleep(0.1)
-        pid, found = as_nobody(flood)
-        print(found.read())
-        job.wait()
-        print(job.status.state)
+        attack_while_it_runs(flood, train)
         """,
         tmp_path,
     )

@@ -289,7 +289,7 @@ class Deal(Passes):
         """As for all passes; the digest begins with the number of items."""
         count = length(self.source)
         is_other = bool(order) and count is not None and order.split(maxsplit=1)[0] != str(count)
-        self.start, self.expected = 0 if is_other else start, order
+        super().begin_at(0 if is_other else start, order)
 
     def __iter__(self) -> Iterator[Any]:
         # Each pass has its own queue: two passes may be under way at once.
@@ -404,7 +404,7 @@ class Counter(Passes):
 
     def begin_at(self, start: int, order: str) -> None:
         """As for all passes. Here items have no digest: one is of samples that are dealt."""
-        self.start, self.expected = 0 if order else start, order
+        super().begin_at(0 if order else start, order)
 
     def __iter__(self) -> Iterator[Any]:
         self.portions = collections.deque()

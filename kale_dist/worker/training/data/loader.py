@@ -236,9 +236,9 @@ def _dataset_share(dataset: Any, share: Any, group: Group, *, fits: bool) -> Any
     None for the dataset's own length; `fits` says that the loader's share is the dataset's.
     """
     size = length(dataset)
-    if size is None or fits:
-        return None if size is None else share
-    return None if group.is_alone else max(1, sharding.portion(size, group.rank, group.world_size))
+    if size is None or (group.is_alone and not fits):
+        return None
+    return share if fits else max(1, sharding.portion(size, group.rank, group.world_size))
 
 
 def _describe_batches(name: str, batches: int | None, world: int, *, split: bool) -> str:
