@@ -113,10 +113,10 @@ def hang():
 
 
 def number_steps(model, loader, criterion, optimizer, device, args):
-    """Prints the number of each batch; pauses after it in some attempts."""
+    """Prints the number of each batch of an epoch of 100, also of one that it takes up; pauses after it in some attempts."""
     pause_s, attempts = args
     here = kd.context()
-    for number, (x, y) in enumerate(loader):
+    for number, (x, y) in enumerate(loader, 100 - len(loader)):
         optimizer.zero_grad()
         loss = criterion(model(x.to(device)), y.to(device))
         loss.backward()

@@ -252,7 +252,7 @@ def test_a_range_begins_with_fewer_grows_when_a_pod_comes_and_shrinks_when_it_go
     assert job.wait(180).state is StateName.SUCCEEDED, list(job.logs())
     found = batches_of(job)
     assert dict(one[:2] for one in found) == {0: 1, 1: 2, 2: 1}
-    # Twice: of each attempt that ends, the step that has begun meanwhile. With other ranks the step counts from 0 again.
+    # Twice: of each attempt that ends, the step that has begun meanwhile.
     assert 4000 <= len(found) <= 4002
     assert len(batches_of(job, 1)) == len([attempt for attempt, _, _ in found if attempt == 1])
     job.delete()
