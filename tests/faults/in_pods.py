@@ -232,7 +232,7 @@ def interrupted_at_each_step(scene):
 def delete_what_is_there(scene, name):
     """What a notebook has left is found by its reference, as another machine's is, and nothing else stays."""
     with contextlib.suppress(JobNotFoundError):
-        kd.attach(f"kubernetes://{scene.namespace}/{name}").delete()
+        kd.attach(f"kubernetes://{scene.namespace}/{name}", trust=True).delete()
     scene.until(lambda: not objects_of(scene, name))
 
 
