@@ -27,7 +27,7 @@ from typing import Any, Self, TextIO
 
 from kale_dist.errors import JobExistsError, JobNotFoundError, StoreError
 from kale_dist.job.spec.job_spec import JobSpec
-from kale_dist.wire import JobFiles, blobs, decode
+from kale_dist.wire import JobFiles, blobs, decode, fields_of
 from kale_dist.wire.blobs import FolderStore, fresh
 from kale_dist.wording import listing
 
@@ -64,8 +64,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """The record as a JSON object."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**values, "spec": self.spec.to_json()}
+        return {**fields_of(self), "spec": self.spec.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:

@@ -6,7 +6,7 @@ or a container's archive; the same blocks stand in a job's log, come over a conn
 
 from __future__ import annotations
 
-from kale_dist.wire.decoding import decode, learn
+from kale_dist.wire.decoding import decode, fields_of, learn
 from kale_dist.wire.events import (
     MEASURED_SOURCES,
     PHASES,

@@ -23,6 +23,16 @@ def decode(kind: type[T], data: Mapping[str, Any]) -> T:
     return kind(**{name: _value(hints.get(name), one) for name, one in data.items()})
 
 
+def fields_of(one: Any, kind: type[Any] | None = None) -> dict[str, Any]:
+    """The fields of a dataclass by name, with the values as they are.
+
+    Args:
+        one: An object of it.
+        kind: A base of its class, whose fields are wanted; None for all.
+    """
+    return {field.name: getattr(one, field.name) for field in dataclasses.fields(kind or one)}
+
+
 def learn(kind: type[Any]) -> None:
     """Resolve the annotations of a dataclass and of those in it, which the first `decode` would do."""
     for hint in _hints(kind).values():

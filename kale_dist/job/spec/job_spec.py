@@ -18,7 +18,7 @@ from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
-from kale_dist.wire import VERSION, Debugging, Policy, decode
+from kale_dist.wire import VERSION, Debugging, Policy, decode, fields_of
 
 __all__ = [
     "ClusterOptions", "Debugging", "JobSpec", "Policy", "Request", "Resources", "Settled", "Topology", "Volume", "VolumeKind"
@@ -128,7 +128,7 @@ class Settled(Request):
             "topology": topology, "prints_results": prints_results,
         }  # fmt: skip
         settled = {key: value for key, value in found.items() if value is not None}
-        return Settled(**{**_fields(request, Request), **settled, "name": name, "recipe": recipe})
+        return Settled(**{**fields_of(request, Request), **settled, "name": name, "recipe": recipe})
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a record."""
@@ -162,14 +162,9 @@ class JobSpec(Settled):
     @classmethod
     def complete(cls, settled: Settled, **snapshot: Any) -> JobSpec:
         """A settled request with its snapshot, given as the fields of this class."""
-        return cls(**_fields(settled, Settled), **snapshot)
+        return cls(**fields_of(settled, Settled), **snapshot)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """The inverse of `to_json`."""
         return decode(cls, {"version": 2, **data, "strategy": strategies.from_json(data["strategy"])})
-
-
-def _fields(stage: Request, kind: type[Request]) -> dict[str, Any]:
-    """Field to value, of the fields that a stage has."""
-    return {field.name: getattr(stage, field.name) for field in dataclasses.fields(kind)}

@@ -19,6 +19,7 @@ from kale_dist.job.spec.checks import FLAG, TEXT, Check, check_fields, keep, num
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.spec.resources import Resources, resources
 from kale_dist.job.spec.volumes import Volume
+from kale_dist.wire import fields_of
 from kale_dist.wording import closest, install, seconds, show
 
 T = TypeVar("T")
@@ -348,7 +349,7 @@ class Kubernetes(ClusterOptions):
     @property
     def options(self) -> ClusterOptions:
         """The part of it that a `JobSpec` keeps together."""
-        return ClusterOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ClusterOptions)})
+        return ClusterOptions(**fields_of(self, ClusterOptions))
 
 
 Place = Local | Docker | Kubernetes

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from kale_dist.job.backend import LostBy, Trouble
 from kale_dist.places.manifests.bootstrap import EXIT_CODE
-from kale_dist.wire import FailureCause
+from kale_dist.wire import FailureCause, fields_of
 
 _GIB = 1 << 30
 _SIGKILL, _SIGTERM = 137, 143
@@ -108,8 +107,8 @@ def explain(end: End) -> tuple[Trouble | None, LostBy]:
     """The trouble of a container, and how it was lost, if something outside ended it."""
     for row in _TABLE:
         if row.fits(end):
-            values: dict[str, Any] = {field.name: getattr(end, field.name) for field in dataclasses.fields(end)}
-            values |= {"limit": end.limit, "last_line": end.last_line or "the image's Python cannot run it"}
+            last = end.last_line or "the image's Python cannot run it"
+            values = {**fields_of(end), "limit": end.limit, "last_line": last}
             trouble = Trouble(
                 sentence=row.sentence.format(**values),
                 remedy=row.remedy.format(**values),

@@ -42,8 +42,10 @@ REST = "rest"
 """The file in a checkpoint's folder of parts that holds all but the tensors of model and optimizer."""
 
 _OWNER = "owner"
-_OWNER_CHARACTERS = 128
 """The file there that says which job has written it. Only that job removes it."""
+
+_OWNER_CHARACTERS = 128
+"""So much of it is read: the rest of another user's may be anything."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 

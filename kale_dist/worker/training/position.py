@@ -8,6 +8,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from kale_dist.wire import fields_of
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankPosition:
@@ -42,7 +44,7 @@ class Position:
 
     def plain(self) -> dict[str, Any]:
         """The values as a checkpoint holds them; tensors are not copied."""
-        return {**_fields(self), "ranks": [_fields(one) for one in self.ranks]}
+        return {**fields_of(self), "ranks": [fields_of(one) for one in self.ranks]}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Self:
@@ -52,7 +54,3 @@ class Position:
             TypeError: Another version has made it.
         """
         return cls(**{**plain, "ranks": tuple(RankPosition(**one) for one in plain["ranks"])})
-
-
-def _fields(one: Position | RankPosition) -> dict[str, Any]:
-    return {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}

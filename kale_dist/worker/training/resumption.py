@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kale_dist.errors import KaleDistError, SnapshotDamagedError
-from kale_dist.wire import EventKind, blobs, context
+from kale_dist.wire import EventKind, blobs, context, fields_of
 from kale_dist.worker.training.checkpoint import Checkpoint, read
 from kale_dist.worker.training.data.generators import random_states, set_random_states
 from kale_dist.worker.training.given import Differences, Given
@@ -56,7 +56,7 @@ def describe(
     place = None if mine is None else progress.position
     position = None if place is None else dataclasses.replace(place, ranks=tuple(own for *_, own in ranks)).plain()
     return {
-        "given": {field.name: getattr(given, field.name) for field in dataclasses.fields(given)},
+        "given": fields_of(given),
         "random": [states for states, *_ in ranks],
         "strategy": [state for _, state, *_ in ranks],
         "seeds": [seed for *_, seed, _ in ranks],
