@@ -33,10 +33,10 @@ runpy.run_module("kale_dist.worker", run_name="__main__")
 
 
 class Numbered(Dataset):
-    """Samples that say which they are."""
+    """Samples that say which they are. In double precision: other numbers of ranks add up in another order."""
 
     def __init__(self):
-        self.x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
+        self.x = torch.randn(SAMPLES, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def __len__(self):
         return SAMPLES
@@ -70,7 +70,7 @@ def train_in(make, folder, *, ranks, pause_s=0.1, gather_s=2, grow_each_s=2, tra
     torch.manual_seed(0)
     pause = folder / "pause"
     pause.write_text(f"{pause_s}")
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
     training = Training(
         model=model, train_data_loader=DataLoader(Numbered(), BATCH, shuffle=True), train_step=train_step, train_args=pause,
         criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),

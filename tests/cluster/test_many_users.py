@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import uuid
 
 import pytest
 from on_cluster import run_kubectl
@@ -64,13 +65,14 @@ class Level:
 
     def __init__(self, name):
         self.name = name
+        self.user = f"many-{uuid.uuid4().hex[:6]}"
         self.set(1)
         schema = {
             "priorityLevelConfiguration": {"name": name},
             "matchingPrecedence": 100,
             "rules": [
                 {
-                    "subjects": [{"kind": "ServiceAccount", "serviceAccount": {"namespace": name, "name": "many"}}],
+                    "subjects": [{"kind": "ServiceAccount", "serviceAccount": {"namespace": name, "name": self.user}}],
                     "resourceRules": [
                         {"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"], "namespaces": ["*"], "clusterScope": True}
                     ],
@@ -117,7 +119,9 @@ def stutter(level, stopped):
 
 def test_twenty_notebooks_submit_at_once_to_a_busy_server(namespace, plain_image, make_user, level, tmp_path):
     user = make_user(
-        namespace, lambda identity: roles.role_yaml(namespace, identity, roles.rights(KINDS["pytorch"])), name="many"
+        namespace,
+        lambda identity: roles.role_yaml(namespace, identity, roles.rights(KINDS["pytorch"])),
+        name=level.user,
     )
     settings = {"namespace": namespace, "image": plain_image, "resources": {"cpu": 0.05, "memory": "200Mi"}}
     stopped = threading.Event()
