@@ -104,7 +104,7 @@ class Pods:
         self.taken = seen[os.getpid()]
         self.blobs, self.size = snapshot.blobs, snapshot.size_bytes
         order = Order(
-            job="j", number_of_processes=number, processes_per_agent=1, head="127.0.0.1",
+            job="j", object="j", number_of_processes=number, processes_per_agent=1, head="127.0.0.1",
             port=20_000 + secrets.randbelow(3000) * 3, snapshot=snapshot.digest, blobs=snapshot.blobs, source=Source.STREAM,
             collect_wait_s=60.0, outcomes_on_stdout=False, policy=Policy(stall_warn_s=None),
         )  # fmt: skip

@@ -162,7 +162,7 @@ def put_input(asked: argparse.Namespace, folder: pathlib.Path) -> Order:
     store = FolderStore(folder / "notebook")
     snapshot = capture(print, (), {}, store=store, label="print")
     order = Order(
-        job="j-master-0", number_of_processes=(asked.relays + 1) * asked.ranks, processes_per_agent=asked.ranks, head=HOST,
+        job="j", object="j", number_of_processes=(asked.relays + 1) * asked.ranks, processes_per_agent=asked.ranks, head=HOST,
         port=20_000 + secrets.randbelow(3000) * 3, snapshot=snapshot.digest, blobs=snapshot.blobs, replaces_pods=True,
         policy=Policy(max_restarts=asked.restarts if asked.cut else 0), collect_wait_s=60.0,
     )  # fmt: skip

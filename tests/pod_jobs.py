@@ -139,7 +139,7 @@ class PodJob:
         self.key = secrets.token_bytes(32)
         self.input = self.root / "input"
         values: dict[str, Any] = {
-            "job": self.root.name, "number_of_processes": ranks, "processes_per_agent": 1, "head": "127.0.0.1",
+            "job": self.root.name, "object": self.root.name, "number_of_processes": ranks, "processes_per_agent": 1, "head": "127.0.0.1",
             "port": free_ports(), "snapshot": snapshot.digest, "blobs": snapshot.blobs, "source": Source.INPUT,
             "collect_wait_s": 20.0, "replaces_pods": True,
         }  # fmt: skip
@@ -260,8 +260,8 @@ class WarmJob:
         self.store = FolderStore(pods.root / "notebook")
         snapshot = capture(function, args, {}, store=self.store, label=function.__name__)
         self.order = dataclasses.replace(
-            pods.order, job=f"job-{job_id}", idle_s=0.0, snapshot=snapshot.digest, blobs=snapshot.blobs, source=Source.STREAM,
-            outcomes_on_stdout=False, **options,
+            pods.order, job=f"job-{job_id}", object=f"job-{job_id}", idle_s=0.0, snapshot=snapshot.digest,
+            blobs=snapshot.blobs, source=Source.STREAM, outcomes_on_stdout=False, **options,
         )  # fmt: skip
         self.client = self.client_of(self.key)
         self.items: list[Any] = []

@@ -2,7 +2,7 @@
 
 Jobs, watchers and the command line call a `Backend`. `places.local` implements it directly. For jobs in containers
 `places.following` implements it over a `Place`: Docker and Kubernetes only start containers, look at them, connect to
-them and end them; copying the log, deciding how a job ended and starting its next run are shared.
+them and end them; copying the log, deciding how a job ended and renewing it are shared.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError
+from kale_dist.job.records import FIRST_LIFE, Life
 from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.status import JobStatus
@@ -268,7 +269,7 @@ class Backend(abc.ABC):
         return {}
 
     def events(self, ref: JobRef) -> Sequence[PlaceEvent]:
-        """The cluster's events about the newest run, oldest first; empty if the backend has none.
+        """The cluster's events about the job, oldest first; empty if the backend has none.
 
         Raises:
             JobNotFoundError: No such job.
@@ -290,21 +291,29 @@ class NoConnectionError(BackendError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RunHandle:
-    """Everything by which a place finds a run again: one life of a head, with its relays."""
+class PlacedJob:
+    """Everything by which a place finds a job again, in its present life."""
 
     ref: JobRef
     object: str
-    """Name of the PyTorchJob, or the prefix of the containers' names: the job's name, `<name>-2` for the second run."""
-    run: int
-    """The run's number, from 1."""
+    """Name of the PyTorchJob, or the prefix of the containers' names: the job's name, `<name>-2` for its second object."""
+    life: int = 1
+    """How many objects the job has had, this one included."""
+    first_attempt: int = 0
+    """The number within the job of the head's attempt 0."""
     spec: JobSpec
     place: tuple[tuple[str, str], ...] = ()
-    """The place's own values of the run, such as the cluster's address; kept in the job's record."""
+    """The place's own values, such as the cluster's address; kept in the job's record."""
 
     def get(self, name: str, default: str = "") -> str:
         """One value of `place`."""
         return dict(self.place).get(name, default)
+
+    def name_at_head(self, name: str) -> str:
+        """The name that a file of the job's folder has in the head's, where attempts count from 0."""
+        kind, _, numbers = name.partition("-")
+        attempt, _, rank = numbers.partition("-")
+        return f"outcome-{int(attempt) - self.first_attempt}-{rank}" if kind == "outcome" else name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -333,10 +342,10 @@ LostBy = Literal["", "evicted", "deleted", "node lost", "preempted", "out of mem
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One pod or container of a run, as the place sees it now."""
+    """One pod or container of a job, as the place sees it now."""
 
     number: int
-    """The part's number in its run; the head is 0."""
+    """The part's number; the head is 0."""
     name: str
     uid: str
     """The container's identity: another container of the same name has another UID."""
@@ -353,26 +362,26 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """A place's report on a run. The place only reports, the follower decides."""
+    """A place's report on a job. The place only reports, the follower decides."""
 
     parts: tuple[Part, ...] = ()
     """The parts that exist, by their numbers."""
     replaces: bool = False
-    """Whether parts that are lost are made again in this run, so that its head waits for them."""
+    """Whether parts that are lost are made again, so that its head waits for them."""
     returns_head: bool = False
     """Whether the head is made again, too, and resumes from the store."""
     replaced: tuple[Part, ...] = ()
     """Lost parts in whose places new ones were made, the last one of each number."""
     trouble: Trouble | None = None
-    """Why the run does not start, or why it ended: the trouble that explains most. If it does not heal, a waiting run can never start."""
+    """Why the job does not start, or why it ended: the trouble that explains most. If it does not heal, a waiting job can never start."""
     suspended: str = ""
-    """Why the run is suspended; empty if it is not."""
+    """Why the job is suspended; empty if it is not."""
     queue_position: int | None = None
-    """The run's place in the queue that it waits in, from 1; None if it waits in none, or if that is not known."""
+    """The job's place in the queue that it waits in, from 1; None if it waits in none, or if that is not known."""
     gone: bool = False
-    """Whether the run's object has been deleted."""
+    """Whether the job's object has been deleted."""
     finished: Literal["", "succeeded", "failed", "cancelled"] = ""
-    """How the run ended by the state of its object; used only if no pod tells."""
+    """How the job ended by the state of its object; used only if no pod tells."""
     fresh: bool = True
     """Whether the report is up to date: an old one must not end a job."""
 
@@ -418,42 +427,41 @@ class Place(Protocol):
     def render(self, spec: JobSpec) -> str:
         """The objects that `start` creates, as text. Pure."""
 
-    def object_name(self, job: str, run: int) -> str:
-        """Name of the object that `start` creates for a run: the job's name, `<name>-2` for the second. Pure."""
+    def object_name(self, job: str, life: int) -> str:
+        """Name of the object that `start` creates: the job's name, `<name>-2` for the second. Pure."""
 
     def start(
-        self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None, used_restarts: int = 0
-    ) -> RunHandle:
-        """Create a run's objects and their input.
+        self, spec: JobSpec, key: bytes, life: Life = FIRST_LIFE, checkpoint: pathlib.Path | None = None
+    ) -> PlacedJob:
+        """Create a job's object and its input.
 
         Args:
             spec: The job, settled by this place.
             key: The job's secret bytes.
-            run: Which run of the job; 2 and up are named `<name>-2`.
-            checkpoint: From which the run resumes; None to start from the beginning.
-            used_restarts: How often earlier runs have restarted the ranks.
+            life: Says which object of the job it is, and what the earlier ones have used.
+            checkpoint: From which the job resumes; None to start from the beginning.
 
         Raises:
             JobExistsError: An object of this name exists. It may be the same job's: another follower was first.
         """
 
-    def order(self, spec: JobSpec, *, run: int, used_restarts: int) -> Order:
-        """The order that a run would get in pods that are there already. Arguments as for `start`."""
+    def order(self, spec: JobSpec, life: Life) -> Order:
+        """The order that a job would get in pods that are there already. Arguments as for `start`."""
 
-    def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
+    def send_input(self, handle: PlacedJob, key: bytes, on_progress: Callable[[str], None]) -> None:
         """Send the input that did not fit into the objects of `start`. Called in a thread of the follower's.
 
         Args:
-            handle: The run.
+            handle: The job.
             key: The job's secret bytes.
             on_progress: Called with a sentence such as `sent 120 of 200 MB`.
         """
         del handle, key, on_progress
 
-    def look(self, handle: RunHandle) -> Look:
-        """Report on the run. Cheap: may be called several times a second."""
+    def look(self, handle: PlacedJob) -> Look:
+        """Report on the job. Cheap: may be called several times a second."""
 
-    def listen(self, handle: RunHandle, changed: Callable[[], None]) -> Callable[[], None]:
+    def listen(self, handle: PlacedJob, changed: Callable[[], None]) -> Callable[[], None]:
         """Call `changed`, from any thread, whenever `look` may return something new; the follower also looks once a second.
 
         Returns:
@@ -462,18 +470,18 @@ class Place(Protocol):
         del handle, changed
         return lambda: None
 
-    def head_output(self, handle: RunHandle, *, follow: bool) -> contextlib.AbstractContextManager[Iterator[bytes]]:
+    def head_output(self, handle: PlacedJob, *, follow: bool) -> contextlib.AbstractContextManager[Iterator[bytes]]:
         """The output of the head's container, as far as the place still has it.
 
         Args:
-            handle: The run.
+            handle: The job.
             follow: Whether to wait for more until the container ends.
         """
 
-    def last_words(self, handle: RunHandle, part: Part, limit: int) -> bytes:
+    def last_words(self, handle: PlacedJob, part: Part, limit: int) -> bytes:
         """The last bytes of a container's output, at most `limit`; empty if the place no longer has them."""
 
-    def connect(self, handle: RunHandle) -> Connection:
+    def connect(self, handle: PlacedJob) -> Connection:
         """Connect to the head's byte server.
 
         Raises:
@@ -481,11 +489,11 @@ class Place(Protocol):
             BackendError: It is not possible now.
         """
 
-    def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+    def fetch(self, handle: PlacedJob, name: str, target: pathlib.Path) -> bool:
         """Fetch a file (an outcome, `checkpoint`) without a connection to the head, which may have ended.
 
         Args:
-            handle: The run.
+            handle: The job.
             name: Of the file in the head's folder.
             target: Where to write it.
 
@@ -493,18 +501,18 @@ class Place(Protocol):
             Whether the place has it.
         """
 
-    def kill(self, handle: RunHandle, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
+    def kill(self, handle: PlacedJob, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
         """End all containers: SIGTERM, and SIGKILL after `grace_s`. Those that have ended stay, and no other starts.
 
         Args:
-            handle: The run.
+            handle: The job.
             grace_s: Seconds between the signals.
-            why: Why the run has failed, for users of other machines; empty if a user cancels it.
+            why: Why the job has failed, for users of other machines; empty if a user cancels it.
             head_leaves: Whether the head ends by itself, or has ended: the others are ended after it.
         """
 
-    def remove(self, handle: RunHandle) -> None:
-        """Remove the run's objects, which may be gone already, and everything that was made for them.
+    def remove(self, handle: PlacedJob) -> None:
+        """Remove the job's objects, which may be gone already, and everything that was made for them.
 
         Waits until the pods are gone, too, or until their grace is over: their quota, GPUs and names are then free.
         """
@@ -512,7 +520,7 @@ class Place(Protocol):
     def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
         """The statuses of all jobs, oldest first, in one request; see `Backend`."""
 
-    def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[PlacedJob, bytes | None]:
         """Find a job that was submitted from another machine.
 
         Args:
@@ -520,19 +528,19 @@ class Place(Protocol):
             trust: Whether its key is read, so that its results may be loaded; with None nothing warns that it is not.
 
         Returns:
-            The handle of its newest run, with the full reference, and the job's key; None if the key may not be read.
+            The handle of its present object, with the full reference, and the job's key; None if the key may not be read.
 
         Raises:
             JobNotFoundError: No such job.
         """
 
-    def describe(self, handle: RunHandle) -> dict[str, Any]:
-        """The run's object, as its API shows it; empty if a run is no single object."""
+    def describe(self, handle: PlacedJob) -> dict[str, Any]:
+        """The job's object, as its API shows it; empty if it is no single object."""
         del handle
         return {}
 
-    def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:
-        """The place's events about the run, oldest first; empty if the place has none."""
+    def events(self, handle: PlacedJob) -> Sequence[PlaceEvent]:
+        """The place's events about the job, oldest first; empty if the place has none."""
         del handle
         return ()
 

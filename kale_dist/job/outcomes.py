@@ -181,7 +181,7 @@ class OutcomeReader:
             ResultUnavailableError: There is none.
         """
         self._spec.check_version(self._ref)
-        path = records.runs(self.files.folder.name)[-1].files.checkpoint
+        path = self.files.checkpoint
         with contextlib.suppress(ResultUnavailableError):
             # Of a model in parts, it came with the outcome: the pods are gone.
             if succeeded is not None and (rest := getattr(self.trained(succeeded), "rest", b"")):
@@ -189,8 +189,7 @@ class OutcomeReader:
                     part.write_bytes(rest)
                 return path
         self._bring(self.files.checkpoint)
-        runs = reversed(records.runs(self.files.folder.name))
-        found = [path for run in runs for path in (run.files.checkpoint, run.files.older_checkpoint) if path.exists()]
+        found = [path for path in (self.files.checkpoint, self.files.older_checkpoint) if path.exists()]
         from kale_dist.worker.training import checkpoint
 
         for path in found:
@@ -274,13 +273,12 @@ class OutcomeReader:
         with self._lock:
             found = self._read.get((rank, attempt))
             if found is None:
-                # A head counts its attempts from 0 and signs with its own run's name.
-                run = records.runs(self.files.folder.name)[-1]
-                path = run.files.outcome(attempt - run.first_attempt, rank)
+                # A head counts its attempts from 0 and signs with its object's name.
+                life, path = records.life(self.files), self.files.outcome(attempt, rank)
                 if not path.exists():
                     self._bring(path)
-                signed_by = run.object or self._spec.name
-                signer = outcome.Signer(key=key, job=signed_by, attempt=attempt - run.first_attempt, rank=rank)
+                signed_by = life.object or self._spec.name
+                signer = outcome.Signer(key=key, job=signed_by, attempt=attempt - life.first_attempt, rank=rank)
                 found = self._read[rank, attempt] = outcome.read_outcome(path, signer=signer, resolve=self._resolve)
             return found
 

@@ -1,7 +1,4 @@
-"""Reads a job's folder, from any process and for all backends: its status and its log.
-
-A job's runs are read in order as one log; attempts are numbered through all runs.
-"""
+"""Reads a job's folder, from any process and for all backends: its status and its log."""
 
 from __future__ import annotations
 
@@ -32,13 +29,12 @@ class LogReader:
     """Reads a job's log, each line once.
 
     Args:
-        job: The paths of the job's files, which may not exist yet.
+        files: Of the job; they may not exist yet.
     """
 
-    def __init__(self, job: JobFiles) -> None:
-        self._job = job
+    def __init__(self, files: JobFiles) -> None:
+        self._log = files.log
         self._offset = self._next = 0
-        self._begin(1)
 
     def read(self, ranks: Iterable[int] | None = None) -> Iterator[LogLine]:
         """Yield the lines that were written since the last call. Damaged parts (after a full disk) are left out.
@@ -49,10 +45,10 @@ class LogReader:
         wanted = None if ranks is None else frozenset(ranks)
         for record in self._records():
             if wanted is None or record.rank in wanted:
-                yield from self._of_run(record).lines()
+                yield from record.lines()
 
     def end(self) -> tuple[int, int]:
-        """The offset after the last whole record of the first run, and the number of the next line.
+        """The offset after the last whole record, and the number of the next line.
 
         Lines that the notebook has added have no number; the line before them counts.
         """
@@ -71,47 +67,18 @@ class LogReader:
             ranks: Only these ranks' lines, as for `read`.
         """
         wanted = None if ranks is None else frozenset(ranks)
-        last = 1
-        while self._job.run(last + 1).run_facts.exists():
-            last += 1
-        found: list[LogLine] = []
-        end: tuple[int, int] | None = None
-        for number in range(last, 0, -1):
-            self._begin(number)
-            found = [*self._tail_of_run(count - len(found), wanted), *found]
-            end = end or (self._offset, self._next)
-            if len(found) >= count:
+        records: list[LineBlock] = []
+        for found in self._read_backwards():
+            records = [record for record in found if wanted is None or record.rank in wanted]
+            if sum(record.count for record in records) >= count:
                 break
-        self._begin(last)
-        self._offset, self._next = end or (0, 0)
-        return tuple(found)
+        lines = [line for record in records for line in record.lines()]
+        return tuple(lines[-count:] if count else ())
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, number: int) -> None:
-        self._number = number
-        self._files = self._job.run(number)
-        self._next_facts = self._job.run(number + 1).run_facts
-        self._first_attempt = 0 if number == 1 else _first_attempt(self._files)
-        self._offset = 0
-        self._next = 0
-
-    def _of_run(self, record: LineBlock) -> LineBlock:
-        """The block with its attempt's number within the job."""
-        shift = self._first_attempt
-        return dataclasses.replace(record, attempt=record.attempt + shift) if shift else record
-
     def _records(self) -> Iterator[LineBlock]:
-        while True:
-            # Checked before reading: once a run has started, nothing is added to the one before.
-            is_over = self._next_facts.exists()
-            yield from self._records_of_run()
-            if not is_over:
-                return
-            self._begin(self._number + 1)
-
-    def _records_of_run(self) -> Iterator[LineBlock]:
-        with contextlib.suppress(FileNotFoundError), self._files.log.open("rb", buffering=0) as file:
+        with contextlib.suppress(FileNotFoundError), self._log.open("rb", buffering=0) as file:
             file.seek(self._offset)
             start, blocks = self._offset, BlockReader()
             while piece := file.read(_PIECE_BYTES):
@@ -126,25 +93,15 @@ class LogReader:
                     yield block
 
     def _read_backwards(self) -> Iterator[list[LineBlock]]:
-        """Yield the last records of the present run, each time more of them; leaves the reader at the run's end."""
+        """Yield the last records, each time more of them; leaves the reader at the end."""
         span = _TAIL_BYTES
         while True:
-            self._offset, self._next = _record_before_end(self._files.log, span), 0
+            self._offset, self._next = _record_before_end(self._log, span), 0
             is_all = not self._offset
-            yield list(self._records_of_run())
+            yield list(self._records())
             if is_all:
                 return
             span *= 8
-
-    def _tail_of_run(self, count: int, wanted: frozenset[int] | None) -> list[LogLine]:
-        """The last lines of the present run; leaves the reader at the run's end."""
-        records: list[LineBlock] = []
-        for found in self._read_backwards():
-            records = [record for record in found if wanted is None or record.rank in wanted]
-            if sum(record.count for record in records) >= count:
-                break
-        lines = [line for record in records for line in self._of_run(record).lines()]
-        return lines[-count:] if count else []
 
 
 class EventReader:
@@ -187,7 +144,9 @@ class JobReader:
         self._record = records.read(name)
         self._identity = self._identify_job()
         self._record_identity = _identify(self._files.record)
-        self._begin(1)
+        self._events_offset = 0
+        self._progress_identity: tuple[int, int] | None = None
+        self._progress: dict[str, dict[str, Any]] = {}
         spec = self._record.spec
         self._status = JobStatus(
             ref=self._record.ref,
@@ -227,55 +186,35 @@ class JobReader:
                 raise JobNotFoundError(f"{self._record.ref} was deleted")
             # Checked before reading: an agent that had ended by then had written everything.
             agent_lives = self._status.is_final or self._lives(self.record())
-            while True:
-                # Checked before reading: once a run has started, nothing is added to the one before.
-                is_over = self._next_facts.exists()
-                self._read_events()
-                if not is_over:
-                    break
-                self._begin(self._number + 1)
+            self._read_events()
             self._read_progress()
             return self._status if agent_lives or self._status.is_final else self._died()
 
-    def _begin(self, number: int) -> None:
-        self._number = number
-        self._run = self._files.run(number)
-        self._next_facts = self._files.run(number + 1).run_facts
-        self._first_attempt = 0 if number == 1 else _first_attempt(self._run)
-        self._events_offset = 0
-        self._progress_identity: tuple[int, int] | None = None
-        self._progress: dict[str, dict[str, Any]] = {}
-
     def _read_events(self) -> None:
         try:
-            if self._run.events.stat().st_size <= self._events_offset:
+            if self._files.events.stat().st_size <= self._events_offset:
                 return
         except OSError:
             return
-        with self._run.events.open("rb") as file:
+        with self._files.events.open("rb") as file:
             file.seek(self._events_offset)
             pending = b""
             while piece := file.read(_PIECE_BYTES):
                 whole, newline, pending = (pending + piece).rpartition(b"\n")
                 if newline:
                     self._events_offset += len(whole) + 1
-                    self._reduce(wire.decode_json_lines(whole))
+                    self._status = reduce_events(self._status, wire.decode_json_lines(whole))
 
     def _read_progress(self) -> None:
-        identity = _identify(self._run.progress)
+        identity = _identify(self._files.progress)
         if identity is None or identity == self._progress_identity:
             return
         self._progress_identity = identity
         # A damaged file is ignored, because the next one replaces it.
         with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
-            last: dict[str, dict[str, Any]] = json.loads(self._run.progress.read_bytes())
+            last: dict[str, dict[str, Any]] = json.loads(self._files.progress.read_bytes())
             before, self._progress = self._progress, last
-            self._reduce([event for name, event in last.items() if before.get(name) != event])
-
-    def _reduce(self, events: Iterable[dict[str, Any]]) -> None:
-        if self._first_attempt:
-            events = [{**event, "attempt": (event.get("attempt") or 0) + self._first_attempt} for event in events]
-        self._status = reduce_events(self._status, events)
+            self._status = reduce_events(self._status, [one for name, one in last.items() if before.get(name) != one])
 
     def _died(self) -> JobStatus:
         ended = None
@@ -299,12 +238,6 @@ class JobReader:
         with contextlib.suppress(OSError):
             return _identify(self._files.key), self._files.folder.stat().st_ino
         return None, 0
-
-
-def _first_attempt(run: JobFiles) -> int:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads(run.run_facts.read_bytes())["first_attempt"])
-    return 0
 
 
 def _record_before_end(log: pathlib.Path, span: int) -> int:

@@ -2,8 +2,7 @@
 
 `$XDG_STATE_HOME/kale-dist/` (or `~/.local/state/kale-dist/`) holds
 
-    jobs/<name>/     a job's folder with the files of `wire.JobFiles`; its creation takes the name. Runs after the first
-                     have folders of their own in it: `run-2`, `run-3`
+    jobs/<name>/     a job's folder with the files of `wire.JobFiles`; its creation takes the name
     blobs/           the snapshots' bytes, by content, shared by all jobs
     checked          which files of blobs have the bytes of their names
     lock             held shared from a snapshot's first byte to its record, and alone while blobs are deleted
@@ -74,30 +73,37 @@ class Record:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """The record of one run of a job: one life of a head."""
+class Life:
+    """The present life of a job in containers: that of one head. A job has one at a time; the next takes its place here.
 
-    number: int
-    """The run's number, from 1."""
-    files: JobFiles
-    """The files with the run's log, events and outcomes."""
+    Each head counts its attempts, lines and events from 0. In the job's folder they go on where those of the head before have ended.
+    """
+
+    number: int = 1
+    """How many objects the job has had, this life's included: it gives the object its name."""
     object: str = ""
-    """The name of the run's PyTorchJob, or the prefix of its containers' names; empty for a local job."""
-    uid: str = ""
-    """The uid of the head's pod; empty before the head was seen."""
-    first_attempt: int = 0
-    """The number of attempts in all earlier runs: this run's attempt 0 has this number in the job."""
-    began: float = 0.0
-    """When the run was submitted, or resumed after a suspension, in seconds since 1970; 0 stands for `Record.created`."""
-    is_started: bool = True
-    """Whether the run's object was created on the cluster."""
-    free: int = 0
-    """How many attempts do not count against `max_restarts`: those of the run before that only had more ranks, and this run's first
-    one if it follows a suspension."""
-    is_suspended: bool = False
-    """Whether the run was suspended: the next head of the same object is then the next run, which is free."""
+    """Name of the PyTorchJob, or the prefix of the containers' names; empty for a local job."""
     place: tuple[tuple[str, str], ...] = ()
-    """Facts by which the backend finds the run again; empty if they are those of the record."""
+    """Facts by which the backend finds the object; empty if they are those of the record."""
+    is_started: bool = True
+    """Whether the object is made. False while the job is renewed: whoever follows it removes the object before, and makes this one."""
+    uid: str = ""
+    """UID of the head's pod; empty before the head was seen."""
+    began: float = 0.0
+    """When the life began, or went on after a suspension, in seconds since 1970; 0 stands for `Record.created`."""
+    is_suspended: bool = False
+    """Whether the job was suspended: the next head of the same object then counts as no restart."""
+    used_restarts: int = 0
+    """How many restarts were used before it, its own included."""
+    first_attempt: int = 0
+    """The number of its attempt 0 within the job."""
+    first_line: int = 0
+    """The number of its line 0 within the job's log."""
+    first_event: int = 0
+    """The number of its event 0 within the job's events."""
+
+
+FIRST_LIFE = Life()
 
 
 def state_dir() -> pathlib.Path:
@@ -221,40 +227,34 @@ def read(name: str) -> Record:
         ) from error
 
 
-def runs(name: str) -> tuple[Run, ...]:
-    """All runs of a job, oldest first; at least one, even if the job does not exist."""
-    job = files(name)
-    found = [_read_run(job, 1) or Run(number=1, files=job)]
-    while (run := _read_run(job, len(found) + 1)) is not None:
-        found.append(run)
-    return tuple(found)
+def life(files: JobFiles) -> Life:
+    """The present life of a job, even if the job does not exist."""
+    try:
+        return decode(Life, json.loads(files.life.read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return _life_of_before(files)
 
 
-def write_run(run: Run) -> None:
-    """Write or replace the record of a run.
+def write_life(files: JobFiles, life: Life) -> None:
+    """Write or replace the record of a job's life.
 
     Raises:
         StoreError: The job's folder is gone, or the disk is full.
     """
-    target = run.files.run_facts
-    values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run) if field.name != "files"}
     try:
-        # Without its parents, so that a deleted job stays deleted.
-        if run.number > 1:
-            run.files.folder.mkdir(mode=0o700, exist_ok=True)
-        with fresh(target) as file:
-            file.write_text(json.dumps(values))
+        with fresh(files.life) as file:
+            file.write_text(json.dumps(dataclasses.asdict(life)))
     except OSError as error:
-        raise _store_error(target, error) from error
+        raise _store_error(files.life, error) from error
 
 
-def _read_run(job: JobFiles, number: int) -> Run | None:
-    run = job.run(number)
-    try:
-        values = json.loads(run.run_facts.read_bytes())
-        return Run(**{**values, "files": run, "place": tuple((name, value) for name, value in values["place"])})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _life_of_before(files: JobFiles) -> Life:
+    """The life of a job of the version before, which kept each in a folder of its own: by it the job is cancelled and deleted."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        newest = max(files.folder.glob("run-*/run.json"), key=lambda path: int(path.parent.name[4:]), default=None)
+        told = json.loads((newest or files.folder / "run.json").read_bytes())
+        return decode(Life, {name: told[name] for name in ("number", "object", "place", "uid")})
+    return FIRST_LIFE
 
 
 def read_key(name: str) -> bytes | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from kale_dist.job.spec.job_spec import WARM, JobSpec
@@ -14,13 +13,13 @@ def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
 
     Args:
         spec: The job.
-        used_restarts: How often earlier runs of the job have restarted the ranks.
+        used_restarts: How many restarts earlier heads of the job have used.
         **site: Fields of `Order` that only the backend knows: where the head and the blobs are, how long to wait. They
             replace values that follow from the specification.
     """
-    policy = spec.policy
     fields: dict[str, Any] = {
         "job": spec.name,
+        "object": spec.name,
         "number_of_processes": spec.topology.number_of_processes,
         "sizes": spec.topology.sizes or (spec.topology.number_of_processes,),
         "processes_per_agent": spec.topology.number_of_processes,
@@ -33,6 +32,7 @@ def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
         "seed": spec.seed,
         "debugging": spec.debugging,
         "idle_s": spec.keep_warm_s or 0.0 if spec.kind == WARM else 0.0,
-        "policy": dataclasses.replace(policy, max_restarts=max(0, policy.max_restarts - used_restarts)),
+        "policy": spec.policy,
+        "used_restarts": used_restarts,
     }
     return Order(**(fields | site))

@@ -58,9 +58,9 @@ class Signer:
     key: bytes = dataclasses.field(repr=False)
     """The job's secret."""
     job: str
-    """Name of the run's object: `Order.job`."""
+    """Name of the job's object: `Order.object`."""
     attempt: int
-    """The attempt's number within the run, from 0."""
+    """The attempt's number at its head, from 0."""
     rank: int
 
     def header(self, *, ok: bool) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from kale_dist.wire.events import (
 )
 from kale_dist.wire.files import JobFiles
 from kale_dist.wire.log import (
+    MAX_ATTEMPT,
     MAX_LINE_BYTES,
     OUTCOME_PART_BYTES,
     PREFIX,

@@ -118,7 +118,7 @@ class FailureCause(enum.StrEnum):
     KERNEL_ENDED = "kernel-ended"
     AGENT_DIED = "agent-died"
     LOST = "lost"
-    """A pod or container of the job was lost while the head lived; another run may end otherwise."""
+    """A pod or container of the job was lost while the head lived; another attempt may end otherwise."""
     SUSPENDED = "suspended"
     """The head got SIGTERM: the job was suspended or deleted, or its pod evicted."""
     NOT_STARTED = "not-started"

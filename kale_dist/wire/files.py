@@ -16,10 +16,6 @@ class JobFiles:
     def __init__(self, folder: str | pathlib.Path) -> None:
         self.folder = pathlib.Path(folder)
 
-    def run(self, number: int) -> JobFiles:
-        """The files of one run: the first run's are in the job's folder itself, later ones' in `run-2`, `run-3`."""
-        return self if number == 1 else JobFiles(self.folder / f"run-{number}")
-
     @property
     def record(self) -> pathlib.Path:
         """JSON written by the notebook when it submits: `records.Record`."""
@@ -36,9 +32,9 @@ class JobFiles:
         return self.folder / "key"
 
     @property
-    def run_facts(self) -> pathlib.Path:
-        """JSON of one run that the notebook follows: uid of its head, name of its object, first_attempt."""
-        return self.folder / "run.json"
+    def life(self) -> pathlib.Path:
+        """JSON written by the notebook that follows the job: `records.Life`."""
+        return self.folder / "life.json"
 
     @property
     def cancelled(self) -> pathlib.Path:

@@ -30,6 +30,9 @@ from kale_dist.wire.events import decode_json_lines, encode_json
 MAX_LINE_BYTES = 15_000
 """A longer line of output is cut into parts of this size, marked as continued: containerd splits lines at 16 KiB."""
 
+MAX_ATTEMPT = 999_999
+"""The largest number of an attempt, which has six digits in a block's header."""
+
 MAX_BLOCK_BYTES = 1 << 20
 """A larger block is `Foreign`, as is a line without an end: what an agent writes is far smaller."""
 
@@ -63,7 +66,7 @@ class LogLine(NamedTuple):
     """One line of a job's log. A tuple, which is made ten times faster than a frozen dataclass: logs have millions."""
 
     sequence: int | None
-    """Number of the line in the log of its run, from 0; None for a line that the notebook added to its copy."""
+    """Number of the line in the log, from 0; None for a line that the notebook added to its copy."""
     time: float
     """When the head got it, in seconds since 1970."""
     attempt: int

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable
 from typing import Self
 
-VERSION = 4
+VERSION = 5
 """Version of all formats of this package. Notebook and worker must have the same."""
 
 EXIT_TOLD_TO_END = 143
@@ -125,7 +125,7 @@ class InputFiles:
     SNAPSHOT = "snapshot.zip"
     """The snapshot's blobs by digest, if they fit; else they come as `Order.source` says."""
     CHECKPOINT = "checkpoint"
-    """The checkpoint that the ranks resume from, for a later run; there is none for the first."""
+    """The checkpoint that the ranks of a renewed job resume from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,8 +161,11 @@ class Order:
 
     version: int = VERSION
     job: str
-    """Name of the run's object: the job's own for the first run, `<name>-2` for the second."""
-    run: int = 1
+    """The job's name."""
+    object: str
+    """Name of its object, such as `<name>-2`, with which outcomes are signed: one of an earlier object is none of this one."""
+    used_restarts: int = 0
+    """How many restarts earlier heads of the job have used, as far as the notebook knew."""
     number_of_processes: int
     """How many were asked for, at most; how many there are is what each `Attempt` says."""
     sizes: tuple[int, ...] = ()
@@ -199,7 +202,7 @@ class Order:
     seed: int | None = None
     """Seed of rank 0; rank r gets seed + r. None: a random one, drawn by the head."""
     policy: Policy = dataclasses.field(default_factory=Policy)
-    """Of the call, with the restarts that are left to this run."""
+    """Of the call."""
     debugging: Debugging = dataclasses.field(default_factory=Debugging)
     replaces_pods: bool = False
     """Whether a pod that is lost is made again, by its controller, so that an attempt may wait for it."""
@@ -266,7 +269,7 @@ class Attempt:
     """Once through with one set of ranks. Only an attempt has a world size."""
 
     number: int
-    """How often the ranks were started before in this run."""
+    """How often this head has started the ranks before."""
     members: tuple[Member, ...]
     """The head's agent first, in the order of their ranks."""
     port: int

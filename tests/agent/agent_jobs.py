@@ -86,6 +86,7 @@ class Jobs:
         return Order(
             policy=Policy(**limits),
             job=name,
+            object=name,
             number_of_processes=ranks,
             processes_per_agent=ranks,
             folder=str(folder),

@@ -47,6 +47,7 @@ def read_job(root):
     return RunningJob(
         Order(
             job="one",
+            object="one",
             number_of_processes=2,
             processes_per_agent=2,
             folder=str(root / "jobs/one"),

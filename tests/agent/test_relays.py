@@ -45,7 +45,7 @@ class Head:
 
     def __init__(self, folder, agents):
         self.order = Order(
-            job="j", number_of_processes=agents, processes_per_agent=1, head="127.0.0.1", port=free_port(), snapshot="",
+            job="j", object="j", number_of_processes=agents, processes_per_agent=1, head="127.0.0.1", port=free_port(), snapshot="",
             policy=Policy(max_restarts=RESTARTS), replaces_pods=True,
         )  # fmt: skip
         self.files = JobFiles(folder)

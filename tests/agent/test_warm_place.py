@@ -16,7 +16,8 @@ from pod_jobs import free_ports
 from kale_dist import wire
 from kale_dist.errors import BackendError
 from kale_dist.job import records
-from kale_dist.job.backend import JobRef, Look, Part, Place, RunHandle
+from kale_dist.job.backend import JobRef, Look, Part, Place, PlacedJob
+from kale_dist.job.records import FIRST_LIFE
 from kale_dist.job.spec.job_spec import WARM, JobSpec, Policy, Topology
 from kale_dist.places.following.backend import FollowedBackend
 from kale_dist.places.orders import order_of
@@ -35,25 +36,25 @@ class ProcessPlace(Place):
         self.folder, self.python = folder, python
         self.ports, self.pods = {}, {}
 
-    def object_name(self, job, run):
-        return job if run == 1 else f"{job}.{run}"
+    def object_name(self, job, life):
+        return job if life == 1 else f"{job}.{life}"
 
-    def order(self, spec, *, run, used_restarts):
-        name = self.object_name(spec.name, run)
+    def order(self, spec, life):
+        name = self.object_name(spec.name, life.number)
         return order_of(
-            spec, job=name, run=run, used_restarts=used_restarts, head="127.0.0.1", port=self.ports.get(name, 0),
+            spec, object=name, used_restarts=life.used_restarts, head="127.0.0.1", port=self.ports.get(name, 0),
             source=Source.INPUT, processes_per_agent=1,
         )  # fmt: skip
 
-    def start(self, spec, key, *, run=1, checkpoint=None, used_restarts=0):
-        name = self.object_name(spec.name, run)
+    def start(self, spec, key, life=FIRST_LIFE, checkpoint=None):
+        name = self.object_name(spec.name, life.number)
         self.ports[name] = free_ports()
         root = self.folder / name
         (root / "input").mkdir(parents=True)
         (root / "input" / InputFiles.KEY).write_bytes(key)
         packed = pack_blobs(FolderStore(records.blobs_dir()), spec.blobs)
         (root / "input" / InputFiles.SNAPSHOT).write_bytes(packed)
-        order = wire.encode_json(self.order(spec, run=run, used_restarts=used_restarts))
+        order = wire.encode_json(self.order(spec, life))
         (root / "input" / InputFiles.ORDER).write_bytes(order)
         self.pods[name] = []
         for number in range(spec.topology.number_of_pods):
@@ -65,7 +66,7 @@ class ProcessPlace(Place):
             command = [self.python, "-P", "-m", "kale_dist.worker", "pod"]
             pod = subprocess.Popen(command, env=os.environ | told, stdout=subprocess.DEVNULL)
             self.pods[name].append(pod)
-        return RunHandle(ref=JobRef(self.name, spec.name), object=name, run=run, spec=spec)
+        return PlacedJob(ref=JobRef(self.name, spec.name), object=name, life=life.number, spec=spec)
 
     def look(self, handle):
         parts = []

@@ -156,7 +156,7 @@ def test_a_head_that_is_lost_comes_back_and_resumes_without_a_notebook(namespace
     job = kd.attach(f"kubernetes://{namespace}/{name}")
     assert job.wait(120).state is StateName.SUCCEEDED, list(job.logs())
     lines = [line.text for line in job.logs() if line.rank in (0, None)]
-    again = lines[next(index for index, text in enumerate(lines) if "Run 2 starts" in text) :]
+    again = lines[next(index for index, text in enumerate(lines) if "was lost and made again" in text) :]
     numbers = [int(text.rpartition(" ")[2]) for text in again if "ranks: batch " in text]
     # After SIGTERM no step is lost; otherwise those since the store got a checkpoint.
     assert numbers == list(range(numbers[0], 100))

@@ -12,7 +12,7 @@ from on_cluster import IMAGE, pods_in, run_kubectl, wait_for
 from rank_work import rank_and
 
 import kale_dist as kd
-from kale_dist.places.following import follower
+from kale_dist.places.following import life
 from kale_dist.wire import FailureCause, StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
@@ -81,7 +81,7 @@ def test_a_job_of_which_one_pod_fits_names_the_other_one_and_what_it_lacks(names
 
 
 def test_what_only_a_person_can_mend_ends_a_job_without_a_limit_of_its_own(namespace, monkeypatch):
-    monkeypatch.setattr(follower, "ACT_WITHIN_S", 12.0)
+    monkeypatch.setattr(life, "ACT_WITHIN_S", 12.0)
     job = kd.launch(rank_and, 0, number_of_processes=1, on=pods_in(namespace, image=ABSENT))
     status = job.wait(90)
     assert (status.state, status.cause) == (StateName.FAILED, FailureCause.NOT_STARTED)

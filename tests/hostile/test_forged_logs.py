@@ -8,20 +8,21 @@ import tracemalloc
 import pytest
 
 from kale_dist import wire
-from kale_dist.places.following.copy import RunCopy
+from kale_dist.job.records import Life
+from kale_dist.places.following.copy import HeadCopy
 from kale_dist.wire import BlockReader, EventBlock, Foreign, JobFiles
 
 
 @pytest.fixture
 def copy(tmp_path):
-    made = RunCopy(JobFiles(tmp_path), lambda: None, lambda: None)
+    made = HeadCopy(JobFiles(tmp_path), Life(), lambda: None, lambda: None)
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("number", ["4000000", "ffffffffffff"])
 def test_an_event_of_a_huge_number_fills_no_disk_and_hides_none_that_follows(copy, tmp_path, number):
-    note = {"event": "note", "text": "of the head"}
+    note = {"event": "note", "text": "of the head", "attempt": 0}
     data = f"={number} 2\n{{}}\n".encode() + wire.encode_event(0, note)
     copy.take(BlockReader().feed(data), missing="the test says so")
     assert JobFiles(tmp_path).events.read_bytes() == wire.encode_json(note)

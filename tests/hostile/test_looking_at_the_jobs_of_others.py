@@ -16,7 +16,7 @@ import jupyter_client
 from fake_api import FakeApi, status
 
 from kale_dist.errors import ConfigError, KaleDistWarning
-from kale_dist.job.backend import JobRef, RunHandle
+from kale_dist.job.backend import JobRef, PlacedJob
 from kale_dist.job.spec.job_spec import JobSpec, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places import manifests
@@ -152,7 +152,7 @@ def test_a_label_with_your_name_makes_no_job_yours(evil):
 def test_a_run_s_number_that_is_none_is_the_first(api, run):
     api.answer("GET", JOBS, 200, {"items": [an_object(a_spec(), run=run)]})
     handle, _ = place.KubernetesPlace().adopt(JobRef("kubernetes", "team/evil"), trust=None)
-    assert handle.run == 1
+    assert handle.life == 1
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def seen(api, monkeypatch):
 
         monkeypatch.setattr(watch, "shared", lambda *_: Watch())
         ref, at = JobRef("kubernetes", "team/mine"), (("uid", "u1"), ("context", "fake"))
-        handle = RunHandle(ref=ref, object="mine", run=1, spec=spec, place=at)
+        handle = PlacedJob(ref=ref, object="mine", spec=spec, place=at)
         return [part.uid for part in there_is.look(handle).parts]
 
     there_is = place.KubernetesPlace()

@@ -17,7 +17,8 @@ from plain_jobs import rank, reports_and_waits, wait_for_file
 import kale_dist as kd
 from kale_dist import wire
 from kale_dist.job import records
-from kale_dist.places.following.copy import GapError, RunCopy
+from kale_dist.job.records import Life
+from kale_dist.places.following.copy import GapError, HeadCopy
 from kale_dist.wire import BlockReader, JobFiles, Source, Stream, Verdict
 from kale_dist.worker.pod import relay as relay_module
 from kale_dist.worker.pod.relay_protocol import FRAME, Channel, Op
@@ -248,7 +249,7 @@ def test_a_relay_outlives_1_000_answers_of_others_at_the_heads_address(monkeypat
 
 def test_a_notebooks_copy_outlives_9_000_blocks_of_others_in_a_pods_log(tmp_path):
     draw, files = random.Random(SEED), JobFiles(tmp_path)
-    copy = RunCopy(files, lambda: None, lambda: None)
+    copy = HeadCopy(files, Life(), lambda: None, lambda: None)
     state = {"event": "state", "state": "running", "attempt": 0, "time": 1.0, "rank": None, "cause": "", "next_line": 3}
     for number in range(3_000):
         data = b"".join((

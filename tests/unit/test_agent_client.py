@@ -44,7 +44,16 @@ def test_another_interpreter_or_torch_is_a_change(monkeypatch):
 
 
 def order():
-    return Order(job="one", number_of_processes=1, processes_per_agent=1, folder="", store="", snapshot="", key="00")
+    return Order(
+        job="one",
+        object="one",
+        number_of_processes=1,
+        processes_per_agent=1,
+        folder="",
+        store="",
+        snapshot="",
+        key="00",
+    )
 
 
 def test_a_client_without_an_agent_says_so():

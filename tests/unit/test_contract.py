@@ -151,7 +151,7 @@ def test_json_lines_leave_out_what_a_crash_cut_off():
 
 def test_an_order_survives_its_journey_and_hides_its_key():
     order = Order(
-        job="j", number_of_processes=5, processes_per_agent=2, folder="/f", store="/s", snapshot="ab", key="secret",
+        job="j", object="j", number_of_processes=5, processes_per_agent=2, folder="/f", store="/s", snapshot="ab", key="secret",
         source=Source.STREAM, blobs=("ab", "cd"),
         process=ProcessState(
             environment=(("A", "b"),), cwd="/", sys_path=("/x",), argv=("",), umask=0o22, limits=((7, 1, -1),),
@@ -172,13 +172,15 @@ def places(order, agents):
 
 
 def test_ranks_are_dealt_to_agents_in_order():
-    order = Order(job="j", number_of_processes=5, processes_per_agent=2, snapshot="", head="first")
+    order = Order(job="j", object="j", number_of_processes=5, processes_per_agent=2, snapshot="", head="first")
     assert places(order, range(order.agents)) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2), (2, 0, 1)]
 
 
 def test_the_members_of_an_attempt_decide_its_world_size():
     sizes = (2, 4, 6, 7)
-    order = Order(job="j", number_of_processes=7, sizes=sizes, processes_per_agent=2, snapshot="", head="first")
+    order = Order(
+        job="j", object="j", number_of_processes=7, sizes=sizes, processes_per_agent=2, snapshot="", head="first"
+    )
     assert [order.size_with(agents) for agents in range(5)] == [0, 2, 4, 6, 7]
     assert places(order, [0, 3]) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
     attempt = Attempt.form(order, [0, 3], number=2, port=5, seed=7)
@@ -190,22 +192,22 @@ def test_the_members_of_an_attempt_decide_its_world_size():
 
 
 def test_an_attempt_has_the_largest_size_that_is_allowed():
-    order = Order(job="j", number_of_processes=8, sizes=(4, 8), processes_per_agent=2, snapshot="", head="first")
+    order = Order(
+        job="j", object="j", number_of_processes=8, sizes=(4, 8), processes_per_agent=2, snapshot="", head="first"
+    )
     assert [order.size_with(agents) for agents in range(5)] == [0, 0, 4, 4, 8]
     attempt = Attempt.form(order, [0, 2, 3], number=0, port=5, seed=7)
     assert [(member.agent, list(member.ranks)) for member in attempt.members] == [(0, [0, 1]), (2, [2, 3])]
-    fixed = Order(job="j", number_of_processes=5, processes_per_agent=2, snapshot="")
+    fixed = Order(job="j", object="j", number_of_processes=5, processes_per_agent=2, snapshot="")
     assert [fixed.size_with(agents) for agents in range(4)] == [0, 0, 0, 5]
 
 
 def test_files_of_a_job_lie_in_its_folder(tmp_path):
     files = JobFiles(str(tmp_path))
     names = {files.record, files.key, files.log, files.events, files.progress, files.modules}
-    names |= {files.checkpoint, files.run_facts, files.outcome(0, 0), files.outcome(0, 1), files.outcome(1, 0)}
+    names |= {files.checkpoint, files.life, files.outcome(0, 0), files.outcome(0, 1), files.outcome(1, 0)}
     assert len(names) == 11
     assert all(path.parent == tmp_path for path in names)
-    assert files.run(1).log == files.log
-    assert files.run(2).log == tmp_path / "run-2" / "log"
 
 
 def test_a_request_is_refused_if_anything_in_it_was_changed():

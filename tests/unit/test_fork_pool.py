@@ -70,7 +70,7 @@ def test_a_thousand_ranks_can_be_asked_of_a_forkserver_that_does_not_answer(loop
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pool = ForkPool(loop, spares=0)
     pool.adopt(ours, 0)
-    order = Order(job="j", number_of_processes=MANY, processes_per_agent=MANY, snapshot="")
+    order = Order(job="j", object="j", number_of_processes=MANY, processes_per_agent=MANY, snapshot="")
     attempt = Attempt.form(order, [0], number=0, port=1, seed=0)
     listeners = [Listener() for _ in range(MANY)]
     before = open_descriptors()

@@ -273,6 +273,7 @@ def test_an_agent_calls_other_pods_as_their_controller_does(word):
     world = spec.topology.number_of_processes
     order = Order(
         job="j",
+        object="j",
         number_of_processes=world,
         processes_per_agent=1,
         head=kind.head_host(spec),

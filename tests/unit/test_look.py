@@ -8,7 +8,7 @@ kubernetes = pytest.importorskip("kubernetes")
 
 from test_explain import look_of  # noqa: E402
 
-from kale_dist.job.backend import JobRef, RunHandle  # noqa: E402
+from kale_dist.job.backend import JobRef, PlacedJob  # noqa: E402
 from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology  # noqa: E402
 from kale_dist.job.spec.place_settings import ClusterOptions  # noqa: E402
 from kale_dist.places.kubernetes import look  # noqa: E402
@@ -289,5 +289,5 @@ def test_a_job_whose_pods_were_not_listed_yet_is_not_judged():
 ])  # fmt: skip
 def test_events_of_other_jobs_are_told_apart(kind, name, time, expected):
     event = EventView(uid="e", kind=kind, name=name, object_uid="o", is_warning=False, reason="", message="", time=time)
-    handle = RunHandle(ref=JobRef("kubernetes", "team/x"), object="x", run=1, spec=spec(), place=(("created", "5.0"),))
+    handle = PlacedJob(ref=JobRef("kubernetes", "team/x"), object="x", spec=spec(), place=(("created", "5.0"),))
     assert is_about(event, handle) is expected

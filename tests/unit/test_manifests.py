@@ -149,7 +149,7 @@ def test_the_secret_goes_with_its_job():
 
 
 def test_a_later_run_has_an_object_and_a_secret_of_its_own_and_the_labels_of_its_job():
-    spec, settings = golden_jobs.a_spec(name="x"), dataclasses.replace(golden_jobs.SETTINGS, run=2)
+    spec, settings = golden_jobs.a_spec(name="x"), dataclasses.replace(golden_jobs.SETTINGS, life=2)
     job, secret = made(spec, settings), manifests.input_secret(spec, settings, {}, {})
     assert (job["metadata"]["name"], secret["metadata"]["name"]) == ("x-2", "x-2-input")
     for made_ in (job, secret):

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("kubernetes")
 
 from kale_dist.job import records
-from kale_dist.job.backend import JobRef, RunHandle
+from kale_dist.job.backend import JobRef, PlacedJob
 from kale_dist.job.spec.job_spec import JobSpec, Topology
 from kale_dist.places.kubernetes import place as places
 from kale_dist.wire.blobs import FolderStore
@@ -28,8 +28,8 @@ def test_a_machine_that_only_attached_sends_what_it_has(monkeypatch, source):
 
     monkeypatch.setattr(places, "HeadClient", Head)
     spec = JobSpec(name="x", label="x", kind="call", snapshot="none", topology=Topology(number_of_processes=1))
-    handle = RunHandle(
-        ref=JobRef("kubernetes", "team/x"), object="x", run=1, spec=spec, place=(("source", source),)
+    handle = PlacedJob(
+        ref=JobRef("kubernetes", "team/x"), object="x", spec=spec, place=(("source", source),)
     )  # fmt: skip
     # What it lacks the submitter sends: a failure here would end the job.
     places.KubernetesPlace().send_input(handle, b"k" * 32, lambda _: None)

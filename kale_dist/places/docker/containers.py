@@ -1,4 +1,4 @@
-"""Makes the requests for the containers of one run of a job, from its specification. Pure."""
+"""Makes the requests for the containers of a job, from its specification. Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.image import for_job
+from kale_dist.job.records import Life
 from kale_dist.job.spec.job_spec import JobSpec, Volume, VolumeKind
 from kale_dist.places.manifests import bootstrap
 from kale_dist.places.manifests.pod_template import identity_of
@@ -60,24 +61,24 @@ class Facts:
     network: str = NETWORK
 
 
-def object_name(job: str, run: int) -> str:
-    """Prefix of the names of a run's containers. Names of jobs have no dot, so no other job has these names."""
-    return job if run == 1 else f"{job}.{run}"
+def object_name(job: str, life: int) -> str:
+    """Prefix of the names of a job's containers. Names of jobs have no dot, so no other job has these names."""
+    return job if life == 1 else f"{job}.{life}"
 
 
-def container_name(job: str, run: int, number: int) -> str:
+def container_name(job: str, life: int, number: int) -> str:
     """Name of a container, unique among all users of the engine."""
-    return f"kale-dist-{object_name(job, run)}-{number}"
+    return f"kale-dist-{object_name(job, life)}-{number}"
 
 
-def network_name(spec: JobSpec, run: int) -> str:
-    """Name of the network of a run: several containers have one of their own."""
-    return NETWORK if spec.topology.number_of_pods == 1 else f"{NETWORK}-{object_name(spec.name, run)}"
+def network_name(spec: JobSpec, life: int) -> str:
+    """Name of the network of a job: several containers have one of their own."""
+    return NETWORK if spec.topology.number_of_pods == 1 else f"{NETWORK}-{object_name(spec.name, life)}"
 
 
-def host_name(job: str, run: int, number: int) -> str:
-    """Host name of a container in the network of its run."""
-    return f"{job}-{number}" if run == 1 else f"{job}-run{run}-{number}"
+def host_name(job: str, life: int, number: int) -> str:
+    """Host name of a container in the network of its job."""
+    return f"{job}-{number}" if life == 1 else f"{job}-life{life}-{number}"
 
 
 def ranks_of(spec: JobSpec, number: int) -> range:
@@ -96,15 +97,14 @@ def source_of(spec: JobSpec) -> Source:
     return Source.INPUT if spec.snapshot_bytes <= INPUT_BYTES else Source.STREAM
 
 
-def make_order(spec: JobSpec, run: int, used_restarts: int = 0, torch_flags: Any = ()) -> Order:
-    """The order that the agents of a run get."""
+def make_order(spec: JobSpec, life: Life, torch_flags: Any = ()) -> Order:
+    """The order that the agents of a job get."""
     return order_of(
         spec,
-        used_restarts=used_restarts,
-        job=object_name(spec.name, run),
-        run=run,
+        used_restarts=life.used_restarts,
+        object=object_name(spec.name, life.number),
         processes_per_agent=spec.topology.processes_per_pod,
-        head=host_name(spec.name, run, 0),
+        head=host_name(spec.name, life.number, 0),
         port=PORT,
         source=source_of(spec),
         torch_flags=torch_flags,
@@ -113,23 +113,23 @@ def make_order(spec: JobSpec, run: int, used_restarts: int = 0, torch_flags: Any
     )
 
 
-def container(spec: JobSpec, run: int, number: int, facts: Facts) -> dict[str, Any]:
+def container(spec: JobSpec, life: int, number: int, facts: Facts) -> dict[str, Any]:
     """The body of the request that makes a container, as the engine's API has it.
 
     Args:
         spec: The job, with its image.
-        run: Which run of the job.
+        life: How many objects the job has had, this one included.
         number: Which container.
         facts: The values of the engine's machine.
     """
     labels = {
         JOB_LABEL: spec.name,
-        RUN_LABEL: str(run),
+        RUN_LABEL: str(life),
         POD_LABEL: str(number),
         SPEC_LABEL: json.dumps(spec.to_json(), separators=(",", ":")),
         **({SUBMITTED_BY_LABEL: facts.submitter} if facts.submitter else {}),
     }
-    host = host_name(spec.name, run, number)
+    host = host_name(spec.name, life, number)
     devices = _devices(spec, number, facts)
     if devices:
         labels[GPUS_LABEL] = ",".join(devices)

@@ -29,8 +29,8 @@ _TRIES, _PAUSE_S, _CHOICE = 10, 0.2, 64
 """Others may take the same addresses at the same time: each takes one of the first parts by chance, and tries again after a moment."""
 
 
-def ensure(engine: Engine, spec: JobSpec, run: int) -> str:
-    """Create the network that a run needs, if the engine has none of its name; gives its name.
+def ensure(engine: Engine, spec: JobSpec, life: int) -> str:
+    """Create the network that a job needs, if the engine has none of its name; gives its name.
 
     Several containers get one of their own. The others share one: a single container, as its processes talk to each other within it, and
     those of Podman, whose networks reach each other. It is never removed, because another job may be starting.
@@ -38,10 +38,10 @@ def ensure(engine: Engine, spec: JobSpec, run: int) -> str:
     Raises:
         BackendError: It cannot be created.
     """
-    name = network_name(spec, run)
+    name = network_name(spec, life)
     if name != NETWORK and not engine.is_podman:
         try:
-            _create_own(engine, name, spec, run)
+            _create_own(engine, name, spec, life)
         except docker.errors.APIError as error:
             reason = error.explanation or error
             warn(f"The containers share the network {NETWORK} with those of other jobs: none could be made ({reason})")
@@ -59,22 +59,22 @@ def ensure(engine: Engine, spec: JobSpec, run: int) -> str:
     return NETWORK
 
 
-def remove(engine: Engine, job: str, run: int) -> None:
-    """Remove the network of a run, unless a running container is in it.
+def remove(engine: Engine, job: str, life: int) -> None:
+    """Remove the network of a job, unless a running container is in it.
 
     Raises:
         BackendError: The engine does not list its networks.
     """
     with explained(f"looking for the network of {job}"):
-        found = engine.api.networks(filters={"label": [f"{JOB_LABEL}={job}", f"{RUN_LABEL}={run}"]})
+        found = engine.api.networks(filters={"label": [f"{JOB_LABEL}={job}", f"{RUN_LABEL}={life}"]})
     for each in found:
         with contextlib.suppress(docker.errors.APIError):
             engine.api.remove_network(each["Id"])
 
 
-def _create_own(engine: Engine, name: str, spec: JobSpec, run: int) -> None:
+def _create_own(engine: Engine, name: str, spec: JobSpec, life: int) -> None:
     """Create a network with few addresses: of the usual size, an engine has ranges for about 30."""
-    labels = {JOB_LABEL: spec.name, RUN_LABEL: str(run)}
+    labels = {JOB_LABEL: spec.name, RUN_LABEL: str(life)}
     prefix = 32 - (spec.topology.number_of_pods + _NOT_CONTAINERS - 1).bit_length()
     for tries_left in reversed(range(_TRIES)):
         there = engine.api.networks()

@@ -21,7 +21,8 @@ from kale_dist.errors import BackendError, ConfigError, JobExistsError, JobNotFo
 from kale_dist.image.engine import Engine, explained
 from kale_dist.image.engine import explain as explain_engine
 from kale_dist.job import records
-from kale_dist.job.backend import Connection, JobRef, Look, Part, Place, RunHandle, Trouble
+from kale_dist.job.backend import Connection, JobRef, Look, Part, Place, PlacedJob, Trouble
+from kale_dist.job.records import FIRST_LIFE, Life
 from kale_dist.job.spec.job_spec import JobSpec, VolumeKind
 from kale_dist.job.status import JobStatus, ReplicaStatus
 from kale_dist.places.docker import archive, containers, engines, networks
@@ -100,19 +101,19 @@ class DockerPlace(Place):
         """Close the connections to engines."""
         engines.disconnect()
 
-    def order(self, spec: JobSpec, *, run: int, used_restarts: int) -> Order:
-        """The order of a run in warm containers, which cannot be read after its end."""
+    def order(self, spec: JobSpec, life: Life) -> Order:
+        """The order of a job in warm containers, which cannot be read after its end."""
         flags = process_state.read_flags(cuda=spec.cuda)
-        return dataclasses.replace(containers.make_order(spec, run, used_restarts, flags), work_is_kept=False)
+        return dataclasses.replace(containers.make_order(spec, life, flags), work_is_kept=False)
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def start(
-        self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None, used_restarts: int = 0
-    ) -> RunHandle:
-        """Create a run's containers, copy their input into them, and start them. After an error none is left."""
+        self, spec: JobSpec, key: bytes, life: Life = FIRST_LIFE, checkpoint: pathlib.Path | None = None
+    ) -> PlacedJob:
+        """Create a job's containers, copy their input into them, and start them. After an error none is left."""
         engine = engines.connect()
-        order = containers.make_order(spec, run, used_restarts, process_state.read_flags(cuda=spec.cuda))
+        order = containers.make_order(spec, life, process_state.read_flags(cuda=spec.cuda))
         files: dict[str, bytes | pathlib.Path] = {
             InputFiles.RUNTIME: payload.runtime_zip(),
             InputFiles.KEY: key,
@@ -125,19 +126,19 @@ class DockerPlace(Place):
         facts = engines.facts_of(engine)
         made: list[str] = []
         try:
-            facts = dataclasses.replace(facts, network=networks.ensure(engine, spec, run))
+            facts = dataclasses.replace(facts, network=networks.ensure(engine, spec, life.number))
             with engines.gpus_held(engine, spec, facts) as settled:
-                _start_all(engine, spec, run, settled, files, made)
+                _start_all(engine, spec, life.number, settled, files, made)
         except BaseException:
             _remove(engine, made)
-            networks.remove(engine, spec.name, run)
+            networks.remove(engine, spec.name, life.number)
             raise
-        return _handle(engine, spec, run)
+        return _handle(engine, spec, life.number)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    def look(self, handle: RunHandle) -> Look:
-        """The states of the run's containers."""
+    def look(self, handle: PlacedJob) -> Look:
+        """The states of the job's containers."""
         engine = _engine(handle)
         parts = []
         for item in _list(engine, handle, every=True):
@@ -164,7 +165,7 @@ class DockerPlace(Place):
         return Look(parts=tuple(parts), trouble=first.trouble if first is not None else None, gone=not parts)
 
     def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
-        """Statuses of the jobs on the engine, oldest first, by the first container of each job's newest run."""
+        """Statuses of the jobs on the engine, oldest first, by the first container of each job."""
         if namespace is not None or labels:
             argument = "namespace" if namespace is not None else "labels"
             raise ConfigError(argument, "jobs on a Docker engine have none", "Leave it out")
@@ -176,9 +177,9 @@ class DockerPlace(Place):
             jobs.setdefault(item["Labels"][containers.JOB_LABEL], []).append(item)
         return [_surveyed(name, items) for name, items in jobs.items()]
 
-    def _canceller(self, engine: Engine, handle: RunHandle) -> str:
-        """Who cancelled a run, from the file that `kill` wrote into its first container; empty if it was not cancelled."""
-        head = containers.container_name(handle.spec.name, handle.run, 0)
+    def _canceller(self, engine: Engine, handle: PlacedJob) -> str:
+        """Who cancelled a job, from the file that `kill` wrote into its first container; empty if it was not cancelled."""
+        head = containers.container_name(handle.spec.name, handle.life, 0)
         return _read(engine, head, containers.CANCELLED_FILE).decode(errors="replace")
 
     def _inspect(self, engine: Engine, identifier: str) -> Part:
@@ -208,9 +209,9 @@ class DockerPlace(Place):
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def head_output(self, handle: RunHandle, *, follow: bool) -> Iterator[Iterator[bytes]]:
+    def head_output(self, handle: PlacedJob, *, follow: bool) -> Iterator[Iterator[bytes]]:
         """The output of the first container. Of one that has ended the whole log and all events come first, from its folder."""
-        engine, name = _engine(handle), containers.container_name(handle.spec.name, handle.run, 0)
+        engine, name = _engine(handle), containers.container_name(handle.spec.name, handle.life, 0)
         with explained(f"reading the output of {name}"):
             is_over = not follow and engine.api.inspect_container(name)["State"]["Status"] in _ENDED
             stream = engine.api.logs(name, stream=True, follow=follow)
@@ -220,7 +221,7 @@ class DockerPlace(Place):
                 with contextlib.suppress(Exception):
                     stream.close()
 
-    def _kept(self, handle: RunHandle) -> Iterator[bytes]:
+    def _kept(self, handle: PlacedJob) -> Iterator[bytes]:
         with contextlib.suppress(BackendError), tempfile.TemporaryDirectory(prefix="kale-dist-") as folder:
             files = JobFiles(folder)
             for log in (files.older_log, files.log):
@@ -234,15 +235,15 @@ class DockerPlace(Place):
                 for number, event in enumerate(decode_json_lines(files.events.read_bytes())):
                     yield encode_event(number, event)
 
-    def last_words(self, handle: RunHandle, part: Part, limit: int) -> bytes:
+    def last_words(self, handle: PlacedJob, part: Part, limit: int) -> bytes:
         """The end of a container's output."""
         with explained(f"reading the output of {part.name}"):
             said: bytes = _engine(handle).api.logs(part.uid, tail=limit // 50)
         return said[-limit:]
 
-    def connect(self, handle: RunHandle) -> Connection:
+    def connect(self, handle: PlacedJob) -> Connection:
         """Connect to the first container's agent: directly where its network is this machine's, else through the engine."""
-        engine, name = _engine(handle), containers.container_name(handle.spec.name, handle.run, 0)
+        engine, name = _engine(handle), containers.container_name(handle.spec.name, handle.life, 0)
         with explained(f"connecting to {name}"):
             within = engine.api.inspect_container(name)["NetworkSettings"]["Networks"]
         address = next((str(each["IPAddress"]) for each in within.values() if each.get("IPAddress")), "")
@@ -258,12 +259,12 @@ class DockerPlace(Place):
             made = engine.api.exec_create(name, ["python3", "-c", _BRIDGE, str(PORT + 2)], stdin=True)["Id"]
             return _Bridge(engine.api.exec_start(made, socket=True))
 
-    def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+    def fetch(self, handle: PlacedJob, name: str, target: pathlib.Path) -> bool:
         """Copy a file out of the first container, even after its end."""
-        engine, container = _engine(handle), containers.container_name(handle.spec.name, handle.run, 0)
+        engine, container = _engine(handle), containers.container_name(handle.spec.name, handle.life, 0)
         with explained(f"fetching {name} from the container {container}"):
             try:
-                stream, _ = engine.api.get_archive(container, f"{WORK_FOLDER}/job/{name}")
+                stream, _ = engine.api.get_archive(container, f"{WORK_FOLDER}/job/{handle.name_at_head(name)}")
             except docker.errors.NotFound:
                 return False
             with contextlib.closing(stream):
@@ -272,12 +273,12 @@ class DockerPlace(Place):
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
-    def kill(self, handle: RunHandle, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
-        """End the run's containers; the engine sends SIGKILL when the grace is over."""
+    def kill(self, handle: PlacedJob, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
+        """End the job's containers; the engine sends SIGKILL when the grace is over."""
         engine = _engine(handle)
         if not why:
             mark = Entry(path=containers.CANCELLED_FILE.lstrip("/"), mode=0o444, data=records.identity().encode())
-            head = containers.container_name(handle.spec.name, handle.run, 0)
+            head = containers.container_name(handle.spec.name, handle.life, 0)
             with contextlib.suppress(docker.errors.APIError):
                 engine.api.put_archive(head, "/", archive.pack([mark]))
 
@@ -294,15 +295,15 @@ class DockerPlace(Place):
                 with contextlib.suppress(docker.errors.APIError):
                     engine.api.kill(item["Id"], signal="SIGTERM" if head_leaves else "SIGKILL")
 
-    def remove(self, handle: RunHandle) -> None:
-        """Remove the run's containers and their files."""
+    def remove(self, handle: PlacedJob) -> None:
+        """Remove the job's containers and their files."""
         engine = _engine(handle)
         _remove(engine, [item["Id"] for item in _list(engine, handle, every=True)])
-        networks.remove(engine, handle.spec.name, handle.run)
+        networks.remove(engine, handle.spec.name, handle.life)
 
     # -- adoption -----------------------------------------------------------------------------------------------------
 
-    def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[PlacedJob, bytes | None]:
         """Find a job on the engine: a label has its specification, the first container's input its key and snapshot."""
         engine = engines.connect()
         with explained(f"looking for {ref}"):
@@ -314,7 +315,7 @@ class DockerPlace(Place):
             raise JobNotFoundError(
                 f"There is no job {ref.name!r} on the Docker engine at {engine.url}. {listing(self.name)}"
             )
-        run, head = max(heads.items())
+        life, head = max(heads.items())
         labels = head["Labels"]
         try:
             spec = JobSpec.from_json(json.loads(labels[containers.SPEC_LABEL]))
@@ -322,7 +323,7 @@ class DockerPlace(Place):
             raise JobNotFoundError(
                 f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
             ) from error
-        handle = _handle(engine, dataclasses.replace(spec, name=ref.name), run)
+        handle = _handle(engine, dataclasses.replace(spec, name=ref.name), life)
         if not trust:
             if trust is not None:
                 warn(untrusted(ref))
@@ -384,22 +385,22 @@ class _Bridge:
                 held.close()
 
 
-def _engine(handle: RunHandle) -> Engine:
+def _engine(handle: PlacedJob) -> Engine:
     return engines.connect(handle.get("engine"))
 
 
-def _handle(engine: Engine, spec: JobSpec, run: int) -> RunHandle:
-    return RunHandle(
+def _handle(engine: Engine, spec: JobSpec, life: int) -> PlacedJob:
+    return PlacedJob(
         ref=JobRef("docker", spec.name),
-        object=containers.object_name(spec.name, run),
-        run=run,
+        object=containers.object_name(spec.name, life),
+        life=life,
         spec=spec,
         place=(("engine", engine.url),),
     )
 
 
-def _list(engine: Engine, handle: RunHandle, *, every: bool) -> Sequence[dict[str, Any]]:
-    labels = [f"{containers.JOB_LABEL}={handle.spec.name}", f"{containers.RUN_LABEL}={handle.run}"]
+def _list(engine: Engine, handle: PlacedJob, *, every: bool) -> Sequence[dict[str, Any]]:
+    labels = [f"{containers.JOB_LABEL}={handle.spec.name}", f"{containers.RUN_LABEL}={handle.life}"]
     with explained(f"listing the containers of {handle.ref}"):
         found: Sequence[dict[str, Any]] = engine.api.containers(all=every, filters={"label": labels})
     return found
@@ -449,15 +450,15 @@ def _read(engine: Engine, container: str, path: str) -> bytes:
 
 
 def _start_all(
-    engine: Engine, spec: JobSpec, run: int, facts: Facts, files: Mapping[str, bytes | pathlib.Path], made: list[str]
+    engine: Engine, spec: JobSpec, life: int, facts: Facts, files: Mapping[str, bytes | pathlib.Path], made: list[str]
 ) -> None:
     fresh = _fresh_volumes(engine, spec)
 
     def make(number: int) -> str:
-        name = containers.container_name(spec.name, run, number)
+        name = containers.container_name(spec.name, life, number)
         with explained(f"creating the container {name} from {spec.image}"):
             try:
-                body = containers.container(spec, run, number, facts)
+                body = containers.container(spec, life, number, facts)
                 identifier = str(engine.api.create_container_from_config(body, name=name)["Id"])
             except docker.errors.APIError as error:
                 if error.status_code == _CONFLICT:
@@ -471,7 +472,7 @@ def _start_all(
 
     def begin(number: int) -> None:
         identifier = first if number == 0 else make(number)
-        name = containers.container_name(spec.name, run, number)
+        name = containers.container_name(spec.name, life, number)
         with explained(f"copying the job's input into the container {name}"):
             engine.api.put_archive(identifier, "/", archive.pack(_input(spec, number, facts, files, fresh)))
         with explained(f"starting the container {name} from {spec.image}"):

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from kale_dist.errors import BackendError, JobExistsError, JobNotFoundError, StoreError
 from kale_dist.job import records
-from kale_dist.job.backend import JobRef, Place, PlaceEvent, Plan, RunHandle
+from kale_dist.job.backend import JobRef, Place, PlacedJob, PlaceEvent, Plan
 from kale_dist.job.reader import FolderBackend
-from kale_dist.job.records import Record, Run
+from kale_dist.job.records import Life, Record
 from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.status import JobStatus
 from kale_dist.places.following import verdict
-from kale_dist.places.following.follower import Follower, handle_of
+from kale_dist.places.following.follower import Follower
+from kale_dist.places.following.life import handle_of
 from kale_dist.places.following.warm import WarmPlace
 from kale_dist.wire import CANCEL_GRACE_S
 
@@ -36,7 +36,7 @@ class FollowedBackend(FolderBackend):
     def __init__(self, place: Place) -> None:
         super().__init__(lambda _: True)
         self.name = place.name
-        self.place = cast("Place", WarmPlace(place, self))
+        self.place: Place = WarmPlace(place, self)
         """Where containers run."""
         self._followers: dict[str, Follower] = {}
 
@@ -75,11 +75,11 @@ class FollowedBackend(FolderBackend):
         follower.wait_for_look()
         return verdict.overlay(
             job.status(),
-            follower.look,
+            follower.sight.look,
             job.record().spec,
             self.place.noun,
             activity=follower.activity,
-            problem=follower.problem,
+            problem=follower.sight.problem,
         )
 
     def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S, save: bool = True) -> None:
@@ -94,12 +94,11 @@ class FollowedBackend(FolderBackend):
 
     def delete(self, ref: JobRef) -> None:
         """End the job and remove every trace of it, at its place and here."""
-        record = self._reader(ref).record()
-        # No follower, in this process or in another one, starts the next run of a cancelled job.
+        self._reader(ref)
+        # No follower, in this process or in another one, renews a cancelled job.
         records.mark_cancelled(records.files(ref.record_name))
         self._forget(ref)
-        for run in records.runs(ref.record_name):
-            self.place.remove(handle_of(self.place, record, run))
+        self.place.remove(self._handle(ref))
         records.delete(ref.record_name)
         self._notify(ref)
 
@@ -162,12 +161,12 @@ class FollowedBackend(FolderBackend):
             )
 
     def describe(self, ref: JobRef) -> Mapping[str, object]:
-        """The object of the newest run, as it is now; empty where a run is no single object."""
-        return self.place.describe(self._newest_run(ref))
+        """The object of the job, as it is now; empty where it is no single object."""
+        return self.place.describe(self._handle(ref))
 
     def events(self, ref: JobRef) -> Sequence[PlaceEvent]:
-        """Events of the newest run at its place, oldest first."""
-        return self.place.events(self._newest_run(ref))
+        """Events of the job at its place, oldest first."""
+        return self.place.events(self._handle(ref))
 
     def volumes(self) -> Sequence[str]:
         """Names of the volumes that jobs can have."""
@@ -185,7 +184,7 @@ class FollowedBackend(FolderBackend):
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _write_record(self, handle: RunHandle, *, created: float) -> None:
+    def _write_record(self, handle: PlacedJob, *, created: float) -> None:
         name = handle.ref.record_name
         records.write(
             Record(
@@ -193,13 +192,13 @@ class FollowedBackend(FolderBackend):
                 place=handle.place,
             )
         )  # fmt: skip
-        for number in range(1, handle.run + 1):
-            # The runs before the adoption of a job are only known by their number.
-            run = Run(number=number, files=records.files(name).run(number), first_attempt=number - 1)
-            records.write_run(dataclasses.replace(run, object=handle.object) if number == handle.run else run)
+        # Of a job that is adopted, the lives before are only known by their number.
+        before = handle.life - 1
+        life = Life(number=handle.life, object=handle.object, used_restarts=before, first_attempt=before)
+        records.write_life(records.files(name), life)
 
-    def _newest_run(self, ref: JobRef) -> RunHandle:
-        return handle_of(self.place, self._reader(ref).record(), records.runs(ref.record_name)[-1])
+    def _handle(self, ref: JobRef) -> PlacedJob:
+        return handle_of(self.place, self._reader(ref).record(), records.life(records.files(ref.record_name)))
 
     def _follow(self, ref: JobRef) -> Follower:
         """This process's follower of a job, a new one if there is none that lives."""

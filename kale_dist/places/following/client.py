@@ -37,7 +37,7 @@ _CUT = (OSError, http.client.HTTPException)
 
 
 class HeadClient:
-    """Requests to the head of one run. Each uses a connection of its own, so that threads can share a client.
+    """Requests to one head. Each uses a connection of its own, so that threads can share a client.
 
     Every method raises `BackendError`: retryable where the head could not be reached or the connection was cut.
 

@@ -1,16 +1,18 @@
-"""The notebook's copy of one run: `RunCopy` appends the head's blocks to the same files here, each once, in their order.
+"""The notebook's copy of what a head says: `HeadCopy` appends the head's blocks to the same files here, each once, in their order.
 
 A thread (`HeadReader`) reads the blocks from a connection to the head. It reads the head's stdout, a bounded copy of the log, while no
-connection is allowed or possible, and once at the end for lines that are missing. The end of a stream means nothing: a run is
+connection is allowed or possible, and once at the end for lines that are missing. The end of a stream means nothing: a copy is
 complete with the head's verdict, which has the number of its last line.
 
-The numbers of the next line and the next event are read from the files: a follower that was killed leaves at most a torn
-block, which is cut off. In the place of lines that are lost, one line says how many are missing and why.
+Each head counts from 0. Here its attempts, lines and events go on where those of the head before have ended (`records.Life`). The numbers
+of the next line and the next event are read from the files: a follower that was killed leaves at most a torn block, which is cut off. In
+the place of lines that are lost, one line says how many are missing and why.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import threading
@@ -20,8 +22,9 @@ from typing import Any
 
 from kale_dist import wire
 from kale_dist.errors import BackendError, StoreError
-from kale_dist.job.backend import NoConnectionError, Place, RunHandle
+from kale_dist.job.backend import NoConnectionError, Place, PlacedJob
 from kale_dist.job.reader import LogReader
+from kale_dist.job.records import Life
 from kale_dist.places.following.client import HeadClient
 from kale_dist.wire import (
     Block,
@@ -59,11 +62,12 @@ class GapError(Exception):
     """Lines or events are missing before the next block, and another stream may still have them."""
 
 
-class RunCopy:
-    """The copy of one run. Only the process that holds the folder's lock may have one; for one thread at a time.
+class HeadCopy:
+    """The copy of one head's words. Only the process that holds the folder's lock may have one; for one thread at a time.
 
     Args:
-        files: The run's files; their folder has to be there.
+        files: The job's files; their folder has to be there.
+        life: Where the head's numbers begin in them.
         on_lines: Called when the log has grown.
         on_change: Called when the status may be another one.
 
@@ -71,16 +75,19 @@ class RunCopy:
         StoreError: The files cannot be read or written.
     """
 
-    def __init__(self, files: JobFiles, on_lines: Callable[[], None], on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, files: JobFiles, life: Life, on_lines: Callable[[], None], on_change: Callable[[], None]
+    ) -> None:
         self.verdict: Verdict | None = None
         """The head's verdict. Readers do not see it, or events after it, before `release`."""
-        self.last_attempt = 0
-        """The head's newest attempt that was seen."""
+        self.last_attempt = life.first_attempt
+        """The job's newest attempt that was seen."""
         self.free = 0
-        """How many of its attempts were begun only to have more ranks."""
+        """How many of the head's attempts were begun only to have more ranks."""
         self.has_started = False
-        """Whether ranks have started."""
+        """Whether the head's ranks have started."""
         self._files = files
+        self._life = life
         self._on_lines = on_lines
         self._on_change = on_change
         self._held: list[bytes] = []
@@ -92,8 +99,9 @@ class RunCopy:
             self._log = files.log.open("ab", buffering=0)
             self._events = files.events.open("ab", buffering=0)
             # Cut off what is torn.
-            whole, self.next_line = LogReader(files).end()
+            whole, following = LogReader(files).end()
             self._log.truncate(whole)
+            self.next_line = max(0, following - life.first_line)
             self.next_event = self._recover_events()
         self._missing_events = 0
 
@@ -121,9 +129,10 @@ class RunCopy:
                 elif isinstance(block, EventBlock):
                     self._take_event(block, missing)
                 elif isinstance(block, ProgressBlock):
-                    name = wire.last_name(block.event)
+                    event = self._of_job(block.event)
+                    name = wire.last_name(event)
                     if name is not None:
-                        self._progress[name] = block.event
+                        self._progress[name] = event
                         self._has_new_progress = True
                 elif isinstance(block, OutcomePart):
                     self._take_part(block)
@@ -152,7 +161,7 @@ class RunCopy:
         self._on_lines()
 
     def release(self, events: Iterable[dict[str, Any]] | None = None, *, note: str = "") -> None:
-        """Write the events that end the run, so that readers see them. Nothing is copied afterwards.
+        """Write the events that end the head's life, so that readers see them. Nothing is copied afterwards.
 
         Args:
             events: Written in the place of the head's verdict and the events after it; None for those.
@@ -167,6 +176,15 @@ class RunCopy:
         with _writable(self._files):
             _write_all(self._events, b"".join(held))
         self._on_change()
+
+    def end(self) -> tuple[int, int]:
+        """The numbers within the job of the next line and of the next event.
+
+        Raises:
+            StoreError: The files cannot be read.
+        """
+        with _writable(self._files):
+            return self._life.first_line + self.next_line, self._files.events.read_bytes().count(b"\n")
 
     def close(self) -> None:
         """Close the files."""
@@ -183,9 +201,11 @@ class RunCopy:
             return
         if block.first > self.next_line:
             self.skip_lines(block.first, missing)
-        self._log_lines.append(block.since(self.next_line).encode())
+        new, attempt = block.since(self.next_line), self._attempt(block.attempt)
+        first = self._life.first_line + (new.first or 0)
+        self._log_lines.append(dataclasses.replace(new, first=first, attempt=attempt).encode())
         self.next_line = following
-        self.last_attempt = max(self.last_attempt, block.attempt)
+        self.last_attempt = max(self.last_attempt, attempt)
 
     def skip_lines(self, following: int, missing: str) -> None:
         """Append a line that says which lines before a number are missing, if any are.
@@ -199,8 +219,8 @@ class RunCopy:
             return
         if not missing:
             raise GapError
-        lines = "1 line is" if count == 1 else f"{count:,} lines are"
-        numbers = f"{self.next_line:,}" if count == 1 else f"{self.next_line:,} to {following - 1:,}"
+        lines, first = "1 line is" if count == 1 else f"{count:,} lines are", self._life.first_line + self.next_line
+        numbers = f"{first:,}" if count == 1 else f"{first:,} to {first + count - 1:,}"
         self._append_own(f"{lines} missing here (number {numbers}), because {missing}".encode())
         self.next_line = following
 
@@ -220,7 +240,7 @@ class RunCopy:
             self._missing_events += count
             events = "1 event is" if count == 1 else f"{count:,} events are"
             self._append_own(f"{events} missing here (metrics or states of ranks), because {missing}".encode())
-        event = block.event
+        event = self._of_job(block.event)
         # A reader that sees a rank's end can then read its last line.
         self.flush()
         # Numbers are those of lines in the file; empty lines stand for events that are missing.
@@ -235,6 +255,15 @@ class RunCopy:
         with _writable(self._files):
             _write_all(self._events, data)
         self._on_change()
+
+    def _attempt(self, of_head: Any) -> int:
+        """The number within the job of an attempt of the head's."""
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            return min(self._life.first_attempt + int(of_head or 0), wire.MAX_ATTEMPT)
+        return self.last_attempt
+
+    def _of_job(self, event: dict[str, Any]) -> dict[str, Any]:
+        return {**event, "attempt": self._attempt(event.get("attempt"))}
 
     def _note(self, event: dict[str, Any]) -> None:
         with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -252,18 +281,21 @@ class RunCopy:
         self._on_change()
 
     def _recover_events(self) -> int:
-        data = self._files.events.read_bytes()
+        first, data = self._life.first_event, self._files.events.read_bytes()
         whole = data.rfind(b"\n") + 1
         self._events.truncate(whole)
-        for event in wire.decode_json_lines(data[:whole]):
+        lines = data[:whole].split(b"\n")[:-1]
+        # After a power failure there may be fewer than when the life began.
+        self._events.write(b"\n" * (first - len(lines)))
+        for event in wire.decode_json_lines(b"\n".join(lines[first:])):
             self._note(event)
         with contextlib.suppress(OSError, ValueError):
             self._progress = dict(json.loads(self._files.progress.read_bytes()))
-        return data.count(b"\n")
+        return max(0, len(lines) - first)
 
     def _take_part(self, part: OutcomePart) -> None:
         """Collect the parts of an outcome into its file. Its signature is checked by `job.outcomes`, which reads it."""
-        target = self._files.outcome(part.attempt, part.rank)
+        target = self._files.outcome(self._attempt(part.attempt), part.rank)
         if not part.index:
             self._parts[part.attempt, part.rank] = []
         parts = self._parts.get((part.attempt, part.rank), [])
@@ -296,11 +328,11 @@ class Clock:
 
 
 class HeadReader:
-    """Follows the head of one run until it has ended and all of it that can be had is here.
+    """Follows one head until it has ended and all of it that can be had is here.
 
     Args:
-        place: Where the run is.
-        handle: The run.
+        place: Where the job is.
+        handle: The job.
         client: For requests to the head; None if this user has no key.
         copy: Appended to by this reader's thread alone until it has ended.
         has_ended: Whether the head's container has ended or is gone.
@@ -312,9 +344,9 @@ class HeadReader:
         self,
         *,
         place: Place,
-        handle: RunHandle,
+        handle: PlacedJob,
         client: HeadClient | None,
-        copy: RunCopy,
+        copy: HeadCopy,
         has_ended: Callable[[], bool],
         on_end: Callable[[], None],
         clock: Clock,

@@ -18,7 +18,7 @@ from kale_dist.places.manifests.bootstrap import EXIT_CODE
 from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName, Verdict
 
 RETRIED = frozenset(("evicted", "deleted", "node lost", "preempted", "killed"))
-"""Losses after which another run starts. Out of memory is none of them: it would only happen again."""
+"""Losses after which a job is renewed. Out of memory is none of them: it would only happen again."""
 
 _UNSURE = (FailureCause.AGENT_DIED, FailureCause.DIED, FailureCause.LEFT, FailureCause.LOST)
 """Causes of a head's verdict that only say that something was killed; the place may know by what."""
@@ -27,7 +27,7 @@ _ENDED = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED, 
 
 
 def judge(said: Verdict | None, look: Look, status: JobStatus, *, canceller: str = "") -> Verdict:
-    """Decide how a run ended.
+    """Decide how a life ended.
 
     Args:
         said: The head's verdict, from its events; None if there is none and none will come.
@@ -36,7 +36,7 @@ def judge(said: Verdict | None, look: Look, status: JobStatus, *, canceller: str
         canceller: The user who cancelled the job here; empty if none did.
 
     Returns:
-        The verdict. With the cause `SUSPENDED`, the next run does not count as a restart.
+        The verdict. With the cause `SUSPENDED`, the next head does not count as a restart.
     """
     head, wish = look.head, f"The job was cancelled by {canceller}" if canceller else ""
     if not wish and look.trouble is not None and look.trouble.cause is FailureCause.USER:
@@ -70,7 +70,7 @@ def judge(said: Verdict | None, look: Look, status: JobStatus, *, canceller: str
 
 
 def judge_part(part: Part, look: Look, status: JobStatus) -> Verdict:
-    """Decide how a run ended of which a part has ended, while the head has no verdict."""
+    """Decide how a life ended of which a part has ended, while the head has no verdict."""
     reason, trouble = _loss(part, look), part.trouble or look.trouble
     cause = trouble.cause if trouble is not None else None
     if part.lost in RETRIED:
@@ -81,7 +81,7 @@ def judge_part(part: Part, look: Look, status: JobStatus) -> Verdict:
 
 
 def judge_trouble(trouble: Trouble) -> Verdict:
-    """The verdict on a run that can never start."""
+    """The verdict on a job that can never start."""
     return Verdict(StateName.FAILED, trouble.cause or FailureCause.NOT_STARTED, str(trouble))
 
 
@@ -90,7 +90,7 @@ def lost_part(look: Look, *, is_over: bool = False) -> Part | None:
 
     Args:
         look: The place's report.
-        is_over: Whether the run is over, so that parts explain its end that were made again.
+        is_over: Whether the life is over, so that parts explain its end that were made again.
     """
     parts = look.parts + look.replaced if is_over else look.parts
     ended = [part for part in parts if part.state == "ended" and (part.lost or part.exit_code)]
@@ -107,7 +107,7 @@ def explains_loss(cause: FailureCause | None, look: Look, pods: int) -> bool:
     Args:
         cause: Of the head's verdict.
         look: The place's report.
-        pods: How many pods the run has.
+        pods: How many pods the job has.
     """
     head = look.head
     if cause is FailureCause.LOST:
@@ -172,12 +172,12 @@ def overlay(
 
 
 def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float) -> Sequence[dict[str, Any]]:
-    """The last events of a run whose head has sent none.
+    """The last events of a job whose head has sent none.
 
     Args:
-        verdict: How the run ended.
+        verdict: How the life ended.
         status: Of the job, with the ranks of its newest attempt.
-        attempt: The newest attempt's number in the run.
+        attempt: The number of its newest attempt.
         now: Seconds since 1970.
     """
     common = {"time": now, "attempt": attempt}

@@ -20,14 +20,24 @@ from typing import Any
 from kale_dist import strategies, wire
 from kale_dist.errors import BackendError, KaleDistError, say
 from kale_dist.job import interrupts, records
-from kale_dist.job.backend import Backend, Connection, JobRef, NoConnectionError, Place, RunHandle
+from kale_dist.job.backend import (
+    Backend,
+    Connection,
+    JobRef,
+    Look,
+    NoConnectionError,
+    Part,
+    Place,
+    PlacedJob,
+    PlaceEvent,
+)
 from kale_dist.job.reader import JobReader
-from kale_dist.job.records import Record
+from kale_dist.job.records import FIRST_LIFE, Life, Record
 from kale_dist.job.spec.job_spec import WARM, Debugging, JobSpec, Policy
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
 from kale_dist.places.following.client import HeadClient
-from kale_dist.wire import Source, payload
+from kale_dist.wire import JobFiles, Source, payload
 from kale_dist.wire.blobs import FolderStore, map_file, pack_blobs
 from kale_dist.worker.agent import processes
 
@@ -37,13 +47,13 @@ _SMALL_BYTES, _MOST_SMALL = 64 << 10, 32
 _WORDS = {"snapshot": "version of kale_dist", "topology": "number_of_processes", "policy": "max_restarts"}
 
 
-def prefix_of(handle: RunHandle) -> str:
+def prefix_of(handle: PlacedJob) -> str:
     """What comes before the paths of requests about a job in warm pods; empty for any other job."""
     return f"/jobs/{handle.get('warm_id')}" if handle.get("warm_id") else ""
 
 
 class WarmPlace:
-    """A place, with warm pods for the calls that want them. What is not here is the place's own.
+    """A place, with warm pods for the calls that want them.
 
     Args:
         place: Where pods run.
@@ -52,28 +62,50 @@ class WarmPlace:
 
     def __init__(self, place: Place, backend: Backend) -> None:
         self.inner = place
+        self.name, self.noun = place.name, place.noun
         self._backend = backend
+        # What asks for nothing of a job's pods is the place's own.
+        self.settle, self.render, self.object_name, self.order = (
+            place.settle,
+            place.render,
+            place.object_name,
+            place.order,
+        )
+        self.fetch, self.adopt, self.volumes, self.close = place.fetch, place.adopt, place.volumes, place.close
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.inner, name)
-        if name not in ("look", "listen", "last_words", "describe", "events"):
-            return found
-        return lambda handle, *given: found(_set_of(handle), *given)
+    def look(self, handle: PlacedJob) -> Look:
+        """Report on the pods that a job is in."""
+        return self.inner.look(_set_of(handle))
+
+    def listen(self, handle: PlacedJob, changed: Callable[[], None]) -> Callable[[], None]:
+        """Watch the pods that a job is in."""
+        return self.inner.listen(_set_of(handle), changed)
+
+    def last_words(self, handle: PlacedJob, part: Part, limit: int) -> bytes:
+        """The end of the output of a pod that a job is in."""
+        return self.inner.last_words(_set_of(handle), part, limit)
+
+    def describe(self, handle: PlacedJob) -> dict[str, Any]:
+        """The object that a job is in."""
+        return self.inner.describe(_set_of(handle))
+
+    def events(self, handle: PlacedJob) -> Sequence[PlaceEvent]:
+        """Events about the object that a job is in."""
+        return self.inner.events(_set_of(handle))
 
     def start(
-        self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None, used_restarts: int = 0
-    ) -> RunHandle:
-        """Give a run to a set that fits, or make one, which gets it once its head runs (`send_input`)."""
+        self, spec: JobSpec, key: bytes, life: Life = FIRST_LIFE, checkpoint: pathlib.Path | None = None
+    ) -> PlacedJob:
+        """Give a job to a set that fits, or make one, which gets it once its head runs (`send_input`)."""
         if spec.keep_warm_s is None or spec.kind == WARM:
-            return self.inner.start(spec, key, run=run, checkpoint=checkpoint, used_restarts=used_restarts)
+            return self.inner.start(spec, key, life, checkpoint)
         wanted, others = _set_for(spec), list[str]()
-        digest = "" if checkpoint is None else FolderStore(records.blobs_dir()).put([map_file(checkpoint)])
         ref = JobRef(self.inner.name, f"{spec.cluster.namespace}/{spec.name}".lstrip("/"))
 
-        def handle_in(there: Record, name: str) -> RunHandle:
-            more = {"warm": there.spec.name, "warm_id": name, "used_restarts": str(used_restarts), "checkpoint": digest}
-            place = (*there.place, *more.items())
-            return RunHandle(ref=ref, object=self.inner.object_name(spec.name, run), run=run, spec=spec, place=place)
+        def handle_in(there: Record, name: str) -> PlacedJob:
+            place = (*there.place, ("warm", there.spec.name), ("warm_id", name))
+            name = self.inner.object_name(spec.name, life.number)
+            return PlacedJob(ref=ref, object=name, life=life.number, spec=spec, place=place)
 
         for there in self._sets(wanted):
             if differences := _differences(wanted, there.spec):
@@ -100,19 +132,20 @@ class WarmPlace:
         _use(self.inner, made)
         return handle_in(made, name)
 
-    def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
-        """Give a run to the set that was made for it, whose head runs now."""
+    def send_input(self, handle: PlacedJob, key: bytes, on_progress: Callable[[str], None]) -> None:
+        """Give a job to the set that was made for it, whose head runs now."""
         if not prefix_of(handle):
             self.inner.send_input(handle, key, on_progress)
         elif not _is_ordered(handle) and (why := self._offer(handle, key)):
             raise BackendError(f"The warm {self.inner.noun}s {handle.get('warm')} do not take the job: {why}")
 
-    def _offer(self, handle: RunHandle, key: bytes) -> str:
-        """Send a run's order, and before it what is missing of its blobs; returns why it is not taken, empty if it is."""
-        there, spec, name, checkpoint = _set_of(handle), handle.spec, handle.get("warm_id"), handle.get("checkpoint")
+    def _offer(self, handle: PlacedJob, key: bytes) -> str:
+        """Send a job's order, and before it what is missing of its blobs; returns why it is not taken, empty if it is."""
+        there, spec, name, files = _set_of(handle), handle.spec, handle.get("warm_id"), _files(handle)
         store, sets_key = FolderStore(records.blobs_dir()), records.read_key(there.ref.record_name) or b""
-        order = self.inner.order(spec, run=handle.run, used_restarts=int(handle.get("used_restarts")))
-        sets_order = self.inner.order(there.spec, run=1, used_restarts=0)
+        checkpoint = store.put([map_file(files.checkpoint)]) if files.checkpoint.exists() else ""
+        order = self.inner.order(spec, records.life(files))
+        sets_order = self.inner.order(there.spec, FIRST_LIFE)
         order = dataclasses.replace(
             order, head=sets_order.head, port=sets_order.port, source=Source.STREAM,
             blobs=(*order.blobs, *([checkpoint] if checkpoint else ())), outcomes_on_stdout=False, returns_head=False,
@@ -129,23 +162,23 @@ class WarmPlace:
             _ordered(handle).write_text(name)
         return str(answer.get("busy", ""))
 
-    def connect(self, handle: RunHandle) -> Connection:
+    def connect(self, handle: PlacedJob) -> Connection:
         """Connect to the head; that of a set knows a job once it has its order."""
         if prefix_of(handle) and not _is_ordered(handle):
             raise BackendError(f"The warm {self.inner.noun}s do not have {handle.ref} yet", retryable=True)
         return self.inner.connect(_set_of(handle))
 
-    def head_output(self, handle: RunHandle, *, follow: bool) -> contextlib.AbstractContextManager[Iterator[bytes]]:
+    def head_output(self, handle: PlacedJob, *, follow: bool) -> contextlib.AbstractContextManager[Iterator[bytes]]:
         """The head's output, in which a set writes nothing of its jobs."""
         return contextlib.nullcontext(iter(())) if prefix_of(handle) else self.inner.head_output(handle, follow=follow)
 
-    def kill(self, handle: RunHandle, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
-        """End a run's pods. Those of a set only where its head cannot end the job."""
+    def kill(self, handle: PlacedJob, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
+        """End a job's pods. Those of a set only where its head cannot end the job."""
         if not (prefix_of(handle) and head_leaves):
             self.inner.kill(_set_of(handle), grace_s, why, head_leaves=head_leaves)
 
-    def remove(self, handle: RunHandle) -> None:
-        """Remove a run's objects; of one in a set nothing but what its head has of it."""
+    def remove(self, handle: PlacedJob) -> None:
+        """Remove a job's objects; of one in a set nothing but what its head has of it."""
         if not prefix_of(handle):
             self.inner.remove(handle)
         elif not _is_ordered(handle):
@@ -196,8 +229,8 @@ def _set_for(spec: JobSpec) -> JobSpec:
     )  # fmt: skip
 
 
-def _set_of(handle: RunHandle) -> RunHandle:
-    """The handle of the set that a job runs in; of any other run its own."""
+def _set_of(handle: PlacedJob) -> PlacedJob:
+    """The handle of the set that a job runs in; of any other job its own."""
     if not prefix_of(handle):
         return handle
     name, (namespace, slash, _) = handle.get("warm"), handle.ref.name.rpartition("/")
@@ -205,7 +238,7 @@ def _set_of(handle: RunHandle) -> RunHandle:
         dataclasses.replace(_set_for(handle.spec), name=name),
         JobRef(handle.ref.backend, namespace + slash + name),
     )
-    return dataclasses.replace(handle, ref=ref, object=name, run=1, spec=spec)
+    return dataclasses.replace(handle, ref=ref, object=name, life=1, spec=spec)
 
 
 def _differences(wanted: JobSpec, there: JobSpec) -> list[str]:
@@ -227,12 +260,16 @@ def _told(made: Record, noun: str) -> str:
     )
 
 
-def _ordered(handle: RunHandle) -> pathlib.Path:
+def _files(handle: PlacedJob) -> JobFiles:
+    return records.files(handle.ref.record_name)
+
+
+def _ordered(handle: PlacedJob) -> pathlib.Path:
     """The file that says which id's order the set has."""
-    return records.files(handle.ref.record_name).folder / "ordered"
+    return _files(handle).folder / "ordered"
 
 
-def _is_ordered(handle: RunHandle) -> bool:
+def _is_ordered(handle: PlacedJob) -> bool:
     with contextlib.suppress(OSError):
         return _ordered(handle).read_text() == handle.get("warm_id")
     return False
@@ -246,9 +283,9 @@ def _use(place: Place, there: Record) -> None:
         atexit.register(_release, place, there, mark)
 
 
-def _handle_of(there: Record) -> RunHandle:
+def _handle_of(there: Record) -> PlacedJob:
     """The handle of a set itself."""
-    return RunHandle(ref=JobRef.parse(there.ref), object=there.spec.name, run=1, spec=there.spec, place=there.place)
+    return PlacedJob(ref=JobRef.parse(there.ref), object=there.spec.name, spec=there.spec, place=there.place)
 
 
 def _release(place: Place, there: Record, mark: pathlib.Path) -> None:

@@ -78,13 +78,12 @@ def ask(cluster: Cluster, spec: Settled, image: str, command: Sequence[str], env
         ) from error
 
 
-def read_store(cluster: Cluster, spec: Settled, object_: str, name: str, target: pathlib.Path) -> bool:
+def read_store(cluster: Cluster, spec: Settled, name: str, target: pathlib.Path) -> bool:
     """Copy a file from the claim that is a job's store, through a pod that mounts it.
 
     Args:
         cluster: Where.
         spec: The job.
-        object_: Name of the run's object.
         name: Of the file.
         target: Where to write it.
 
@@ -95,10 +94,10 @@ def read_store(cluster: Cluster, spec: Settled, object_: str, name: str, target:
         BackendError: The pod could not be run or reached; the message names the claim and the folder.
     """
     claim, folder = claim_of(spec)
-    inside = f"{STORE_FOLDER}/{folder}/jobs/{object_}".replace("//", "/")
+    kept = f"{folder}/jobs/{spec.name}".removeprefix("/")
     # With HTTP/1.0 http.client would close the connection when it has read the headers, and a tunnel ends with that.
     command = (
-        *("python3", "-m", "http.server", str(_PORT), "--bind", "127.0.0.1", "--directory", inside),
+        *("python3", "-m", "http.server", str(_PORT), "--bind", "127.0.0.1", "--directory", f"{STORE_FOLDER}/{kept}"),
         *("--protocol", "HTTP/1.1"),
     )
     try:
@@ -106,7 +105,7 @@ def read_store(cluster: Cluster, spec: Settled, object_: str, name: str, target:
             return _download(cluster, spec.cluster.namespace, pod, name, target)
     except (OSError, http.client.HTTPException, BackendError) as error:
         raise BackendError(
-            f"{name} lies on the claim {claim!r} in the folder {folder}/jobs/{object_}, and a pod that reads it from there "
+            f"{name} lies on the claim {claim!r} in the folder {kept}, and a pod that reads it from there "
             f"failed: {str(error).rstrip('.')}. A notebook whose own pod mounts the claim loads the result, too",
             retryable=True,
         ) from error

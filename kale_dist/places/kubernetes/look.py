@@ -1,4 +1,4 @@
-"""Turns what the cluster says of a run's object and pods into a `Look`: what runs, what waits, and why. Pure.
+"""Turns what the cluster says of a job's object and pods into a `Look`: what runs, what waits, and why. Pure.
 
 This module reports, and the follower judges. `Look.trouble` is the one sentence that helps most: a pod that the cluster
 killed comes before the pods that ended because of it, and a refused pod before one that merely waits for the others.
@@ -34,11 +34,11 @@ _START_SLACK_S = 5.0
 
 
 _Seen = Sequence[tuple[PodView, Found | None]]
-"""The pods of a run, the head first, each with why it ended as it did, or what keeps it from running."""
+"""The pods of a job, the head first, each with why it ended as it did, or what keeps it from running."""
 
 
 def look(view: JobView, spec: JobSpec, now: float) -> Look:
-    """How a run is now.
+    """How a job is now.
 
     Args:
         view: What the cluster says.
@@ -94,7 +94,7 @@ def pods_of_run(view: JobView, state: ObjectState, *, replaces: bool) -> tuple[S
     Args:
         view: What the cluster says.
         state: What the object says.
-        replaces: Whether the run goes on with the pod that its controller makes in the place of a worker that was lost. If not,
+        replaces: Whether the job goes on with the pod that its controller makes in the place of a worker that was lost. If not,
             the lost one stands for its number.
 
     Returns:
@@ -138,7 +138,7 @@ def _part(pod: PodView, found: Found | None) -> Part:
 
 
 def _ended(pods: _Seen, view: JobView, kind: Kind, state: ObjectState) -> Trouble | None:
-    """What ended the run, or will: a pod that failed, else one that can never start, else one that a sidecar keeps alive."""
+    """What ended the job, or will: a pod that failed, else one that can never start, else one that a sidecar keeps alive."""
     ended = [(pod, found) for pod, found in pods if pod.has_ended and found is not None]
     failed = [(pod, found) for pod, found in ended if found.name != "sidecar"]
     hopeless = [found for pod, found in pods if not pod.has_ended and found is not None and not found.trouble.heals]
@@ -166,7 +166,7 @@ def _order_of_failures(item: tuple[PodView, Found]) -> tuple[int, bool, float]:
 
 
 def _waiting(pods: _Seen, view: JobView, kind: Kind, state: ObjectState, now: float) -> Trouble | None:
-    """What the run waits for; None if nothing is known to be missing."""
+    """What the job waits for; None if nothing is known to be missing."""
     refused = explain.refusal(view, kind)
     if refused is not None:
         return refused.trouble

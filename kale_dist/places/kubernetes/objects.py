@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kale_dist.errors import BackendError, ConfigError, say
-from kale_dist.job.backend import RunHandle
+from kale_dist.job.backend import PlacedJob
 from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places import manifests
 from kale_dist.places.kubernetes import roles
@@ -210,7 +210,7 @@ def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
         cluster.custom.delete_namespaced_custom_object(group, version, namespace, plural, name)
 
 
-def wait_until_gone(cluster: Cluster, handle: RunHandle, timeout_s: float) -> None:
+def wait_until_gone(cluster: Cluster, handle: PlacedJob, timeout_s: float) -> None:
     """Wait until no pod of a deleted job is left: they hold GPUs and quota, and their names.
 
     Pods whose init container still runs are not waited for: the operator's ignores SIGTERM for 60 s, and nothing runs after
@@ -283,12 +283,12 @@ def list_all(cluster: Cluster, namespace: str, selector: str) -> list[tuple[Kind
     return found
 
 
-def made_for(cluster: Cluster, handle: RunHandle, uid: str, owner: Owner) -> bool:
-    """Whether a controller is a run's object, or was made for it. Labels prove nothing: who may make pods may write any.
+def made_for(cluster: Cluster, handle: PlacedJob, uid: str, owner: Owner) -> bool:
+    """Whether a controller is a job's object, or was made for it. Labels prove nothing: who may make pods may write any.
 
     Args:
         cluster: Where.
-        handle: The run.
+        handle: The job.
         uid: Of its object.
         owner: The controller of a pod.
 
@@ -317,7 +317,7 @@ def made_for(cluster: Cluster, handle: RunHandle, uid: str, owner: Owner) -> boo
 
 
 def read_input(cluster: Cluster, namespace: str, name: str) -> dict[str, bytes]:
-    """A run's Secret; empty if this user may not read it."""
+    """A job's Secret; empty if this user may not read it."""
     with contextlib.suppress(Exception):
         secret = cluster.core.read_namespaced_secret(manifests.input_secret_name(name), namespace)
         return {file: base64.b64decode(text) for file, text in (secret.data or {}).items()}

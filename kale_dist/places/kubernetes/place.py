@@ -1,4 +1,4 @@
-"""A cluster as a `Place`: each run of a job is an object of some kind and a Secret; `following` does everything beyond that."""
+"""A cluster as a `Place`: a job is an object of some kind and a Secret; `following` does everything beyond that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any
 
 from kale_dist.errors import BackendError, ConfigError, JobNotFoundError, warn
 from kale_dist.job import records
-from kale_dist.job.backend import JobRef, Look, Part, PlaceEvent, RunHandle
+from kale_dist.job.backend import JobRef, Look, Part, PlacedJob, PlaceEvent
+from kale_dist.job.records import FIRST_LIFE, Life
 from kale_dist.job.spec import names
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus
@@ -38,7 +39,7 @@ from kale_dist.places.manifests.settings import (
     SELECTOR,
     SPEC_ANNOTATION,
 )
-from kale_dist.wire import BlockReader, InputFiles, Order, OutcomePart, Source, blobs
+from kale_dist.wire import BlockReader, InputFiles, JobFiles, Order, OutcomePart, Source, blobs
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.url_store import UrlStore
 from kale_dist.wording import listing, show, untrusted
@@ -68,21 +69,19 @@ class KubernetesPlace:
         """UID of each pod that was seen, and that of the object that it belongs to; empty for a stranger's."""
 
     def start(
-        self, spec: JobSpec, key: bytes, *, run: int = 1, checkpoint: pathlib.Path | None = None, used_restarts: int = 0
-    ) -> RunHandle:
-        """Create the object of a run, then its Secret."""
+        self, spec: JobSpec, key: bytes, life: Life = FIRST_LIFE, checkpoint: pathlib.Path | None = None
+    ) -> PlacedJob:
+        """Create the object of a job, then its Secret."""
         cluster = client.connect(spec.cluster.namespace, spec.cluster.context, secret=spec.cluster.cluster_secret)
-        made, source = submission.create(
-            cluster, spec, key, run=run, checkpoint=checkpoint, used_restarts=used_restarts
-        )
-        return self._handle(cluster, spec, made, source, run)
+        made, source = submission.create(cluster, spec, key, life, checkpoint)
+        return self._handle(cluster, spec, made, source, life.number)
 
-    def order(self, spec: JobSpec, *, run: int, used_restarts: int) -> Order:
-        """The order of a run in warm pods, which serve no metrics of single jobs."""
-        made = submission.order(spec, Source.STREAM, run=run, used_restarts=used_restarts)
+    def order(self, spec: JobSpec, life: Life) -> Order:
+        """The order of a job in warm pods, which serve no metrics of single jobs."""
+        made = submission.order(spec, Source.STREAM, life)
         return dataclasses.replace(made, torch_flags=process_state.read_flags(cuda=spec.cuda), metrics_port=0)
 
-    def send_input(self, handle: RunHandle, key: bytes, on_progress: Callable[[str], None]) -> None:
+    def send_input(self, handle: PlacedJob, key: bytes, on_progress: Callable[[str], None]) -> None:
         """Send a snapshot that neither the Secret nor a store holds to the head, which has to run.
 
         What this machine does not have is left to the one that submitted the job.
@@ -100,8 +99,8 @@ class KubernetesPlace:
 
     # -- while it runs --------------------------------------------------------------------------------------------------
 
-    def look(self, handle: RunHandle) -> Look:
-        """How the run is, as the watch of its namespace has it."""
+    def look(self, handle: PlacedJob) -> Look:
+        """How the job is, as the watch of its namespace has it."""
         view = watch.shared(self._cluster(handle), kind_of(handle.spec)).view(handle.object)
         uid = ((view.job or {}).get("metadata") or {}).get("uid")
         if uid is not None and handle.get("uid") not in ("", uid):
@@ -113,12 +112,12 @@ class KubernetesPlace:
             view = dataclasses.replace(view, queue_position=position)
         return looks.look(view, handle.spec, time.time())
 
-    def listen(self, handle: RunHandle, changed: Callable[[], None]) -> Callable[[], None]:
-        """Watch the run; its namespace has one set of watches for all jobs."""
+    def listen(self, handle: PlacedJob, changed: Callable[[], None]) -> Callable[[], None]:
+        """Watch the job; its namespace has one set of watches for all jobs."""
         return watch.shared(self._cluster(handle), kind_of(handle.spec)).subscribe(handle.object, changed)
 
     @contextlib.contextmanager
-    def head_output(self, handle: RunHandle, *, follow: bool) -> Iterator[Iterator[bytes]]:
+    def head_output(self, handle: PlacedJob, *, follow: bool) -> Iterator[Iterator[bytes]]:
         """The log of the head's container, as far as its node still has it."""
         pod, namespace = self._head(handle).name, handle.spec.cluster.namespace
         asking = functools.partial(api.asking, "get", "pods/log", namespace, pod)
@@ -140,7 +139,7 @@ class KubernetesPlace:
             answer.close()
             answer.release_conn()
 
-    def last_words(self, handle: RunHandle, part: Part, limit: int) -> bytes:
+    def last_words(self, handle: PlacedJob, part: Part, limit: int) -> bytes:
         """The end of a pod's log; empty if the pod is gone."""
         with contextlib.suppress(Exception):
             answer: Any = self._cluster(handle).core.read_namespaced_pod_log(
@@ -150,14 +149,14 @@ class KubernetesPlace:
             return bytes(answer.data[-limit:])
         return b""
 
-    def connect(self, handle: RunHandle) -> PodConnection:
+    def connect(self, handle: PlacedJob) -> PodConnection:
         """Connect to the head's byte server by port-forward."""
         namespace, pod = handle.spec.cluster.namespace, self._head(handle).name
         return port_forward.connect(self._cluster(handle), namespace, pod, _BYTES_PORT)
 
     # -- its end --------------------------------------------------------------------------------------------------------
 
-    def fetch(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+    def fetch(self, handle: PlacedJob, name: str, target: pathlib.Path) -> bool:
         """Copy an outcome or the checkpoint from the log of the head, or from the job's store."""
         if name.startswith("outcome-") and self._from_log(handle, name, target):
             return True
@@ -165,7 +164,7 @@ class KubernetesPlace:
             return False
         return self._from_store(handle, name, target)
 
-    def _from_log(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
+    def _from_log(self, handle: PlacedJob, name: str, target: pathlib.Path) -> bool:
         """Copy small outcomes out of the head's log: all of them at once, as reading the log again for each would take long."""
         parts: dict[str, list[bytes]] = {}
         reader = BlockReader()
@@ -173,15 +172,17 @@ class KubernetesPlace:
             for piece in pieces:
                 for block in reader.feed(piece):
                     if isinstance(block, OutcomePart):
-                        known = parts.setdefault(f"outcome-{block.attempt}-{block.rank}", [])
+                        path = JobFiles(target.parent).outcome(handle.first_attempt + block.attempt, block.rank)
+                        known = parts.setdefault(path.name, [])
                         if block.index == len(known):
                             known.append(block.data)
                         if len(known) == block.count:
-                            _write(target.with_name(f"outcome-{block.attempt}-{block.rank}"), b"".join(known))
+                            _write(path, b"".join(known))
         return name in parts and target.exists()
 
-    def _from_store(self, handle: RunHandle, name: str, target: pathlib.Path) -> bool:
-        spec, kept = handle.spec, f"jobs/{handle.object}/{name}"
+    def _from_store(self, handle: PlacedJob, name: str, target: pathlib.Path) -> bool:
+        spec, name = handle.spec, handle.name_at_head(name)
+        kept = f"jobs/{spec.name}/{name}"
         claim, _ = manifests.claim_of(spec)
         if not claim:
             store = UrlStore(spec.store)
@@ -192,19 +193,19 @@ class KubernetesPlace:
         cluster = self._cluster(handle)
         folder = self_pod.claim_here(spec, self_pod.find(cluster))
         if folder is None:
-            return errand.read_store(cluster, spec, handle.object, name, target)
+            return errand.read_store(cluster, spec, name, target)
         if not (folder / kept).exists():
             return False
         _write(target, (folder / kept).read_bytes())
         return True
 
-    def kill(self, handle: RunHandle, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
+    def kill(self, handle: PlacedJob, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
         """Mark the object as cancelled or failed, and have its controller end the pods, which have their own grace."""
         del grace_s
         mark = {FAILED_ANNOTATION: why} if why else {CANCELLED_ANNOTATION: _person()}
         objects.end(self._cluster(handle), handle.spec, handle.object, mark, head_leaves=head_leaves)
 
-    def remove(self, handle: RunHandle) -> None:
+    def remove(self, handle: PlacedJob) -> None:
         """Delete the object and its Secret, and wait until its pods are gone."""
         cluster = self._cluster(handle)
         objects.delete(cluster, kind_of(handle.spec), handle.spec.cluster.namespace, handle.object)
@@ -232,8 +233,8 @@ class KubernetesPlace:
         queued = {item["metadata"]["uid"]: queue.position(cluster, kind, item) for kind, item in found}
         return looks.statuses(found, queued)
 
-    def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[RunHandle, bytes | None]:
-        """Find the newest run of a job on the cluster, and with `trust` its key.
+    def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[PlacedJob, bytes | None]:
+        """Find the newest object of a job on the cluster, and with `trust` its key.
 
         Who may create objects may write anything into them. So they say what a job is, and never where to connect to or what to
         change: place, names and kind are those of the object that was found.
@@ -273,7 +274,7 @@ class KubernetesPlace:
                 blobs.unpack_blobs(data[InputFiles.SNAPSHOT], records.blobs_dir())
         return self._handle(cluster, spec, job, source, _run_of(job)), key
 
-    def describe(self, handle: RunHandle) -> dict[str, Any]:
+    def describe(self, handle: PlacedJob) -> dict[str, Any]:
         """The object.
 
         Raises:
@@ -285,7 +286,7 @@ class KubernetesPlace:
             raise JobNotFoundError(f"The {kind.name} {handle.object} of {handle.ref} no longer exists")
         return dict(found)
 
-    def events(self, handle: RunHandle) -> Sequence[PlaceEvent]:
+    def events(self, handle: PlacedJob) -> Sequence[PlaceEvent]:
         """The events about the object and its pods; a cluster keeps them for an hour."""
         namespace = handle.spec.cluster.namespace
         with api.asking("list", "events", namespace):
@@ -313,29 +314,29 @@ class KubernetesPlace:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _handle(self, cluster: Cluster, spec: JobSpec, job: Mapping[str, Any], source: Source, run: int) -> RunHandle:
+    def _handle(self, cluster: Cluster, spec: JobSpec, job: Mapping[str, Any], source: Source, life: int) -> PlacedJob:
         place = {
             "server": cluster.server, "context": cluster.context, "uid": job["metadata"]["uid"], "source": str(source),
             "created": str(seconds(job["metadata"].get("creationTimestamp")) or 0),
         }  # fmt: skip
-        return RunHandle(
+        return PlacedJob(
             ref=JobRef(self.name, f"{spec.cluster.namespace}/{spec.name}"),
             object=job["metadata"]["name"],
-            run=run,
+            life=life,
             spec=spec,
             place=tuple(place.items()),
         )
 
-    def _cluster(self, handle: RunHandle) -> Cluster:
-        """The cluster that a run was started on, also when the kubeconfig's current context is another one by now."""
+    def _cluster(self, handle: PlacedJob) -> Cluster:
+        """The cluster that a job was started on, also when the kubeconfig's current context is another one by now."""
         asked = handle.spec.cluster.namespace, handle.spec.cluster.context or handle.get("context")
         try:
             return client.connect(*asked, secret=handle.spec.cluster.cluster_secret)
         except ConfigError as error:
             raise BackendError(f"{handle.ref} is on the cluster {handle.get('server')}, and {error}") from error
 
-    def _own_pods(self, handle: RunHandle, uid: str, pods: Sequence[PodView]) -> tuple[PodView, ...]:
-        """Those pods that the controllers of a run have made. One that was known stays, also when its object is deleted without it."""
+    def _own_pods(self, handle: PlacedJob, uid: str, pods: Sequence[PodView]) -> tuple[PodView, ...]:
+        """Those pods that the controllers of a job have made. One that was known stays, also when its object is deleted without it."""
         made: dict[Owner, bool] = {}
         for pod in pods if uid else ():
             # Those about which the cluster does not answer now count at the next look.
@@ -346,7 +347,7 @@ class KubernetesPlace:
                     self._known[pod.uid] = uid if made[pod.owner] else ""
         return tuple(pod for pod in pods if uid and self._known.get(pod.uid) == uid)
 
-    def _head(self, handle: RunHandle) -> Part:
+    def _head(self, handle: PlacedJob) -> Part:
         head = self.look(handle).head
         if head is None or head.state == "waiting":
             raise BackendError(f"The first pod of {handle.ref} does not run yet", retryable=True)

@@ -22,6 +22,7 @@ from kale_dist.config import Config
 from kale_dist.errors import BackendError, ConfigError, say, warn
 from kale_dist.image import for_job
 from kale_dist.job import records
+from kale_dist.job.records import FIRST_LIFE, Life
 from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
@@ -131,20 +132,17 @@ def create(
     cluster: Cluster,
     spec: JobSpec,
     key: bytes,
-    *,
-    run: int = 1,
-    checkpoint: pathlib.Path | None = None,
-    used_restarts: int = 0,
+    life: Life,
+    checkpoint: pathlib.Path | None,
 ) -> tuple[Any, Source]:
-    """Create a run's object, then at once what stands beside it. If that is refused, the object is deleted again.
+    """Create a job's object, then at once what stands beside it. If that is refused, the object is deleted again.
 
     Args:
         cluster: Where.
         spec: The job, settled.
         key: Its secret bytes.
-        run: Which run.
-        checkpoint: What the run resumes from; one that a Secret cannot hold is left to the job's store.
-        used_restarts: How often earlier runs have restarted the ranks.
+        life: Which object of the job it is.
+        checkpoint: What the ranks resume from; one that a Secret cannot hold is left to the job's store.
 
     Returns:
         The object as the cluster has it, and where its pods find the snapshot.
@@ -154,9 +152,13 @@ def create(
         StoreError: The store cannot be written.
         BackendError: The cluster refused; the message says what and what to do.
     """
-    source = _place_bytes(cluster, spec, says=run == 1)
-    data = _input(spec, key, source, run=run, checkpoint=checkpoint, used_restarts=used_restarts)
-    namespace, settings, kind = spec.cluster.namespace, RunSettings(run=run, submitter=cluster.identity), kind_of(spec)
+    source = _place_bytes(cluster, spec, says=life.number == 1)
+    data = _input(spec, key, source, life, checkpoint)
+    namespace, settings, kind = (
+        spec.cluster.namespace,
+        RunSettings(life=life.number, submitter=cluster.identity),
+        kind_of(spec),
+    )
     made = _uninterrupted(cluster, kind, kind.make(spec, settings))
     try:
         owner, core = owner_of(made), cluster.core
@@ -294,7 +296,7 @@ def _check(cluster: Cluster, spec: Settled, own: SelfPod | None, namespace: chec
         )
 
 
-# -- what a run gets ----------------------------------------------------------------------------------------------------
+# -- what a job gets ----------------------------------------------------------------------------------------------------
 
 
 def _place_bytes(cluster: Cluster, spec: JobSpec, *, says: bool) -> Source:
@@ -330,19 +332,16 @@ def _source(spec: JobSpec) -> Source:
     return Source.URL if spec.store and not spec.store.startswith(CLAIM_SCHEME) else Source.STREAM
 
 
-def order(
-    spec: JobSpec, source: Source, *, run: int = 1, torch_flags: Any = (), note: str = "", used_restarts: int = 0
-) -> Order:
+def order(spec: JobSpec, source: Source, life: Life = FIRST_LIFE, *, torch_flags: Any = (), note: str = "") -> Order:
     """The order that the agents get."""
     claim, folder = claim_of(spec)
     pending_s = spec.cluster.pending_timeout_s
     return orders.order_of(
         spec,
-        used_restarts=used_restarts,
-        job=manifests.object_name(spec.name, run),
-        run=run,
+        used_restarts=life.used_restarts,
+        object=manifests.object_name(spec.name, life.number),
         processes_per_agent=spec.topology.processes_per_pod,
-        head=kind_of(spec).head_host(spec, run),
+        head=kind_of(spec).head_host(spec, life.number),
         port=PORT,
         store=f"{STORE_FOLDER}/{folder}".rstrip("/") if claim else spec.store,
         source=source,
@@ -359,10 +358,8 @@ def order(
     )
 
 
-def _input(
-    spec: JobSpec, key: bytes, source: Source, *, run: int, checkpoint: pathlib.Path | None, used_restarts: int
-) -> dict[str, bytes]:
-    """Files of a run's input."""
+def _input(spec: JobSpec, key: bytes, source: Source, life: Life, checkpoint: pathlib.Path | None) -> dict[str, bytes]:
+    """Files of a job's input."""
     data = {InputFiles.RUNTIME: payload.runtime_zip(), InputFiles.KEY: key}
     if source is Source.INPUT:
         data[InputFiles.SNAPSHOT] = pack_blobs(FolderStore(records.blobs_dir()), spec.blobs)
@@ -377,6 +374,6 @@ def _input(
                 "training starts from the beginning: give a store=, such as 'pvc://claim'"
             )
     flags = process_state.read_flags(cuda=spec.cuda)
-    made = order(spec, source, run=run, torch_flags=flags, note=note, used_restarts=used_restarts)
+    made = order(spec, source, life, torch_flags=flags, note=note)
     data[InputFiles.ORDER] = encode_json(made)
     return data

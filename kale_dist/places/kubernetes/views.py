@@ -7,7 +7,7 @@ import datetime as dt
 from collections.abc import Mapping
 from typing import Any
 
-from kale_dist.job.backend import RunHandle
+from kale_dist.job.backend import PlacedJob
 from kale_dist.places.manifests import Kind, kind_of
 from kale_dist.places.manifests.settings import (
     COMPLETION_INDEX,
@@ -236,10 +236,10 @@ def event_view(data: Mapping[str, Any]) -> EventView:
     )
 
 
-def is_about(event: EventView, handle: RunHandle) -> bool:
-    """Whether an event concerns a run's object or what was made for it. Earlier jobs may have had the same names."""
+def is_about(event: EventView, handle: PlacedJob) -> bool:
+    """Whether an event concerns a job's object or what was made for it. Earlier jobs may have had the same names."""
     kind, owner = kind_of(handle.spec), event.name.rpartition("-")[0]
-    names = kind.pod_names(handle.spec, handle.run)
+    names = kind.pod_names(handle.spec, handle.life)
     if event.time < float(handle.get("created") or 0):
         return False
     if event.kind == "Pod":

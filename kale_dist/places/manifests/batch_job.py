@@ -42,7 +42,7 @@ class BatchJob(Kind):
         # The API gives the pods of a Job no policy by itself.
         template["spec"] = {"restartPolicy": "Never", **template["spec"]}
         if pods > 1:
-            template["spec"]["subdomain"] = object_name(spec.name, settings.run)
+            template["spec"]["subdomain"] = object_name(spec.name, settings.life)
         ttl = spec.cluster.ttl_s
         return {
             **self._limits(spec),
@@ -82,14 +82,14 @@ class BatchJob(Kind):
         pods = min(int(spec.get("completions", 1)), int(spec.get("parallelism", 1)))
         return [PodGroup(role="pod", pods=pods, template=spec["template"], restart_policy=policy)]
 
-    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
+    def pod_names(self, spec: Settled, life: int = 1) -> tuple[str, ...]:
         """`x-0`, `x-1`, ..., which are also their host names; the controller appends five characters."""
-        pods, name = spec.topology.number_of_pods, object_name(spec.name, run)
+        pods, name = spec.topology.number_of_pods, object_name(spec.name, life)
         return tuple(f"{name}-{index}" for index in range(pods)) if pods > 1 else (name,)
 
-    def head_host(self, spec: Settled, run: int = 1) -> str:
+    def head_host(self, spec: Settled, life: int = 1) -> str:
         """A name that the headless Service gives it."""
-        return f"{self.pod_names(spec, run)[0]}.{object_name(spec.name, run)}"
+        return f"{self.pod_names(spec, life)[0]}.{object_name(spec.name, life)}"
 
     def replaces_pods(self, spec: Settled) -> bool:
         """As often as the job may restart, and evicted ones as often as that happens."""

@@ -58,7 +58,7 @@ class ObjectState:
     is_known: bool = False
     """Whether the controller has looked at it."""
     started: str | None = None
-    """When it began or was resumed, as the API writes a time. Pods that were made before belong to an earlier run."""
+    """When it began or was resumed, as the API writes a time. Pods that were made before belong to an earlier life."""
     ended: str | None = None
 
 
@@ -121,11 +121,11 @@ class Kind(abc.ABC):
         """The pods of an object, that of the head first. Raises KeyError or TypeError if it is no object of this kind."""
 
     @abc.abstractmethod
-    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
-        """Names of a run's pods by their number; where the controller appends something, what comes before it."""
+    def pod_names(self, spec: Settled, life: int = 1) -> tuple[str, ...]:
+        """Names of a job's pods by their number; where the controller appends something, what comes before it."""
 
     @abc.abstractmethod
-    def head_host(self, spec: Settled, run: int = 1) -> str:
+    def head_host(self, spec: Settled, life: int = 1) -> str:
         """Host name of pod 0 within the namespace."""
 
     def beside(self, spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
@@ -138,7 +138,7 @@ class Kind(abc.ABC):
 
         Args:
             spec: The job.
-            settings: Of the run; None for the first.
+            settings: Of the object; None for the first.
 
         Raises:
             ConfigError: There is no such job of this kind, or the patch cannot be applied or changes what the job depends on.
@@ -219,7 +219,7 @@ class Kind(abc.ABC):
         return {"spec": {"suspend": value}}
 
     def end(self, spec: Settled, *, head_leaves: bool) -> dict[str, Any]:
-        """The merge patch by which the controller ends an ended run's pods, and makes none any more.
+        """The merge patch by which the controller ends an ended job's pods, and makes none any more.
 
         Args:
             spec: The job.
@@ -268,7 +268,7 @@ def _spec_annotation(spec: Settled) -> str:
 def input_secret(
     spec: Settled, settings: RunSettings, owner: Mapping[str, Any], data: Mapping[str, bytes]
 ) -> dict[str, Any]:
-    """The Secret that a run's pods wait for. It is deleted with the run's object.
+    """The Secret that a job's pods wait for. It is deleted with the job's object.
 
     Args:
         spec: The job.
@@ -276,7 +276,7 @@ def input_secret(
         owner: From `owner_of`.
         data: Bytes by the names of `wire.InputFiles`.
     """
-    name = input_secret_name(object_name(spec.name, settings.run))
+    name = input_secret_name(object_name(spec.name, settings.life))
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -287,14 +287,14 @@ def input_secret(
 
 
 def headless_service(spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> dict[str, Any]:
-    """The Service that gives the pods of a run their host names, also before they are ready.
+    """The Service that gives the pods of a job their host names, also before they are ready.
 
     Args:
         spec: The job.
         settings: As for the object.
         owner: From `owner_of`.
     """
-    name = object_name(spec.name, settings.run)
+    name = object_name(spec.name, settings.life)
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -304,11 +304,11 @@ def headless_service(spec: Settled, settings: RunSettings, owner: Mapping[str, A
 
 
 def network_policy(spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> dict[str, Any]:
-    """The NetworkPolicy that lets only a run's own pods connect to its pods, for torch's store and gloo ask nobody who they are.
+    """The NetworkPolicy that lets only a job's own pods connect to its pods, for torch's store and gloo ask nobody who they are.
 
     Arguments as for `headless_service`.
     """
-    name, port = object_name(spec.name, settings.run), spec.cluster.metrics_port
+    name, port = object_name(spec.name, settings.life), spec.cluster.metrics_port
     own = {"podSelector": {"matchLabels": {OBJECT_LABEL: name}}}
     return {
         "apiVersion": "/".join(POLICY_API[:2]),
@@ -346,19 +346,19 @@ def _beside(spec: Settled, owner: Mapping[str, Any], name: str) -> dict[str, Any
 
 
 def _metadata(spec: Settled, settings: RunSettings) -> dict[str, Any]:
-    """Name, labels and annotations of a run's object."""
+    """Name, labels and annotations of a job's object."""
     cluster, is_errand = spec.cluster, bool(settings.command)
     labels = {
         **own_labels(spec.name, is_errand=is_errand),
         **({QUEUE_LABEL: cluster.queue} if cluster.queue else {}),
-        **({RUN_LABEL: str(settings.run)} if settings.run > 1 else {}),
+        **({RUN_LABEL: str(settings.life)} if settings.life > 1 else {}),
         **dict(cluster.labels),
     }
     described = {} if is_errand else {SPEC_ANNOTATION: _spec_annotation(spec)}
     submitter = {SUBMITTED_BY_ANNOTATION: settings.submitter} if settings.submitter else {}
     annotations = {**dict(cluster.annotations), **submitter, **described}
     return {
-        "name": object_name(spec.name, settings.run),
+        "name": object_name(spec.name, settings.life),
         "namespace": cluster.namespace,
         "labels": labels,
         "annotations": annotations,

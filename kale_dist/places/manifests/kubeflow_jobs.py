@@ -60,7 +60,7 @@ class KubeflowJob(Kind):
             is_running=word == "Running",
             is_known=bool(condition),
             # The operator writes it after it has made the pods, on a busy cluster long after: it says which pods are of an
-            # earlier run only if the job was suspended.
+            # earlier life only if the job was suspended.
             started=status.get("startTime") if was_suspended else None,
             ended=status.get("completionTime") or (condition.get("lastTransitionTime") if finished else None),
         )
@@ -125,9 +125,9 @@ class KubeflowJob(Kind):
             replicas["Worker"] = self.replica(spec, settings, "worker", first_pod=1, pods=pods - 1, ranks=others)
         return replicas
 
-    def head_host(self, spec: Settled, run: int = 1) -> str:
+    def head_host(self, spec: Settled, life: int = 1) -> str:
         """The host name of the first pod's Service; the operator makes one for each pod."""
-        return self.pod_names(spec, run)[0]
+        return self.pod_names(spec, life)[0]
 
 
 class PyTorchJob(KubeflowJob):
@@ -166,9 +166,9 @@ class PyTorchJob(KubeflowJob):
             for group in sorted(super().pod_groups(made), key=lambda group: group.role)
         ]
 
-    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
+    def pod_names(self, spec: Settled, life: int = 1) -> tuple[str, ...]:
         """`x-master-0`, `x-worker-0`, ..."""
-        pods, name = spec.topology.number_of_pods, object_name(spec.name, run)
+        pods, name = spec.topology.number_of_pods, object_name(spec.name, life)
         if not _has_master(spec):
             return tuple(f"{name}-worker-{index}" for index in range(pods))
         return (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(pods - 1)))
@@ -231,9 +231,9 @@ class TFJob(KubeflowJob):
             },
         }
 
-    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
+    def pod_names(self, spec: Settled, life: int = 1) -> tuple[str, ...]:
         """`x-chief-0`, `x-worker-0`, ..., `x-ps-0`, ..."""
-        name, servers = object_name(spec.name, run), spec.cluster.servers
+        name, servers = object_name(spec.name, life), spec.cluster.servers
         workers = spec.topology.number_of_pods - 1 - servers
         return (
             f"{name}-chief-0",
@@ -274,14 +274,14 @@ class MPIJob(KubeflowJob):
             "mpiReplicaSpecs": self.head_and_workers(spec, settings, "Launcher", has_index=False),
         }
 
-    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
+    def pod_names(self, spec: Settled, life: int = 1) -> tuple[str, ...]:
         """`x-launcher`, to which the controller appends five characters, and `x-worker-0`, ..."""
-        pods, name = spec.topology.number_of_pods, object_name(spec.name, run)
+        pods, name = spec.topology.number_of_pods, object_name(spec.name, life)
         return (f"{name}-launcher", *(f"{name}-worker-{index}" for index in range(pods - 1)))
 
-    def head_host(self, spec: Settled, run: int = 1) -> str:
+    def head_host(self, spec: Settled, life: int = 1) -> str:
         """The launcher's name in the Service that the operator makes."""
-        name = object_name(spec.name, run)
+        name = object_name(spec.name, life)
         return f"{name}-launcher.{name}"
 
     def told_by(self, name: str) -> Sequence[tuple[str, str]]:

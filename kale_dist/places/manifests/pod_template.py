@@ -59,7 +59,7 @@ def pod_template(
 
     Args:
         spec: The job.
-        settings: Of the run.
+        settings: Of the object.
         container: The name that the agent's container has in this kind of object.
         first_pod: Number of the type's first pod.
         ranks: Ranks of each of these pods.
@@ -108,7 +108,7 @@ def pod_template(
     }
     labels = {
         **own_labels(spec.name, is_errand=bool(settings.command)),
-        OBJECT_LABEL: object_name(spec.name, settings.run),
+        OBJECT_LABEL: object_name(spec.name, settings.life),
         FIRST_POD_LABEL: str(first_pod),
         _ISTIO: "false",
         **dict(cluster.labels),
@@ -223,7 +223,7 @@ def _volumes(
     shm = min(_LARGEST_SHM_GIB, (asked.memory_gib or 0.0) * ranks / 2)
     if asked.shm_gib is not None:
         shm = asked.shm_gib * ranks
-    secret = {"secretName": input_secret_name(object_name(spec.name, settings.run)), "optional": False}
+    secret = {"secretName": input_secret_name(object_name(spec.name, settings.life)), "optional": False}
     has_input = not settings.command
     volumes: list[dict[str, Any]] = [
         *([{"name": "input", "secret": secret}] if has_input else []),

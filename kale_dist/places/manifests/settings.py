@@ -10,7 +10,7 @@ INSTANCE_LABEL = "app.kubernetes.io/instance"
 """Label on every object of a job: the job's name."""
 
 OBJECT_LABEL = "kale-dist.dev/object"
-"""Label on every pod: the name of its run's object."""
+"""Label on every pod: the name of its job's object."""
 
 FIRST_POD_LABEL = "kale-dist.dev/first-pod"
 """Label on every pod: the number in the job that the first pod of its replica type has."""
@@ -34,10 +34,10 @@ CANCELLED_ANNOTATION = "kale-dist.dev/cancelled"
 """Annotation on the object of a cancelled job: who cancelled it."""
 
 FAILED_ANNOTATION = "kale-dist.dev/failed"
-"""Annotation on the object of a run that its follower ended because it had failed: why."""
+"""Annotation on the object of a job that its follower ended because it had failed: why."""
 
 RUN_LABEL = "kale-dist.dev/run"
-"""Label on the objects of later runs: which run it is. The first one has none."""
+"""Label on the later objects of a job: how many there have been. The first one has none."""
 
 TOUCHED_ANNOTATION = "kale-dist.dev/touched"
 """When a job that waits under a quota was last shown to the operator again."""
@@ -61,35 +61,35 @@ CLAIM_SCHEME = "pvc://"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """What the object of a run says beyond the job's specification."""
+    """What the object of a job says beyond the job's specification."""
 
-    run: int = 1
-    """Which run of the job; each has an object of its own."""
+    life: int = 1
+    """How many objects the job has had, this one included."""
     submitter: str = ""
     """Who creates it, as the API server names them."""
     command: tuple[str, ...] = ()
     """Runs instead of the agent: for an errand of this library, which has no input and is not listed."""
 
 
-def object_name(job: str, run: int) -> str:
-    """Name of the object of one run: the job's own for the first, `<job>-2` for the second.
+def object_name(job: str, life: int) -> str:
+    """Name of the object of a life: the job's own for the first, `<job>-2` for the second.
 
     `names.MAX_LENGTH` leaves room for it and for the `-worker-123` of its pods.
     """
-    return job if run == 1 else f"{job}-{run}"
+    return job if life == 1 else f"{job}-{life}"
 
 
 def input_secret_name(object_: str) -> str:
-    """Name of the Secret with a run's input.
+    """Name of the Secret with a job's input.
 
     Args:
-        object_: Name of the run's object.
+        object_: Name of the job's object.
     """
     return f"{object_}-input"
 
 
 def own_labels(job: str, *, is_errand: bool = False) -> dict[str, str]:
-    """The recommended labels, which every object of a job has, in all its runs."""
+    """The recommended labels, which every object of a job has."""
     return {
         "app.kubernetes.io/name": "kale-dist",
         MANAGED_BY_LABEL: "kale-dist-errand" if is_errand else MANAGED_BY,

@@ -81,14 +81,14 @@ class TrainJob(Kind):
         template = {"metadata": patch["metadata"], "spec": {**patch["spec"], "containers": [main]}}
         return [PodGroup(role=_STEP, pods=int(trainer["numNodes"]), template=template, restart_policy="")]
 
-    def pod_names(self, spec: Settled, run: int = 1) -> tuple[str, ...]:
+    def pod_names(self, spec: Settled, life: int = 1) -> tuple[str, ...]:
         """`x-node-0-0`, `x-node-0-1`, ..., which are also their host names; five characters are appended."""
-        name = object_name(spec.name, run)
+        name = object_name(spec.name, life)
         return tuple(f"{name}-{_STEP}-0-{index}" for index in range(spec.topology.number_of_pods))
 
-    def head_host(self, spec: Settled, run: int = 1) -> str:
+    def head_host(self, spec: Settled, life: int = 1) -> str:
         """A name that the Service of the JobSet gives it."""
-        return f"{self.pod_names(spec, run)[0]}.{object_name(spec.name, run)}"
+        return f"{self.pod_names(spec, life)[0]}.{object_name(spec.name, life)}"
 
     def state(self, made: Mapping[str, Any]) -> ObjectState:
         """Its conditions tell how it ended or was resumed; that it runs, only its jobs do."""

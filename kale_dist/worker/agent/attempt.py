@@ -75,7 +75,7 @@ class Beside(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """What all attempts of a run work with."""
+    """What all attempts of a job work with."""
 
     order: Order
     """The job, with this agent's own folder, store, key and process."""

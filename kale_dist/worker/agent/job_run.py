@@ -1,4 +1,4 @@
-"""One run of a job, judged by the agent that is its head: from the order to the last event, with all its attempts.
+"""A job, judged by the agent that is its head: from the order to the last event, with all its attempts.
 
 When a rank or a pod is lost and the order allows another attempt, all ranks are ended, and once none is left all are
 started again, as soon as the pods that they need are ready: a lost pod is made again by its controller. The death of a rank
@@ -51,7 +51,7 @@ SAY_MISSING_EACH_S = 30.0
 
 
 class JobRun:
-    """Runs the attempts of one run and writes down what becomes of them.
+    """Runs the attempts of a job and writes down what becomes of them.
 
     Args:
         site: What the attempts work with. The owner of the writer has to close it after `write_end`.
@@ -61,8 +61,8 @@ class JobRun:
         self.order = site.order
         self.verdict: Verdict | None = None
         """How the job ends; None until its last attempt has ended."""
-        self.used_before = 0
-        """How many restarts earlier heads of the job have used; set before `start`."""
+        self.used_before = site.order.used_restarts
+        """How many restarts earlier heads of the job have used; changed before `start`."""
         self._site = site
         self._seed = secrets.randbits(31) if site.order.seed is None else site.order.seed
         self._port = site.order.port

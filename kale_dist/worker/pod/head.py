@@ -32,7 +32,7 @@ LEAVE_LIMIT_S = 20.0
 """How long relays may take to leave once the job has ended."""
 
 STRAGGLER_LIMIT_S = 60.0
-"""How long the head stays for pods that have not joined yet, to tell them that the run is over. They would wait otherwise.
+"""How long the head stays for pods that have not joined yet, to tell them that the job is over. They would wait otherwise.
 A notebook that has all it wants has had them removed."""
 
 TERM_GRACE_S = 25.0
@@ -79,7 +79,7 @@ class Head:
         self._within = within
         self.stdout: StdoutCopy = StdoutCopy() if within is None else within.stdout
         order = pod.order
-        self._gauges = Gauges(order.job, order.number_of_processes, order.run - 1) if order.metrics_port else None
+        self._gauges = Gauges(order.job, order.number_of_processes, order.used_restarts) if order.metrics_port else None
         self.writer = JobWriter(
             pod.files,
             pod.loop,
@@ -149,7 +149,7 @@ class Head:
         if self.relays is not None:
             self.relays.limit(has_room=self.writer.has_room)
 
-    # -- the run ----------------------------------------------------------------------------------------------------
+    # -- the job ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> int:
         """Serve the job to its end; gives the exit code."""
@@ -226,10 +226,10 @@ class Head:
                 used = await self._ask_store(functools.partial(pod_input.used_restarts, self._pod)) or 0
                 if used > order.policy.max_restarts:
                     told = f"The first pod was lost after {used - 1} restarts: max_restarts allows no more"
-                    # Lost pods are what a follower starts another run for.
+                    # For lost pods a follower would renew the job.
                     self._job.fail(FailureCause.AGENT_DIED, told)
                     return
-                self._job.used_before = used
+                self._job.used_before = max(used, order.used_restarts)
                 await self._ask_store(self._keep_restarts)
             await asyncio.to_thread(pod_input.bring, self._pod, received=self.server.received)
             await self._ask_store(functools.partial(pod_input.bring_checkpoint, self._pod))
@@ -266,7 +266,7 @@ class Head:
                 return await asyncio.to_thread(ask)
             except (OSError, StoreError) as error:
                 told, is_refusal = f"The store {order.store} fails: {error}", pod_input.is_refusal(error)
-                if is_refusal and order.run == 1 and not order.returns_head:
+                if is_refusal and not order.used_restarts and not order.returns_head:
                     # Some refuse to read what is not there. Whether it can be written shows later.
                     self.writer.say(f"{told}. The training begins at the beginning")
                     return None
@@ -389,7 +389,7 @@ class Head:
             self._kept_restarts = number
 
     def _keep_checkpoint(self) -> bool:
-        """Put the last checkpoint into the store, if it is not there yet: the next run resumes from it. Whether none is missing there."""
+        """Put the last checkpoint into the store, if it is not there yet: the next head resumes from it. Whether none is missing there."""
         with self._store_lock, contextlib.suppress(FileNotFoundError):
             # Each is a file of its own that takes the place of the one before.
             written = self._pod.files.checkpoint.stat().st_mtime_ns

@@ -77,7 +77,7 @@ class _Relay:
         self.losses = 0
         """How often it was lost."""
         self.is_dismissed = False
-        """Whether it knows that the run goes on without it, or is over."""
+        """Whether it knows that the job goes on without it, or is over."""
         self.far: dict[int, _FarRank] = {}
         """Its ranks in the newest attempt."""
 
@@ -170,12 +170,12 @@ class HeadsRelays:
 
     @property
     def never_came(self) -> int:
-        """How many may still come and have to learn that the run is over; of a range, the controller ends them."""
+        """How many may still come and have to learn that the job is over; of a range, the controller ends them."""
         return 0 if self._is_range else sum(not relay.has_joined for relay in self._relays.values())
 
     @property
     def may_return(self) -> int:
-        """How many were lost, may be made again, and have to learn that the run is over."""
+        """How many were lost, may be made again, and have to learn that the job is over."""
         lost = (relay for relay in self._relays.values() if relay.has_joined and relay.channel is None)
         return sum(not relay.is_dismissed for relay in lost) if self._may_be_lost and not self._is_range else 0
 
@@ -249,7 +249,7 @@ class HeadsRelays:
                 relay.channel.say(Op.END)
 
     def end(self) -> None:
-        """The run is over: relays may leave, and those that come later learn of it."""
+        """The job is over: relays may leave, and those that come later learn of it."""
         self._is_over = True
         for relay in self._relays.values():
             if relay.channel is not None:
@@ -306,7 +306,7 @@ class HeadsRelays:
         return relay
 
     def _welcome(self, relay: _Relay, channel: Channel) -> bool:
-        """Take in a relay that has proved the key; whether the run goes on with it."""
+        """Take in a relay that has proved the key; whether the job goes on with it."""
         if self._is_over or relay.losses > self._may_be_lost:
             channel.say(Op.OVER)
             relay.has_joined, relay.is_dismissed = True, True

@@ -217,24 +217,19 @@ def put_used_restarts(pod: Pod, number: int) -> None:
 
 
 def bring_checkpoint(pod: Pod) -> None:
-    """Get what an earlier run of this job has left; without it training starts from the beginning.
+    """Get what an earlier head of this job has left; without it training starts from the beginning.
 
     Raises:
         OSError, StoreError: The store cannot be read.
     """
-    given, target, order = pod.place.input / InputFiles.CHECKPOINT, pod.files.checkpoint, pod.order
-    base = order.job.removesuffix(f"-{order.run}") if order.run > 1 else order.job
-    names = [f"{base}-{number}" for number in range(order.run, 1, -1)] + [base]
+    given, target, folder = pod.place.input / InputFiles.CHECKPOINT, pod.files.checkpoint, f"jobs/{pod.order.job}"
     try:
-        for name in names if order.store else ():
-            is_there = _read(pod, f"jobs/{name}/checkpoint.owner", target)
+        if pod.order.store:
+            is_there = _read(pod, f"{folder}/checkpoint.owner", target)
             is_ours = is_there and target.read_bytes() == _owner(pod).encode()
-            if is_ours and _read(pod, f"jobs/{name}/{target.name}", target):
+            if is_ours and _read(pod, f"{folder}/{target.name}", target):
                 return
             target.unlink(missing_ok=True)
-            # It is newer than what earlier runs have left in the store, and older than what this one has.
-            if given.exists():
-                break
         if given.exists():
             shutil.copyfile(given, target)
     except BaseException:

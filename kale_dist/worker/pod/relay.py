@@ -70,7 +70,7 @@ class Relay:
             self._joining.cancel()
 
     async def run(self) -> int:
-        """Serve the head until the run is over; gives the exit code.
+        """Serve the head until the job is over; gives the exit code.
 
         Raises:
             Problem: The head cannot be reached, or is not that of this job.
@@ -84,7 +84,7 @@ class Relay:
         except asyncio.CancelledError:
             return EXIT_TOLD_TO_END
         if head is None:
-            sys.stderr.write("kale_dist: the run goes on or has ended without this pod, which has nothing to do\n")
+            sys.stderr.write("kale_dist: the job goes on or has ended without this pod, which has nothing to do\n")
             return 0
         self._bringing = asyncio.ensure_future(self._bring(head))
         is_over = await self._serve(head)
@@ -102,7 +102,7 @@ class Relay:
     # -- the connection ---------------------------------------------------------------------------------------------
 
     async def _join(self) -> Channel | None:
-        """Connect to the head and prove the key to each other; None if the run goes on without this pod."""
+        """Connect to the head and prove the key to each other; None if the job goes on without this pod."""
         order, began = self._pod.order, time.monotonic()
         while True:
             channel, answer = None, dict[str, Any]()
@@ -140,7 +140,7 @@ class Relay:
         return await channel.read_from_stranger()
 
     async def _serve(self, head: Channel) -> bool:
-        """Do what the head wants until the connection ends; whether the run was over by then."""
+        """Do what the head wants until the connection ends; whether the job was over by then."""
         while (frame := await head.read()) is not None:
             _, rank, payload = frame
             message = json.loads(payload)

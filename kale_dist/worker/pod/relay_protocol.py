@@ -7,7 +7,7 @@ head sends only `M`. Before anything else:
     relay  {"op": "hello", "agent": n, "version": v, "nonce": a}
     head   {"op": "challenge", "nonce": b, "mac": ...}     so that a relay runs nothing for a head without the key
     relay  {"op": "proof", "mac": ..., "serves": address of its blobs}
-    head   {"op": "welcome"}, or {"op": "over"} where the run is over, or its pod was lost too often
+    head   {"op": "welcome"}, or {"op": "over"} where the job is over, or its pod was lost too often
 
 A pod that was made again says the same, and takes the place of the one before it.
 """
@@ -72,7 +72,7 @@ class Op(enum.StrEnum):
     RUN = "run"
     """Head to relay: run `command`, by which mpirun takes the pod in, for the `attempt`."""
     END = "end"
-    """Head to relay: the run is over."""
+    """Head to relay: the job is over."""
     FORKED = "forked"
     """Relay to head: a rank has a process; `pid`."""
     SAID = "said"

@@ -77,7 +77,7 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
     order, rank, attempt = assignment.order, assignment.rank, assignment.attempt.number
     files = JobFiles(order.folder)
     path = files.outcome(attempt, rank)
-    signer = outcome.Signer(key=bytes.fromhex(order.key), job=order.job, attempt=attempt, rank=rank)
+    signer = outcome.Signer(key=bytes.fromhex(order.key), job=order.object, attempt=attempt, rank=rank)
     references = References()
     kept = None
     error: BaseException | None = None

@@ -13,7 +13,8 @@ import uuid
 from kale_dist import wire
 from kale_dist.errors import BackendError, JobExistsError
 from kale_dist.job import records
-from kale_dist.job.backend import JobRef, Look, NoConnectionError, Part, RunHandle
+from kale_dist.job.backend import JobRef, Look, NoConnectionError, Part, PlacedJob
+from kale_dist.job.records import FIRST_LIFE
 from kale_dist.job.spec.job_spec import JobSpec, Policy, Settled, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.following.copy import Clock
@@ -193,7 +194,7 @@ class ScriptedRun:
     orphaned: bool = False
     finished: str = ""
     checkpoint: bytes | None = None
-    max_restarts: int = 0
+    used_restarts: int = 0
 
 
 class ScriptedPlace:
@@ -228,34 +229,33 @@ class ScriptedPlace:
     def render(self, spec):
         return ""
 
-    def object_name(self, job, run):
-        return job if run == 1 else f"{job}-{run}"
+    def object_name(self, job, life):
+        return job if life == 1 else f"{job}-{life}"
 
-    def start(self, spec, key, *, run=1, checkpoint=None, used_restarts=0):
-        if run in self.taken:
-            raise JobExistsError(f"{self.object_name(spec.name, run)} is there")
-        others = [running_part(number) for number in range(1, spec.topology.number_of_pods)]
-        made = ScriptedRun([ScriptedHead()], others, max_restarts=max(0, spec.policy.max_restarts - used_restarts))
+    def start(self, spec, key, life=FIRST_LIFE, checkpoint=None):
+        number = life.number
+        if number in self.taken:
+            raise JobExistsError(f"{self.object_name(spec.name, number)} is there")
+        others = [running_part(one) for one in range(1, spec.topology.number_of_pods)]
+        made = ScriptedRun([ScriptedHead()], others, used_restarts=life.used_restarts)
         made.checkpoint = checkpoint.read_bytes() if checkpoint is not None else None
-        self.runs[run] = made
-        self.taken.add(run)
-        return RunHandle(
-            ref=JobRef(self.name, spec.name), object=self.object_name(spec.name, run), run=run, spec=spec,
+        self.runs[number] = made
+        self.taken.add(number)
+        return PlacedJob(
+            ref=JobRef(self.name, spec.name), object=self.object_name(spec.name, number), life=number, spec=spec,
             place=(("where", "here"),),
         )  # fmt: skip
+
+    def order(self, spec, life):
+        raise NotImplementedError
 
     def send_input(self, handle, key, on_progress):
         pass
 
-    @staticmethod
-    def number(handle):
-        """The run that created the object: a head that was made again is in the object of the run before."""
-        return 1 if handle.object == handle.spec.name else int(handle.object.rpartition("-")[2])
-
     def look(self, handle):
         if self.is_down:
             raise BackendError("The cluster does not answer.", retryable=True)
-        run = self.runs.get(self.number(handle))
+        run = self.runs.get(handle.life)
         if run is None or run.gone:
             return Look(gone=True)
         parts = [head.part for head in run.heads[-1:]] + list(run.others)
@@ -270,14 +270,14 @@ class ScriptedPlace:
 
     @contextlib.contextmanager
     def head_output(self, handle, *, follow):
-        run = self.runs.get(self.number(handle))
+        run = self.runs.get(handle.life)
         heads = run.heads if run is not None else ()
         if not heads:
             raise BackendError("There is no such pod.")
         kept = (
             []
             if follow
-            else [self.kept[handle.run, name] for name in ("log", "events") if (handle.run, name) in self.kept]
+            else [self.kept[handle.life, name] for name in ("log", "events") if (handle.life, name) in self.kept]
         )
         yield itertools.chain(kept, self._output(heads[-1], follow))
 
@@ -299,7 +299,7 @@ class ScriptedPlace:
     def connect(self, handle):
         if self.forbids_connections:
             raise NoConnectionError("you may not connect to pods")
-        run = self.runs.get(self.number(handle))
+        run = self.runs.get(handle.life)
         heads = run.heads if run is not None else ()
         if not heads or heads[-1].state != "running" or heads[-1].is_cut_off:
             raise BackendError("No connection to the pod.", retryable=True)
@@ -310,7 +310,7 @@ class ScriptedPlace:
         return here
 
     def fetch(self, handle, name, target):
-        data = self.kept.get((handle.run, name))
+        data = self.kept.get((handle.life, handle.name_at_head(name)))
         if data is not None:
             target.write_bytes(data)
         return data is not None
@@ -319,17 +319,17 @@ class ScriptedPlace:
         if self.refusal is not None:
             raise self.refusal
         if head_leaves:
-            self.left_to_head.append(handle.run)
+            self.left_to_head.append(handle.life)
             return
-        self.killed.append((handle.run, grace_s))
-        run = self.runs.get(self.number(handle))
+        self.killed.append((handle.life, grace_s))
+        run = self.runs.get(handle.life)
         for head in run.heads[-1:] if run is not None else ():
             if head.state != "ended":
                 head.end(137 if grace_s == 0 else 143, lost="killed")
 
     def remove(self, handle):
-        self.removed.append(handle.run)
-        self.runs.pop(self.number(handle), None)
+        self.removed.append(handle.life)
+        self.runs.pop(handle.life, None)
 
     def survey(self, namespace, labels):
         return []
@@ -338,8 +338,8 @@ class ScriptedPlace:
         assert trust is None
         number = max(self.runs)
         spec = spec_of()
-        return RunHandle(
-            ref=ref, object=f"{ref.name}-{number}", run=number, spec=spec, place=(("where", "there"),)
+        return PlacedJob(
+            ref=ref, object=f"{ref.name}-{number}", life=number, spec=spec, place=(("where", "there"),)
         ), None
 
     def describe(self, handle):

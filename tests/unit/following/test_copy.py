@@ -1,5 +1,6 @@
 """The copy of a run, and reading a job's folder: what is appended once, cut off, said to be missing, and found again."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,8 +10,8 @@ from kale_dist import wire
 from kale_dist.errors import StoreError
 from kale_dist.job import records
 from kale_dist.job.reader import JobReader, LogReader
-from kale_dist.job.records import Record, Run
-from kale_dist.places.following.copy import GapError, RunCopy
+from kale_dist.job.records import Life, Record
+from kale_dist.places.following.copy import GapError, HeadCopy
 from kale_dist.wire import BlockReader, EventKind, JobFiles, StateName, Stream
 
 
@@ -21,7 +22,7 @@ def files(tmp_path):
 
 @pytest.fixture
 def copy(files):
-    copy = RunCopy(files, lambda: None, lambda: None)
+    copy = HeadCopy(files, Life(), lambda: None, lambda: None)
     yield copy
     copy.close()
 
@@ -54,7 +55,7 @@ def test_each_line_is_appended_once(copy, files):
 
 def test_lines_alone_wake_readers_of_the_log_but_have_no_status_computed(files):
     told = []
-    copy = RunCopy(files, lambda: told.append("lines"), lambda: told.append("status"))
+    copy = HeadCopy(files, Life(), lambda: told.append("lines"), lambda: told.append("status"))
     copy.take(blocks(lines(0, 0, "a") + wire.encode_progress({"event": EventKind.PROGRESS, "rank": 0})))
     assert told == ["lines", "status"]
     progress = files.progress.stat()
@@ -84,7 +85,7 @@ def test_what_a_killed_follower_left_is_cut_off_and_taken_up(copy, files):
     with files.log.open("ab") as log, files.events.open("ab") as events:
         log.write(lines(2, 0, "torn")[:-3])
         events.write(b'{"event": "sta')
-    again = RunCopy(files, lambda: None, lambda: None)
+    again = HeadCopy(files, Life(), lambda: None, lambda: None)
     assert (again.next_line, again.next_event) == (2, 1)
     again.take(blocks(lines(2, 0, "whole") + state(1, "running", attempt=3)))
     assert read(files) == ["[0] a", "[0] b", "[0] whole"]
@@ -99,7 +100,7 @@ def test_the_next_line_is_found_behind_whatever_was_added(copy, files, size):
     for _ in range(size // 100):
         copy.say("y" * 5000)
     copy.close()
-    again = RunCopy(files, lambda: None, lambda: None)
+    again = HeadCopy(files, Life(), lambda: None, lambda: None)
     assert again.next_line == 21
     again.close()
     assert len(read(files)) == 21 + size // 100
@@ -120,7 +121,7 @@ def test_lines_of_no_agent_are_copied_when_stdout_is_read_for_the_last_time(copy
     for is_last in (False, False, True):
         copy.take(blocks(stdout), is_last=is_last)
     copy.close()
-    again = RunCopy(files, lambda: None, lambda: None)
+    again = HeadCopy(files, Life(), lambda: None, lambda: None)
     again.take(blocks(stdout))
     again.close()
     assert read(files) == ["[0] a", "[kale-dist] pod 0: Segmentation fault", "[kale-dist] pod 0: Aborted\\x00"]
@@ -138,7 +139,7 @@ def test_outcomes_ride_in_parts(copy, files):
 def test_a_folder_that_was_deleted_is_not_made_again(tmp_path):
     files = JobFiles(tmp_path / "job")
     files.folder.mkdir()
-    copy = RunCopy(files, lambda: None, lambda: None)
+    copy = HeadCopy(files, Life(), lambda: None, lambda: None)
     for path in list(files.folder.iterdir()):
         path.unlink()
     files.folder.rmdir()
@@ -185,20 +186,56 @@ def test_a_tail_finds_the_lines_of_a_rank_that_has_been_silent_for_long(copy, fi
     assert [line.text for line in LogReader(files).tail(2, [1])] == ["early", "late"]
 
 
-def test_a_tail_reaches_into_earlier_runs(files):
+def begin(files, life):
+    """A head after another one; returns the copy of what it says."""
+    copy = HeadCopy(files, life, lambda: None, lambda: None)
+    first_line, first_event = copy.end()
+    copy.close()
+    records.write_life(files, dataclasses.replace(life, first_line=first_line, first_event=first_event))
+    return HeadCopy(files, records.life(files), lambda: None, lambda: None)
+
+
+def test_the_lines_of_all_heads_are_one_log(files):
     for number, texts in ((1, ["a", "b"]), (2, ["c"]), (3, [])):
-        files.run(number).folder.mkdir(exist_ok=True)
-        records.write_run(Run(number=number, files=files.run(number), first_attempt=number - 1))
-        copy = RunCopy(files.run(number), lambda: None, lambda: None)
-        if texts:
-            copy.take(blocks(lines(0, 0, *texts)))
+        copy = begin(files, Life(number=number, first_attempt=number - 1))
+        assert copy.next_line == 0
+        copy.take(blocks(lines(0, 0, *texts) if texts else b""))
         copy.close()
     found = LogReader(files).tail(2)
-    assert [(line.text, line.sequence, line.attempt) for line in found] == [("b", 1, 0), ("c", 0, 1)]
+    assert [(line.text, line.sequence, line.attempt) for line in found] == [("b", 1, 0), ("c", 2, 1)]
     assert read(files) == ["[0] a", "[0] b", "[0] c"]
 
 
-def test_attempts_count_through_all_runs():
+def test_what_is_torn_in_a_later_life_is_taken_up_there(files):
+    copy = begin(files, Life())
+    copy.take(blocks(lines(0, 0, "a", "b") + state(0, "running")))
+    copy.release()
+    copy.close()
+    copy = begin(files, Life(number=2, first_attempt=1))
+    copy.take(blocks(lines(0, 0, "c") + state(0, "running")), missing="")
+    copy.close()
+    with files.log.open("ab") as log, files.events.open("ab") as events:
+        log.write(lines(3, 0, "torn")[:-3])
+        events.write(b'{"event": "sta')
+    again = HeadCopy(files, records.life(files), lambda: None, lambda: None)
+    assert (again.next_line, again.next_event, again.last_attempt) == (1, 1, 1)
+    again.take(blocks(lines(0, 0, "c", "d") + state(0, "running") + state(1, "running", attempt=2)))
+    again.close()
+    assert read(files) == ["[0] a", "[0] b", "[0] c", "[0] d"]
+    assert [json.loads(line)["attempt"] for line in files.events.read_bytes().splitlines()] == [0, 1, 3]
+
+
+def test_a_folder_that_a_power_failure_has_set_back_takes_a_later_life(files):
+    records.write_life(files, Life(number=2, first_line=5, first_event=3, first_attempt=1))
+    for texts in (["c"], ["c", "d"]):
+        copy = HeadCopy(files, records.life(files), lambda: None, lambda: None)
+        copy.take(blocks(lines(0, 0, *texts) + state(0, "running")))
+        copy.close()
+    assert [(line.text, line.sequence) for line in LogReader(files).read()] == [("c", 5), ("d", 6)]
+    assert files.events.read_bytes().count(b"\n") == 4
+
+
+def test_attempts_count_through_all_lives():
     spec = spec_of()
     job = records.create(f"scripted.{spec.name}", b"k" * 32)
     records.write(
@@ -206,14 +243,23 @@ def test_attempts_count_through_all_runs():
     )
     reader = JobReader(job.folder.name, lambda _: True)
     for number, first in ((1, 0), (2, 2)):
-        run = Run(number=number, files=job.run(number), first_attempt=first, object=f"{spec.name}-{number}")
-        records.write_run(run)
-        copy = RunCopy(run.files, lambda: None, lambda: None)
+        copy = begin(job, Life(number=number, first_attempt=first, object=f"{spec.name}-{number}"))
         copy.take(blocks(state(0, "running") + state(1, "running", attempt=1)))
         copy.close()
         assert reader.status().attempt == first + 1
     assert reader.status().state is StateName.RUNNING
-    run = records.runs(job.folder.name)[-1]
-    files, name, first_attempt = run.files, run.object, run.first_attempt
-    assert (files.folder.name, name, first_attempt) == ("run-2", f"{spec.name}-2", 2)
+    assert (records.life(job).object, records.life(job).first_attempt) == (f"{spec.name}-2", 2)
     records.delete(job.folder.name)
+
+
+def test_the_life_of_a_job_of_the_version_before_is_found(files):
+    said = {"number": 1, "object": "x", "uid": "u", "place": [["server", "s"]], "first_attempt": 0, "free": 0}
+    (files.folder / "run.json").write_text(json.dumps(said))
+    assert records.life(files) == Life(object="x", uid="u", place=(("server", "s"),))
+    for number in (2, 10):
+        (files.folder / f"run-{number}").mkdir()
+        later = said | {"number": number, "object": f"x-{number}"}
+        (files.folder / f"run-{number}" / "run.json").write_text(json.dumps(later))
+    assert records.life(files).object == "x-10"
+    (files.folder / "run-10" / "run.json").write_text("{}")
+    assert records.life(files) == Life()

@@ -84,9 +84,8 @@ def test_a_job_that_ends_well(backend, submit):
     assert status.state is StateName.SUCCEEDED
     assert [str(line) for line in backend.logs(ref)] == ["[0] hello", "[1] world"]
     assert [row.values for row in status.metrics] == [(("loss", 0.5),)]
-    run = records.runs(ref.record_name)[-1]
-    files, name, first_attempt = run.files, run.object, run.first_attempt
-    assert (name, first_attempt) == (ref.name, 0)
+    files = records.files(ref.record_name)
+    assert (records.life(files).object, records.life(files).first_attempt) == (ref.name, 0)
     assert files.outcome(0, 1).read_bytes() == b"result of 1"
     wait_for(lambda: head.acks)
 
@@ -265,7 +264,7 @@ def test_out_of_memory_of_another_pod_explains_the_end(backend, submit, place):
     head.verdict(StateName.FAILED, "Rank 1 was lost", FailureCause.LOST)
     status = wait_for_end(backend, ref)
     assert status.reason == "pod-1 used up its 2 GiB. Raise resources.memory_gib. Rank 1 was lost"
-    assert len(records.runs(ref.record_name)) == 1
+    assert list(place.runs) == [1]
 
 
 def test_the_rank_that_failed_is_the_first_that_the_attempt_gave_to_the_pod(backend, submit, place):
@@ -479,7 +478,7 @@ def test_a_job_whose_pods_have_all_ended_is_left_as_it_is(backend, submit, place
     assert (place.left_to_head, place.killed) == ([], [])
 
 
-def test_a_job_that_is_cancelled_between_two_runs_leaves_no_pod_of_the_first(backend, submit, place):
+def test_a_job_that_is_cancelled_while_it_is_renewed_leaves_no_pod_of_the_first_object(backend, submit, place):
     ref, head = submit(max_restarts=1)
     head.run()
     wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
@@ -489,7 +488,7 @@ def test_a_job_that_is_cancelled_between_two_runs_leaves_no_pod_of_the_first(bac
 
     place.start = place.remove = refuse
     lost_head(head)
-    wait_for(lambda: len(records.runs(ref.record_name)) == 2)
+    wait_for(lambda: not records.life(records.files(ref.record_name)).is_started)
     backend.cancel(ref)
     assert wait_for_end(backend, ref).state is StateName.CANCELLED
     assert (1, 0.0) in place.killed
@@ -597,10 +596,10 @@ def test_delete_removes_every_trace(backend, submit, place):
     assert ref not in backend.list()
 
 
-# -- runs -------------------------------------------------------------------------------------------------------------
+# -- renewal -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_head_is_followed_by_another_run_from_the_last_checkpoint(backend, submit, place):
+def test_a_job_that_has_lost_its_head_is_renewed_from_the_last_checkpoint(backend, submit, place):
     ref, head = submit(max_restarts=2)
     head.run()
     head.lines(0, "one")
@@ -610,7 +609,7 @@ def test_a_lost_head_is_followed_by_another_run_from_the_last_checkpoint(backend
     lost_head(head)
     second = wait_for(lambda: 2 in place.runs and place.head(2))
     assert place.runs[2].checkpoint == b"epoch 3"
-    assert place.runs[2].max_restarts == 1
+    assert place.runs[2].used_restarts == 1
     assert place.removed == [1]
     second.run()
     second.lines(0, "two")
@@ -621,18 +620,18 @@ def test_a_lost_head_is_followed_by_another_run_from_the_last_checkpoint(backend
     lines = list(backend.logs(ref))
     assert [line.text for line in lines] == [
         "one",
-        "Run 1 of the job ended: pod-0 was evicted. Run 2 starts from the last checkpoint",
+        "pod-0 was evicted. The job is renewed, from the last checkpoint",
         "two",
     ]
-    assert [line.sequence for line in lines] == [0, None, 0]
+    assert [line.sequence for line in lines] == [0, None, 1]
     assert [line.attempt for line in lines] == [0, 0, 1]
-    run = records.runs(ref.record_name)[-1]
-    files, name, first_attempt = run.files, run.object, run.first_attempt
-    assert (name, first_attempt) == (f"{ref.name}-2", 1)
-    assert files.outcome(0, 0).read_bytes() == b"result of 0"
+    files = records.files(ref.record_name)
+    life = records.life(files)
+    assert (life.object, life.first_attempt, life.used_restarts) == (f"{ref.name}-2", 1, 1)
+    assert files.outcome(1, 0).read_bytes() == b"result of 0"
 
 
-def test_a_pod_that_the_head_lost_is_followed_by_another_run(backend, submit, place):
+def test_a_job_is_renewed_after_a_pod_that_its_head_has_lost(backend, submit, place):
     ref, head = submit(max_restarts=1)
     head.run()
     place.runs[1].others = [ended_part(exit_code=137, lost="node lost")]
@@ -642,7 +641,7 @@ def test_a_pod_that_the_head_lost_is_followed_by_another_run(backend, submit, pl
     assert place.runs[2].checkpoint == b"from the living head"
     place.head(2).succeed()
     assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
-    assert "Run 1 of the job ended: The node of pod-1 was lost." in texts(backend, ref)[0]
+    assert "The node of pod-1 was lost. The job is renewed, from" in texts(backend, ref)[0]
 
 
 def test_a_head_that_was_told_to_end_is_explained_by_its_place(backend, submit, place):
@@ -696,7 +695,7 @@ def test_a_pod_that_is_made_again_is_left_to_the_head(backend, submit, place, cl
     assert list(place.runs) == [1]
 
 
-def test_a_pod_that_did_not_come_again_is_explained_and_another_run_starts(backend, submit, place):
+def test_a_pod_that_did_not_come_again_is_explained_and_the_job_is_renewed(backend, submit, place):
     ref, head = submit(max_restarts=1)
     head.run()
     place.runs[1].replaces = True
@@ -708,7 +707,7 @@ def test_a_pod_that_did_not_come_again_is_explained_and_another_run_starts(backe
     wait_for(lambda: 2 in place.runs)
     place.head(2).succeed()
     assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
-    assert "Run 1 of the job ended: pod-1 was evicted. No node has room. Run 2 starts" in texts(backend, ref)[0]
+    assert "pod-1 was evicted. No node has room. The job is renewed" in texts(backend, ref)[0]
 
 
 def test_without_restarts_a_lost_pod_ends_the_job(backend, submit, place):
@@ -747,11 +746,24 @@ def test_a_name_that_is_taken_means_that_another_follower_was_first(backend, sub
     theirs.succeed()
     assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
     assert texts(backend, ref)[-1] == "begun by the other"
-    # Of this object, not of the first run's: by its UID an object is told from another of the same name.
-    assert records.runs(ref.record_name)[1].place == (("where", "there"),)
+    # Of this object, not of the first one: by its UID an object is told from another of the same name.
+    assert records.life(records.files(ref.record_name)).place == (("where", "there"),)
 
 
-def test_a_follower_that_was_killed_between_two_runs_starts_the_next_one(backend, submit, place, clock):
+def test_a_name_that_is_taken_by_another_job_is_left_alone(backend, submit, place):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    # The newest object that bears this job's name is still its first one.
+    place.taken.add(2)
+    place.remove = lambda handle: None
+    lost_head(head)
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.cause) == (StateName.FAILED, FailureCause.NOT_STARTED)
+    assert status.reason == f"The job could not be renewed: The name {ref.name}-2 is taken by something else"
+
+
+def test_a_follower_that_was_killed_while_it_renews_is_gone_on_from(backend, submit, place, clock):
     ref, head = submit(max_restarts=1)
     head.run()
     wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
@@ -761,7 +773,7 @@ def test_a_follower_that_was_killed_between_two_runs_starts_the_next_one(backend
 
     place.start, start = refuse, place.start
     lost_head(head)
-    wait_for(lambda: len(records.runs(ref.record_name)) == 2)
+    wait_for(lambda: not records.life(records.files(ref.record_name)).is_started)
     backend.close()
     place.start = start
     wait_for(lambda: backend.status(ref) and 2 in place.runs)
@@ -795,7 +807,7 @@ def test_a_suspended_job_resumes_with_its_next_head_at_no_cost(backend, submit, 
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
-def test_a_head_that_the_operator_made_again_is_the_next_run_or_ends_the_job(backend, submit, place, max_restarts):
+def test_a_head_that_the_operator_made_again_goes_on_or_ends_the_job(backend, submit, place, max_restarts):
     ref, head = submit(max_restarts=max_restarts)
     head.run()
     wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
@@ -808,7 +820,7 @@ def test_a_head_that_the_operator_made_again_is_the_next_run_or_ends_the_job(bac
     if max_restarts:
         assert status.state is StateName.SUCCEEDED
     else:
-        assert "was lost and made again, and max_restarts allows no further run" in status.reason
+        assert "was lost and made again, and max_restarts allows no further restart" in status.reason
         assert place.killed
 
 

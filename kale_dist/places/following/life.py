@@ -1,0 +1,446 @@
+"""One life of a job, as the process that follows it sees it: how its head is reached, what it says, and how it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import threading
+from collections.abc import Callable
+
+from kale_dist.errors import BackendError, KaleDistError, StoreError
+from kale_dist.job import records
+from kale_dist.job.backend import JobRef, Look, Part, Place, PlacedJob
+from kale_dist.job.reader import JobReader
+from kale_dist.job.records import Life, Record
+from kale_dist.job.spec.job_spec import WARM
+from kale_dist.job.spec.place_settings import PENDING_TIMEOUT_S
+from kale_dist.places.following.client import HeadClient
+from kale_dist.places.following.copy import Clock, HeadCopy, HeadReader
+from kale_dist.places.following.sight import Sight
+from kale_dist.places.following.verdict import RETRIED, explains_loss, judge, judge_part, judge_trouble, lost_part
+from kale_dist.places.following.warm import prefix_of
+from kale_dist.wire import FailureCause, JobFiles, StateName, Verdict
+
+HEAD_S = 40.0
+"""A head learns within 30 s (TCP's) that another pod is gone, and ends the job. If it has not done so 10 s later, it never will:
+that pod ended before it had reached the head."""
+
+GIVE_UP_S = 5.0
+"""A trouble that does not heal ends the job after so long: the first look may have seen only a part of its pods."""
+
+ACT_WITHIN_S = 300.0
+"""How long a job waits for a person to mend what does not heal by itself, unless its `pending_timeout_s` says otherwise."""
+
+EXPLAIN_S = 10.0
+"""How long a place may need to report why a pod that the head has lost is gone."""
+
+CANCEL_MARGIN_S = 10.0
+"""The pods of a cancelled job are killed so long after the grace of its ranks."""
+
+FIRST_SIGNAL = 128
+"""Pods with an exit code from here on may be made again: a signal has ended them, or they had lost the head."""
+
+MADE_AGAIN = RETRIED - {"killed"}
+"""Losses of pods that their controller may make again."""
+
+MAX_PODS, MAX_LINES, MAX_BYTES = 3, 20, 1 << 14
+"""How many failed pods have their last output copied into the log, and how much of it: the first that failed say why."""
+
+_NAMED = 5
+_MIB = 1 << 20
+
+
+def handle_of(place: Place, record: Record, life: Life) -> PlacedJob:
+    """The handle by which a place finds a recorded job: the object that there is, until a renewal is through the one before."""
+    number = life.number if life.is_started else life.number - 1
+    return PlacedJob(
+        ref=JobRef.parse(record.ref),
+        object=life.object or place.object_name(record.spec.name, number),
+        life=number,
+        first_attempt=life.first_attempt,
+        spec=record.spec,
+        place=life.place or record.place,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Followed:
+    """A job that is followed, and who wants to know of it."""
+
+    place: Place
+    record: Record
+    key: bytes | None
+    """None if this user does not have it."""
+    files: JobFiles
+    status: JobReader
+    clock: Clock
+    on_lines: Callable[[], None]
+    """Called when the log here has grown."""
+    on_change: Callable[[], None]
+    """Called when the job's status may have changed."""
+    show: Callable[[str], None]
+    """Called with what the follower does at the moment that takes time, as a sentence; empty for nothing."""
+
+
+class HeadReach:
+    """The way to the head of a life, from any thread.
+
+    Args:
+        job: The job.
+        life: Its present one.
+    """
+
+    def __init__(self, job: Followed, life: Life) -> None:
+        self.handle = handle_of(job.place, job.record, life)
+        self._job = job
+
+    def client(self) -> HeadClient | None:
+        """A client of the head; None if this user has no key."""
+        job, handle = self._job, self.handle
+        return None if job.key is None else HeadClient(lambda: job.place.connect(handle), job.key, prefix_of(handle))
+
+    def ask(self, request: Callable[[HeadClient], None]) -> bool:
+        """Send a request to the head; returns whether the head has it."""
+        client = self.client()
+        with contextlib.suppress(BackendError, StoreError):
+            if client is not None:
+                request(client)
+                return True
+        return False
+
+    def fetch(self, name: str, *, head_runs: bool) -> bool:
+        """Fetch a file as it is now: from the head while it runs, else from the place.
+
+        Args:
+            name: Of an outcome, or `checkpoint`.
+            head_runs: Whether the head can be asked.
+
+        Returns:
+            Whether the file was there.
+
+        Raises:
+            StoreError: The file cannot be written here.
+            BackendError: The place, or a head that runs, cannot be reached.
+        """
+        job, handle, client = self._job, self.handle, self.client()
+        target, unreached = job.files.folder / name, None
+        if client is not None and head_runs:
+            try:
+                client.fetch_file(handle.name_at_head(name), target, self._show_fetched)
+            except BackendError as error:
+                unreached = error
+            except StoreError:
+                if not job.files.folder.exists():
+                    raise
+            else:
+                return True
+            finally:
+                job.show("")
+        came = job.place.fetch(handle, name, target)
+        if unreached is not None and not came:
+            # The head may have it still.
+            raise unreached
+        return came
+
+    def _show_fetched(self, done: int, total: int) -> None:
+        if total > _MIB:
+            self._job.show(f"Fetching results: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
+
+
+class FollowedLife:
+    """One life of a job, whose folder this process alone writes.
+
+    Args:
+        job: The job.
+        life: Its present one.
+        sight: What the place reports.
+        on_end: Called when a thread of the life's may have something new.
+    """
+
+    def __init__(self, job: Followed, life: Life, sight: Sight, on_end: Callable[[], None]) -> None:
+        self.record = life
+        self.reach = HeadReach(job, life)
+        self.copy = HeadCopy(job.files, life, job.on_lines, job.on_change)
+        self.reader: HeadReader | None = None
+        """Reads what the head says; None before there is something to read."""
+        self._job = job
+        self._sight = sight
+        self._on_end = on_end
+        self._input: threading.Thread | None = None
+        self._input_error: KaleDistError | None = None
+        self._decided: Verdict | None = None
+        self._heard: set[str] = set()
+        self._was_suspended = False
+        self._last_checkpoint: pathlib.Path | None = None
+        """The head's checkpoint that came after its end: there is no later one."""
+
+    def write(self, **changes: object) -> None:
+        """Change the record."""
+        self.record = dataclasses.replace(self.record, **changes)  # type: ignore[arg-type]
+        records.write_life(self._job.files, self.record)
+
+    def close(self) -> None:
+        """Stop reading, and close the files."""
+        if self.reader is not None:
+            self.reader.stop()
+        self.copy.close()
+
+    # -- while its head runs ------------------------------------------------------------------------------------------
+
+    @property
+    def has_another_head(self) -> bool:
+        """Whether the object has a new head: it was resumed, or its controller has made a lost pod again."""
+        head = self._sight.look.head
+        return head is not None and self.record.uid not in ("", head.uid)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all is read that a head which is gone has left; if not, a connection that may wait for it is ended."""
+        if self.reader is None or self.reader.is_drained:
+            return True
+        self.reader.hurry()
+        return False
+
+    def attend(self) -> None:
+        """Connect to the head, and send it what it needs, as soon as it runs.
+
+        Raises:
+            StoreError: What the head says could not be written.
+        """
+        look, head = self._sight.look, self._sight.look.head
+        if self.reader is not None and self.reader.error is not None:
+            raise self.reader.error
+        if head is not None:
+            if not self.record.uid:
+                self.write(uid=head.uid)
+            if head.state != "waiting" and self.reader is None:
+                self.reader = self._read_head()
+            if head.state == "running" and self._input is None:
+                self._send_input()
+        self._note_suspension(is_suspended=bool(look.suspended))
+
+    def _read_head(self) -> HeadReader:
+        uid, job = self.record.uid, self._job
+
+        def has_ended() -> bool:
+            head = self._sight.look.head
+            if head is not None:
+                return head.uid != uid or head.state == "ended"
+            # In a look that is not up to date, the head may only be missing so far.
+            return self._sight.look.fresh
+
+        return HeadReader(
+            place=job.place, handle=self.reach.handle, client=self.reach.client(), copy=self.copy, has_ended=has_ended,
+            on_end=self._on_end, clock=job.clock,
+        )  # fmt: skip
+
+    def _send_input(self) -> None:
+        handle, job = self.reach.handle, self._job
+
+        def send() -> None:
+            try:
+                if job.key is not None:
+                    job.place.send_input(handle, job.key, job.show)
+            except KaleDistError as error:
+                self._input_error = error
+            job.show("")
+
+        self._input = threading.Thread(target=send, name=f"kale_dist input {handle.object}", daemon=True)
+        self._input.start()
+
+    def _note_suspension(self, *, is_suspended: bool) -> None:
+        """Record whether the job is suspended. `pending_timeout_s` counts from the end of a suspension."""
+        if is_suspended and self.record.uid and not self.record.is_suspended:
+            self.write(is_suspended=True)
+        elif self.record.is_suspended and not is_suspended and self._sight.head_runs:
+            # It was resumed before its pods were gone.
+            self.write(is_suspended=False)
+        if self._was_suspended and not is_suspended:
+            self.write(began=self._job.clock.time())
+        self._was_suspended = is_suspended
+
+    @property
+    def used_restarts(self) -> int:
+        """How many restarts are used by now."""
+        return self.record.used_restarts + self.copy.last_attempt - self.record.first_attempt - self.copy.free
+
+    # -- its end ------------------------------------------------------------------------------------------------------
+
+    def find_verdict(self) -> Verdict | None:
+        """The verdict on a life that has ended, and of which everything is read; None for any other.
+
+        One that its head will never end is killed first.
+        """
+        sight, copy, reader = self._sight, self.copy, self.reader
+        look, head, is_read = sight.look, sight.look.head, reader is None or reader.is_drained
+        if self._decided is not None:
+            return self._decided if is_read or sight.lasts("decided", CANCEL_MARGIN_S) else None
+        if copy.verdict is not None:
+            if not copy.is_complete and not is_read:
+                return None
+            is_explained = explains_loss(copy.verdict.cause, look, self._job.record.spec.topology.number_of_pods)
+            is_known = is_explained or records.canceller(self._job.files) or sight.lasts("lost", EXPLAIN_S)
+            return self._judge(copy.verdict) if is_known else None
+        is_gone = head is None and bool(self.record.uid or look.gone or look.finished)
+        if is_gone or (head is not None and head.state == "ended"):
+            return self._judge(None) if self.is_read else None
+        self._decided = self._give_up(look)
+        if self._decided is not None:
+            with contextlib.suppress(BackendError):
+                self._job.place.kill(self.reach.handle, 0.0, self._decided.reason)
+        return None
+
+    def _judge(self, said: Verdict | None) -> Verdict:
+        canceller = records.canceller(self._job.files)
+        return judge(said, self._sight.look, self._job.status.status(), canceller=canceller)
+
+    def _give_up(self, look: Look) -> Verdict | None:
+        """The verdict on a life that its head will never end; None while the head may still end it."""
+        job, sight, error = self._job, self._sight, self._input_error
+        if error is not None and not getattr(error, "retryable", False):
+            reason = f"The snapshot could not be sent to the job: {error}"
+            return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, reason)
+        if error is not None:
+            self._input = self._input_error = None
+        if sight.lasts("gone", HEAD_S, seen=look.gone):
+            # The object was deleted without its pods (--cascade=orphan), which only the head can end now.
+            self.reach.ask(lambda head: head.cancel(0.0))
+            return judge(None, look, job.status.status())
+        waits = look.head is None or any(part.state == "waiting" for part in look.parts)
+        # A head whose ranks have run waits for pods that are made again, so long as it can go on with them.
+        head_waits = look.replaces and sight.head_runs and self.copy.has_started
+        trouble = look.trouble if waits and not (look.suspended or look.gone or head_waits) else None
+        limit_s = job.record.spec.cluster.pending_timeout_s
+        waited_s = job.clock.time() - (self.record.began or job.record.created)
+        if waits and limit_s is not None and waited_s > limit_s and not look.suspended and not self.copy.has_started:
+            reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s"
+            reason += f". {look.trouble}" if look.trouble is not None else ""
+            return Verdict(StateName.FAILED, FailureCause.TIMEOUT, reason)
+        if sight.lasts("trouble", GIVE_UP_S, seen=trouble is not None and not trouble.heals) and trouble is not None:
+            return judge_trouble(trouble)
+        is_stuck = trouble is not None and trouble.needs_action and limit_s == PENDING_TIMEOUT_S
+        if sight.lasts("stuck", ACT_WITHIN_S, seen=is_stuck) and trouble is not None:
+            remedy = f"{trouble.remedy} Jobs wait {ACT_WITHIN_S / 60:.0f} minutes for that, or as long as pending_timeout_s= says."
+            return judge_trouble(dataclasses.replace(trouble, remedy=remedy))
+        part = lost_part(look)
+        if head_waits and part is not None and (part.lost in MADE_AGAIN or (part.exit_code or 0) >= FIRST_SIGNAL):
+            part = None
+        if look.trouble is not None and look.trouble.cause is FailureCause.USER:
+            # The pods of a job that a person has ended are deleted one by one; many take longer than this waits.
+            part = None
+        if sight.lasts("part", HEAD_S, seen=part is not None) and part is not None:
+            return judge_part(part, look, job.status.status())
+        return None
+
+    def goes_on(self, verdict: Verdict) -> bool:
+        """Whether the same object gets another head after this one: it was suspended, or its controller makes the first pod again."""
+        if self.record.is_suspended and (verdict.cause is FailureCause.SUSPENDED or verdict.may_restart):
+            return True
+        look, said, head = self._sight.look, self.copy.verdict, self._sight.look.head
+        has_judged = (
+            said.cause is not FailureCause.SUSPENDED if said is not None else head is not None and head.exit_code == 1
+        )
+        is_over = has_judged or look.finished or records.canceller(self._job.files)
+        return verdict.may_restart and look.returns_head and not is_over
+
+    def keep_last_words(self) -> None:
+        """Copy the last output of other pods that failed into the log: their agents may not have reached the head."""
+        parts = self._sight.look.parts
+        failed = [part for part in parts if part.number and part.state == "ended" and part.exit_code]
+        for part in [part for part in failed[:MAX_PODS] if part.uid not in self._heard]:
+            self._heard.add(part.uid)
+            with contextlib.suppress(BackendError):
+                said = self._job.place.last_words(self.reach.handle, part, MAX_BYTES).decode(errors="replace")
+                for line in [text for text in said.splitlines() if text.strip()][-MAX_LINES:]:
+                    self.copy.say(f"pod {part.number}: {line}")
+
+    def fetch_results(self, verdict: Verdict) -> bool:
+        """Fetch the outcomes of a job that has ended, and the last checkpoint of one that has not succeeded.
+
+        Returns:
+            Whether everything is here that will ever be.
+        """
+        spec, copy, files = self._job.record.spec, self.copy, self._job.files
+        if self._job.key is None or spec.kind == WARM:
+            return True
+        status, is_success = self._job.status.status(), verdict.state is StateName.SUCCEEDED
+        # Parameter servers, and the workers that serve them, are ended when the chief returns, and return nothing.
+        returning = status.replicas[:1] if spec.cluster.servers else status.replicas
+        ranks = [replica.rank for replica in returning if replica.rank not in verdict.lost] if is_success else []
+        if verdict.rank is not None and copy.verdict is not None:
+            ranks.append(verdict.rank)
+        names = [files.outcome(copy.last_attempt, rank).name for rank in ranks]
+        if status.checkpoint_epoch is not None and not is_success:
+            names.append(files.checkpoint.name)
+        missing = [name for name in names if not self._is_here(name)]
+        if not missing or not is_success:
+            return True
+        if self._sight.head_runs:
+            # Results are worth waiting for: the head keeps them for `collect_wait_s`.
+            self._job.show("The results could not be fetched yet")
+            return False
+        what = ", ".join(missing[:_NAMED]) + (" and more" if len(missing) > _NAMED else "")
+        copy.say(f"Results could not be fetched, because the head ended before they were fetched: {what}")
+        return True
+
+    def _is_here(self, name: str) -> bool:
+        """Whether a file of the job is here, after an attempt to fetch it. A checkpoint that is here may be an earlier one."""
+        path = self._job.files.folder / name
+        is_earlier = path == self._job.files.checkpoint != self._last_checkpoint
+        if is_earlier or not path.exists():
+            with contextlib.suppress(BackendError):
+                if self.reach.fetch(name, head_runs=self._sight.head_runs) and is_earlier:
+                    self._last_checkpoint = path
+        return path.exists()
+
+    def end_pods(self, verdict: Verdict) -> str | None:
+        """Have the place end all pods of a job that has ended, so that none starts later. A head with a verdict ends by itself.
+
+        Returns:
+            A sentence for the status about pods that had not started. None if the place has to be asked again.
+        """
+        job, look, head, noun = self._job, self._sight.look, self._sight.look.head, self._job.place.noun
+        if verdict.state is StateName.SUCCEEDED or look.gone or job.key is None:
+            return ""
+        waiting = [part.name for part in look.parts if part.state == "waiting"]
+        others = [part for part in look.parts if part.number and (part.state != "ended" or part.lost in MADE_AGAIN)]
+        leaves = (
+            head is not None and head.uid == self.record.uid and head.lost not in MADE_AGAIN
+            and (head.state == "ended" or self.copy.verdict is not None)
+        )  # fmt: skip
+        if leaves and not others and len(look.parts) == job.record.spec.topology.number_of_pods:
+            return ""
+        why = verdict.reason if verdict.state is StateName.FAILED else ""
+        try:
+            job.place.kill(self.reach.handle, 0.0, why, head_leaves=leaves)
+        except BackendError as error:
+            if error.retryable and not self._sight.lasts("pods", EXPLAIN_S):
+                return None
+            return f"Some {noun}s of the job may still run or start, because they could not be ended: {error}"
+        names = ", ".join(waiting[:_NAMED])
+        return f"{len(waiting)} {noun}s had not started when the job ended, and are removed: {names}" if names else ""
+
+
+def next_life(life: FollowedLife, now: float, *, head: Part | None = None) -> Life:
+    """The record of the life after one that has ended, once its last events are written.
+
+    Args:
+        life: The one that has ended.
+        now: Seconds since 1970.
+        head: The same object's next head; None if another object is made.
+    """
+    before, (first_line, first_event) = life.record, life.copy.end()
+    is_free = head is not None and before.is_suspended
+    return Life(
+        number=before.number + (head is None),
+        object="" if head is None else before.object,
+        place=before.place,
+        is_started=head is not None,
+        uid="" if head is None else head.uid,
+        began=now,
+        used_restarts=life.used_restarts + (not is_free),
+        first_attempt=life.copy.last_attempt + 1,
+        first_line=first_line,
+        first_event=first_event,
+    )
