@@ -18,6 +18,7 @@ import time
 import kale_dist as kd
 from kale_dist.errors import CellError
 from kale_dist.job import live_job
+from kale_dist.wire.messages import Interrupt
 
 SUM = "import torch, time, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nx.item()"
 FEW = ("time.sleep(0.02)", "for i in range(20000): pass", "1 + 1")
@@ -51,7 +52,7 @@ def stress(live: live_job.LiveJob, cells: int, ranks: int) -> str:
     for number in range(1, cells + 1):
         source = FEW[drawn.randrange(len(FEW))] if number % 12 else "dist.all_reduce(torch.ones(1))"
         # The stop button sends this, at a moment of its own.
-        told = {"live": {"interrupt": live._number + 1}}  # noqa: SLF001 - as the handle itself
+        told = Interrupt(number=live._number + 1)  # noqa: SLF001 - as the handle itself
         timer = threading.Timer(drawn.random() * 0.03, live._backend.tell, (live._ref, -1, told))  # noqa: SLF001 - likewise
         timer.start()
         try:

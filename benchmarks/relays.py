@@ -18,6 +18,7 @@ import asyncio
 import bisect
 import collections
 import contextlib
+import dataclasses
 import datetime as dt
 import json
 import os
@@ -54,8 +55,10 @@ from kale_dist.wire import (
     Verdict,
     body_of,
     context,
+    messages,
 )
 from kale_dist.wire.blobs import FolderStore, pack_blobs
+from kale_dist.wire.messages import Done, Go, Received, Running
 from kale_dist.worker.agent.job_run import open_port
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.pod import pod_main
@@ -63,6 +66,7 @@ from kale_dist.worker.pod.pod import LISTEN_VARIABLE, TERMINATION_LOG_VARIABLE, 
 from kale_dist.worker.pod.relay_protocol import COUNT, TICKS, Channel, Op, sign
 
 KEY = b"k" * 32
+GO = messages.encode(Go())
 HOST = "127.0.0.1"
 LINE_BYTES = 100
 TICK_S = 0.05
@@ -312,13 +316,13 @@ class PlayedRank:
         """Begin."""
         self._listener, self._port = listener, port
         self._loop.call_soon(listener.forked, 1)
-        self._loop.call_soon(listener.message, {"received": True})
-        self._loop.call_soon(listener.message, {"running": True})
-        self._timer = self._loop.call_later(self._seconds, listener.message, {"done": True, "ok": True})
+        self._loop.call_soon(listener.message, Received())
+        self._loop.call_soon(listener.message, Running())
+        self._timer = self._loop.call_later(self._seconds, listener.message, Done())
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, line: bytes) -> None:
         """End, if it may go."""
-        if "go" in message:
+        if line == GO:
             self._end(End(exit_code=0))
 
     def signal(self, number: signal.Signals) -> None:
@@ -466,6 +470,10 @@ class PlayedRelay:
         if (answer := (await channel.read_from_stranger()).get("op")) != Op.WELCOME:
             return answer == Op.OVER
         while (frame := await channel.read()) is not None:
+            if frame[0] == b"R":
+                if frame[2] == GO:
+                    self._leave(channel, frame[1], None)
+                continue
             message = json.loads(frame[2])
             if message["op"] == Op.END:
                 self._stop()
@@ -483,22 +491,18 @@ class PlayedRelay:
             channel.say(Op.READY)
         elif op == Op.SPAWN:
             self._spawn(channel, wire.decode(Attempt, message["attempt"]))
-        elif (op == Op.SIGNAL or (op == Op.TELL and "go" in message["message"])) and rank in self._alive:
-            self._alive.discard(rank)
-            if op == Op.SIGNAL:
-                self._stop()
-            name = signal.Signals(int(message["number"])).name if op == Op.SIGNAL else None
-            end: dict[str, Any] = {
-                "exit_code": None if name else 0,
-                "signal": name,
-                "reason": "",
-                "memory_limit": "",
-                "tail": [],
-            }
-            channel.say(Op.ENDED, rank, end=end)
+        elif op == Op.SIGNAL:
+            self._stop()
+            self._leave(channel, rank, signal.Signals(int(message["number"])).name)
         elif op == Op.STACKS:
             answer = TICKS.pack(time.process_time_ns() // 10_000_000), STACKS
             asyncio.get_running_loop().call_later(ANSWER_S, channel.send, b"S", rank, *answer)
+
+    def _leave(self, channel: Channel, rank: int, name: str | None) -> None:
+        if rank in self._alive:
+            self._alive.discard(rank)
+            end = End(exit_code=None if name else 0, signal=name)
+            channel.say(Op.ENDED, rank, end=dataclasses.asdict(end))
 
     def _spawn(self, channel: Channel, attempt: Attempt) -> None:
         self._players.spawn(attempt.number)
@@ -507,8 +511,8 @@ class PlayedRelay:
         self._alive = set(ranks)
         for rank in ranks:
             channel.say(Op.FORKED, rank, pid=1000 + rank)
-            channel.say(Op.SAID, rank, message={"received": True})
-            channel.say(Op.SAID, rank, message={"running": True})
+            channel.send(b"R", rank, messages.encode(Received()))
+            channel.send(b"R", rank, messages.encode(Running()))
         if self._asked.early and self._agent == 1:
             self._finish(channel, ranks.pop(0))
         self._step, works = 0, [self._print(channel, ranks)]
@@ -557,7 +561,8 @@ class PlayedRelay:
 
     def _finish(self, channel: Channel, rank: int) -> None:
         channel.send(b"F", rank, OUTCOME)
-        channel.say(Op.SAID, rank, message={"done": True, "ok": True}, bytes=len(OUTCOME))
+        channel.say(Op.OUTCOME, rank, bytes=len(OUTCOME))
+        channel.send(b"R", rank, messages.encode(Done()))
         self._players.done_at = time.monotonic()
 
 

@@ -20,6 +20,7 @@ from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.status import JobStatus
 from kale_dist.wire import CANCEL_GRACE_S, FailureCause, LogLine, Order
+from kale_dist.wire.messages import ToAgent
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -186,14 +187,13 @@ class Backend(abc.ABC):
             JobNotFoundError: No such job.
         """
 
-    def tell(self, ref: JobRef, rank: int, message: Mapping[str, Any], blobs: Iterable[str] = ()) -> None:
+    def tell(self, ref: JobRef, rank: int, message: ToAgent, blobs: Iterable[str] = ()) -> None:
         """Send a message to the debugger of a rank, or to live ranks. One that it does not expect has no effect.
 
         Args:
             ref: The job.
             rank: The rank; -1 for all.
-            message: `{}` when a person has opened a prompt; `prompt` and `input` with an answer to it; `live`, as
-                `live_rank.py` lists them; `restart` with the number of the attempt whose ranks start again.
+            message: See `wire.messages`.
             blobs: Digests of blobs on this machine that the ranks need for it.
 
         Raises:

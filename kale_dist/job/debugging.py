@@ -18,6 +18,7 @@ from kale_dist.job import interrupts, watch
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.status import Breakpoint, JobStatus
 from kale_dist.job.view import facts
+from kale_dist.wire.messages import Typed, Visit
 
 _WAKE = signal.SIGURG
 """Ends a prompt. By default it does nothing, so one that comes too late is harmless."""
@@ -93,13 +94,13 @@ class Prompts:
                     continue
                 if not answered:
                     say(f"Debugger of rank {rank}: {self._help}")
-                    self._backend.tell(self._ref, rank, {})
+                    self._backend.tell(self._ref, rank, Visit())
                 elif there.typed != line:
                     say(f"Another debugger of rank {rank} was first, and typed {there.typed!r}")
                 typed = self._ask(there)
                 answered, line = there.prompt, there.typed if typed is None else typed
                 if typed is not None:
-                    self._backend.tell(self._ref, rank, {"prompt": there.prompt, "input": typed})
+                    self._backend.tell(self._ref, rank, Typed(prompt=there.prompt, text=typed))
         except BackendError as error:
             say(f"Rank {rank} cannot be debugged from here: {error}")
             self._unreachable.add(there.prompt if there is not None else "")

@@ -10,6 +10,7 @@ import ast
 import builtins
 import concurrent.futures
 import contextlib
+import dataclasses
 import hashlib
 import io
 import itertools
@@ -36,8 +37,9 @@ from kale_dist.snapshot.capture import capture
 from kale_dist.snapshot.pickler import CapturePickler
 from kale_dist.snapshot.reducers import References
 from kale_dist.snapshot.sources import cell_label
-from kale_dist.wire import EventKind, StateName
+from kale_dist.wire import EventKind, StateName, decode
 from kale_dist.wire.blobs import FolderStore
+from kale_dist.wire.messages import Answer, Cell, EndLive, Give, Interrupt, Load, Repair, Restart, Typed
 
 MOST_REPAIRS = 100
 """Each repair of the process group keeps descriptors and threads of the one before."""
@@ -102,9 +104,9 @@ class LiveJob(Job[None]):
         self._log = LogReader(files)
         self._log.tail(0)
         self._events = EventReader(files.events)
-        self._answers: dict[str, dict[int, dict[str, Any]]] = {}
+        self._answers: dict[str, dict[int, Answer]] = {}
         """The ranks' answers by the name of the message, of those that this process waits for."""
-        self._others: dict[int, dict[str, Any]] = {}
+        self._others: dict[int, Answer] = {}
         """The same of the last message, if another process has sent it."""
         self._reading = threading.Lock()
         self._number = self._repairs = self._attempt = 0
@@ -158,13 +160,13 @@ class LiveJob(Job[None]):
             raise ConfigError("source", f"it is not Python{where}: {error.args[0]}", "Correct the cell") from None
         self._prepare()
         self._send_what_is_read(tree)
-        message = {"source": source, "file": f"<live {self._number + 1}>", "label": _label()}
+        cell = Cell(ranks=wanted, source=source, file=f"<live {self._number + 1}>", label=_label())
         if self._interrupted_at > float("-inf"):
             say("The cell was interrupted before it ran")
             raise KeyboardInterrupt
-        answers = self._ask(message, wanted)
+        answers = self._ask(cell)
         self._check_cell(answers)
-        values = {rank: answer.get("value") or {} for rank, answer in answers.items()}
+        values = {rank: answer.value or {} for rank, answer in answers.items()}
         return Values(values) if any(values.values()) else None
 
     @short_refusals
@@ -197,9 +199,9 @@ class LiveJob(Job[None]):
         """
         wanted = self._check_ranks(ranks)
         self._prepare()
-        answers = self._ask({"give": expression}, wanted)
+        answers = self._ask(Give(ranks=wanted, expression=expression))
         self._check_cell(answers)
-        name = next(iter(answers.values()))["name"]
+        name = next(iter(answers.values())).name
         found = {rank: self._outcomes.given(rank, self._attempt, name, self._references) for rank in sorted(answers)}
         return found[ranks] if isinstance(ranks, int) else list(found.values())
 
@@ -215,7 +217,7 @@ class LiveJob(Job[None]):
         """
         status = self.status
         if not status.is_final:
-            self._backend.tell(self._ref, -1, {"restart": status.attempt})
+            self._backend.tell(self._ref, -1, Restart(attempt=status.attempt))
             # A job that was cancelled just before ends.
             self._until(lambda now: now.is_final or (now.attempt > status.attempt and now.state is StateName.RUNNING))
         if not self.done():
@@ -230,7 +232,7 @@ class LiveJob(Job[None]):
         """End the ranks, and return the job's last status. A cell that still runs in another thread is ended, too."""
         # Ranks that are starting hear nothing.
         if self.status.state is StateName.RUNNING:
-            self._backend.tell(self._ref, -1, {"live": {"end": True, "attempt": self.status.attempt}})
+            self._backend.tell(self._ref, -1, EndLive(attempt=self.status.attempt))
             with contextlib.suppress(WaitTimeoutError):
                 self._watcher.wait(self._ref, _STOP_S)
         if not self.done():
@@ -254,34 +256,32 @@ class LiveJob(Job[None]):
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def _ask(
-        self, message: Mapping[str, Any], ranks: tuple[int, ...], blobs: Iterable[str] = ()
-    ) -> dict[int, dict[str, Any]]:
-        """Send the ranks a message, and wait for the answers of some of them."""
+    def _ask(self, message: Cell | Load | Repair | Give, blobs: Iterable[str] = ()) -> dict[int, Answer]:
+        """Send ranks a message, with its number, and wait for their answers."""
         self._number += 1
-        name = secrets.token_hex(8)
-        told = {**message, "number": self._number, "name": name, "ranks": list(ranks), "attempt": self._attempt}
+        name, ranks = secrets.token_hex(8), message.ranks or self._all
+        numbered = dataclasses.replace(message, number=self._number, name=name, attempt=self._attempt)
         found = self._answers[name] = {}
         is_stopped = False
         try:
-            self._backend.tell(self._ref, -1, {"live": told}, blobs)
+            self._backend.tell(self._ref, -1, numbered, blobs)
         except KeyboardInterrupt:
             # It may not have been sent; one that comes twice does nothing.
-            self._backend.tell(self._ref, -1, {"live": told}, blobs)
+            self._backend.tell(self._ref, -1, numbered, blobs)
             is_stopped = True
         attempt = self._attempt
 
         def is_answered(_: JobStatus) -> bool:
             self._read_events()
             # Where one rank cannot repair its group, the others wait for it.
-            is_over = any(one.get("is_refused") or ("repair" in message and not one["ok"]) for one in found.values())
+            is_over = any(one.is_refused or (isinstance(message, Repair) and not one.ok) for one in found.values())
             return is_over or found.keys() >= set(ranks) or self._attempt != attempt
 
         self._until(is_answered, is_stopped=is_stopped)
         del self._answers[name]
         if self._attempt != attempt:
             raise CellError(f"The ranks of {self.ref} were started again meanwhile: their variables are lost", self.ref)
-        if any(one.get("is_refused") for one in found.values()):
+        if any(one.is_refused for one in found.values()):
             raise CellError(f"Another notebook has run a cell in {self.ref} meanwhile. Run this cell again", self.ref)
         return found
 
@@ -335,11 +335,9 @@ class LiveJob(Job[None]):
         waiting = {replica.rank: replica.breakpoint for replica in status.at_breakpoints if replica.breakpoint}
         for replica in status.replicas:
             if (at := waiting.get(replica.rank)) is not None:
-                self._backend.tell(self._ref, replica.rank, {"prompt": at.prompt, "input": "q"})
+                self._backend.tell(self._ref, replica.rank, Typed(prompt=at.prompt, text="q"))
             else:
-                self._backend.tell(
-                    self._ref, replica.rank, {"live": {"interrupt": self._number, "attempt": self._attempt}}
-                )
+                self._backend.tell(self._ref, replica.rank, Interrupt(number=self._number, attempt=self._attempt))
         self._interrupted_at = now
         return False
 
@@ -373,21 +371,22 @@ class LiveJob(Job[None]):
             self._owned, self._sent = set(), {}
         if event.get("event") != EventKind.CELL or event["attempt"] != self._attempt:
             return
-        number, own = event["number"], self._answers.get(event["name"])
-        if event.get("is_refused"):
+        answer = decode(Answer, {name: event[name] for name in Answer.__slots__ if name in event})
+        own = self._answers.get(answer.name)
+        if answer.is_refused:
             if own is not None:
-                own[event["rank"]] = event
+                own[event["rank"]] = answer
             return
-        if number > self._number:
+        if answer.number > self._number:
             # From another process, as before a restart of the kernel: what it has sent is not overwritten.
-            self._number, self._others = number, {}
-            self._owned.update(event.get("loaded") or ())
-        answers = own if own is not None else self._others if number == self._number else {}
-        answers[event["rank"]] = event
-        self._owned.update(event.get("names") or ())
+            self._number, self._others = answer.number, {}
+            self._owned.update(answer.loaded)
+        answers = own if own is not None else self._others if answer.number == self._number else {}
+        answers[event["rank"]] = answer
+        self._owned.update(answer.names)
         self._is_broken = self._is_broken or _breaks(answers.values())
-        if "repaired" in event:
-            self._repairs, self._is_broken = event["repaired"], False
+        if answer.repaired:
+            self._repairs, self._is_broken = answer.repaired, False
 
     def _prepare(self) -> None:
         """Wait for the ranks, and repair their process group if a cell has left it broken."""
@@ -406,8 +405,8 @@ class LiveJob(Job[None]):
             )
         why = "the connections of NCCL are not repaired in place"
         if not self.spec.cuda:
-            answers = self._ask({"repair": self._repairs + 1}, self._all)
-            if all(answer["ok"] for answer in answers.values()):
+            answers = self._ask(Repair(repair=self._repairs + 1))
+            if all(answer.ok for answer in answers.values()):
                 return
             why = "this torch's process group cannot be repaired in place"
         self.restart()
@@ -457,24 +456,24 @@ class LiveJob(Job[None]):
             )  # fmt: skip
             for note in snapshot.notes:
                 warn(note)
-            self._check_cell(self._ask({"load": snapshot.digest}, self._all, snapshot.blobs))
+            self._check_cell(self._ask(Load(snapshot=snapshot.digest), snapshot.blobs))
         self._size = f" ({facts.size(snapshot.size_bytes)})" if snapshot.size_bytes >= 1 << 20 else ""
         self._sent |= {name: (prints[name], value) for name, value in values.items()}
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
-    def _check_cell(self, answers: Mapping[int, Mapping[str, Any]]) -> None:
+    def _check_cell(self, answers: Mapping[int, Answer]) -> None:
         """Raise what a cell has raised: of the ranks that differ the first one's error, and a line for the others."""
-        failed = {rank: answer for rank, answer in answers.items() if not answer["ok"]}
+        failed = {rank: answer for rank, answer in answers.items() if not answer.ok}
         if not failed:
             return
-        own = {rank: answer for rank, answer in failed.items() if not answer.get("is_freed")} or failed
-        if all(answer["is_interrupted"] for answer in own.values()) or self._interrupted_at > float("-inf"):
+        own = {rank: answer for rank, answer in failed.items() if not answer.is_freed} or failed
+        if all(answer.is_interrupted for answer in own.values()) or self._interrupted_at > float("-inf"):
             self._interrupted_at = float("-inf")
             say(f"The cell was interrupted in {_named(failed)}. The ranks and their variables stay")
             raise KeyboardInterrupt
-        first = min(own, key=lambda rank: own[rank]["time"])
-        texts = {rank: answer["traceback"].rstrip() for rank, answer in own.items()}
+        # The answers stand in the order in which they came.
+        first, texts = next(iter(own)), {rank: answer.traceback.rstrip() for rank, answer in own.items()}
         groups = sorted(_grouped(texts), key=lambda ranks: first not in ranks)
         lines = [texts[first]]
         lines += [f"{_capital(_named(ranks))}: {texts[ranks[0]].splitlines()[-1]}" for ranks in groups[1:]]
@@ -504,14 +503,14 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return lambda *given: (one := found()) and one(*given)
 
 
-def _breaks(answers: Collection[Mapping[str, Any]]) -> bool:
+def _breaks(answers: Collection[Answer]) -> bool:
     """Whether a cell with these answers so far has left the process group unusable."""
-    if any(answer.get("is_cut") or answer.get("is_freed") or answer.get("is_interrupted") for answer in answers):
+    if any(answer.is_cut or answer.is_freed or answer.is_interrupted for answer in answers):
         return True
-    counts = [answer["counts"] for answer in answers if "counts" in answer]
+    counts = [answer.counts for answer in answers if answer.counts is not None]
     names = {name for one in counts for name in one}
     differ = any(len({one[name] for one in counts if name in one}) > 1 for name in names)
-    return differ and any(not answer["ok"] for answer in answers)
+    return differ and any(not answer.ok for answer in answers)
 
 
 def _fingerprint(value: object) -> str:

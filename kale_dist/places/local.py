@@ -12,8 +12,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from kale_dist.errors import BackendError, BackendUnavailableError
 from kale_dist.job import records
@@ -25,7 +24,8 @@ from kale_dist.job.status import JobStatus
 from kale_dist.places import agent_client
 from kale_dist.places.agent_client import AgentClient, Fingerprint
 from kale_dist.places.orders import order_of
-from kale_dist.wire import CANCEL_GRACE_S, Op, Order
+from kale_dist.wire import CANCEL_GRACE_S, Op, Order, messages
+from kale_dist.wire.messages import ToAgent
 from kale_dist.worker.agent import processes
 from kale_dist.worker.rank import process_state
 
@@ -71,10 +71,10 @@ class LocalBackend(FolderBackend):
         problem = client.disk_problems.get(ref.name) if client is not None else ""
         return dataclasses.replace(status, reason=problem) if problem and not status.is_final else status
 
-    def tell(self, ref: JobRef, rank: int, message: Mapping[str, Any], blobs: Iterable[str] = ()) -> None:
+    def tell(self, ref: JobRef, rank: int, message: ToAgent, blobs: Iterable[str] = ()) -> None:
         """Have the job's agent, of this process or of another one, pass a message on to a rank. Blobs are there already."""
         del blobs
-        told = {"op": Op.TELL, "job": ref.name, "rank": rank, "message": dict(message)}
+        told = {"op": Op.TELL, "job": ref.name, "rank": rank, "message": json.loads(messages.encode(message))}
         if not agent_client.send(self._reader(ref).record().agent_socket, told):
             raise BackendError(f"The agent that runs {ref} has ended")
 

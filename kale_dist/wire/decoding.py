@@ -19,7 +19,7 @@ def decode(kind: type[T], data: Mapping[str, Any]) -> T:
     Raises:
         TypeError, ValueError: These are not its fields.
     """
-    hints = _hints(kind)
+    hints = hints_of(kind)
     return kind(**{name: _value(hints.get(name), one) for name, one in data.items()})
 
 
@@ -35,7 +35,7 @@ def fields_of(one: Any, kind: type[Any] | None = None) -> dict[str, Any]:
 
 def learn(kind: type[Any]) -> None:
     """Resolve the annotations of a dataclass and of those in it, which the first `decode` would do."""
-    for hint in _hints(kind).values():
+    for hint in hints_of(kind).values():
         made = _class_in(hint)
         if isinstance(made, type) and dataclasses.is_dataclass(made):
             learn(made)
@@ -50,7 +50,8 @@ def _value(hint: Any, value: Any) -> Any:
     return made(value) if made is not None and isinstance(value, str) else value
 
 
-_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+hints_of: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+"""The annotations of a class, resolved."""
 
 
 @functools.cache

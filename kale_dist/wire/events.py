@@ -27,8 +27,7 @@ agent speaks of the whole job) and `attempt`; beyond these:
     waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress
     debug       prompt (what an answer has to name; "" where the rank has left its breakpoint), where (file, line and
                 function), text (what the debugger has printed since the last answer, with the prompt), typed (that answer)
-    cell        number, name and ok of a live rank's answer (`live_rank.py`), and what else it has: value {MIME type: text}, names (bound
-                by the cell), counts (collectives by group), is_cut; on failure error_type, traceback, is_interrupted, is_freed
+    cell        number and ok of a live rank's answer, and those fields of `messages.Answer` that are not as by default
     outcome     ok; on failure error_type, error_text, where (the place in the user's code and its line), locals (the local
                 variables of the last frames, as text)
 """

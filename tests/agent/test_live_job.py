@@ -12,6 +12,7 @@ from agent_jobs import descriptors
 import kale_dist as kd
 from kale_dist.errors import CellError, ConfigError, JobFailedError
 from kale_dist.job import live_job
+from kale_dist.wire.messages import Cell, Repair
 
 SUM = "import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nx.item()"
 FAILS = "if rank == 1: raise KeyError('gone')\ndist.barrier()"
@@ -93,13 +94,13 @@ def test_a_stop_while_the_group_is_repaired_or_the_cell_is_sent_is_not_lost(live
     def stopped_at(part):
         def told(ref, rank, message, blobs=()):
             tell(ref, rank, message, blobs)
-            if part in message.get("live", {}):
+            if isinstance(message, part):
                 monkeypatch.setattr(live._backend, "tell", tell)
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(live._backend, "tell", told)
 
-    for part in ("repair", "source"):
+    for part in (Repair, Cell):
         stopped_at(part)
         with pytest.raises(KeyboardInterrupt):
             live.run("time.sleep(60)")

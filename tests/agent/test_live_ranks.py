@@ -1,5 +1,7 @@
 """Live ranks, as their agent and a notebook's messages see them: cells, errors, interrupts, repairs."""
 
+import dataclasses
+import json
 import os
 import random
 import secrets
@@ -13,8 +15,13 @@ from own_files import own_files
 
 from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
-from kale_dist.wire import EventKind, Op
+from kale_dist.wire import EventKind, Op, decode, messages
+from kale_dist.wire.messages import Answer, Cell, EndLive, Interrupt, Load, Repair, Restart, Typed
 from kale_dist.worker.rank import live_rank
+
+
+def answer_in(event):
+    return decode(Answer, {name: event[name] for name in Answer.__slots__ if name in event})
 
 
 class Live:
@@ -26,19 +33,18 @@ class Live:
         self.job.until(lambda: len(self.answers(0)) == ranks)
 
     def answers(self, number):
-        return {
-            e["rank"]: e for e in self.job.events(EventKind.CELL) if e["number"] == number and not e.get("is_refused")
+        found = {
+            event["rank"]: answer_in(event) for event in self.job.events(EventKind.CELL) if event["number"] == number
         }
+        return {rank: answer for rank, answer in found.items() if not answer.is_refused}
 
-    def say(self, **message):
-        told = {"op": Op.TELL, "job": self.job.order.job, "rank": -1, "message": {"live": message}}
-        self.jobs.client._send(told)
+    def tell(self, message, rank=-1):
+        line = json.loads(messages.encode(message))
+        self.jobs.client._send({"op": Op.TELL, "job": self.job.order.job, "rank": rank, "message": line})
 
-    def send(self, ranks=None, **message):
+    def send(self, message):
         self.number += 1
-        if ranks is not None:
-            message["ranks"] = ranks
-        self.say(number=self.number, name=secrets.token_hex(4), **message)
+        self.tell(dataclasses.replace(message, number=self.number, name=secrets.token_hex(4)))
         return self.number
 
     def wait(self, number, ranks=None, limit_s=30.0):
@@ -50,20 +56,21 @@ class Live:
         return [found[rank] for rank in sorted(found)]
 
     def run(self, source, ranks=None, limit_s=30.0):
-        cell = {"source": source, "file": f"<live {self.number + 1}>", "label": f"Cell In[{self.number + 1}]"}
-        return self.wait(self.send(ranks, **cell), ranks, limit_s)
+        label = f"Cell In[{self.number + 1}]"
+        cell = Cell(source=source, file=f"<live {self.number + 1}>", label=label, ranks=tuple(ranks or ()))
+        return self.wait(self.send(cell), ranks, limit_s)
 
     def values(self, source, ranks=None):
         answers = self.run(source, ranks)
-        assert all(answer["ok"] for answer in answers), answers
-        return [answer["value"].get("text/plain") for answer in answers]
+        assert all(answer.ok for answer in answers), answers
+        return [(answer.value or {}).get("text/plain") for answer in answers]
 
     def start(self, source):
-        return self.send(source=source, file=f"<live {self.number + 1}>", label="Cell")
+        return self.send(Cell(source=source, file=f"<live {self.number + 1}>", label="Cell"))
 
     def repair(self):
         self.generation += 1
-        return self.wait(self.send(repair=self.generation))
+        return self.wait(self.send(Repair(repair=self.generation)))
 
 
 @pytest.fixture
@@ -76,7 +83,7 @@ def live(jobs):
 
     yield make
     for one in made:
-        one.say(end=True)
+        one.tell(EndLive())
         jobs.client.cancel(one.job.order.job, 0.5)
         one.job.wait(20)
 
@@ -90,14 +97,14 @@ def test_variables_and_the_group_stay_between_cells(live):
     assert ranks.values("k += 1; k") == ["1", "11"]
     assert ranks.values(SUM) == ["2.0", "2.0"]
     assert ranks.values("import asyncio\nawait asyncio.sleep(0, k)") == ["1", "11"]
-    assert ranks.run("k = 5; _hidden = 1")[0]["names"] == ["k"]
+    assert ranks.run("k = 5; _hidden = 1")[0].names == ("k",)
     assert ranks.values("only = 1; only", [1]) == ["1"]
     assert ranks.values("'only' in globals()") == ["False", "True"]
 
 
 def test_ranks_that_are_told_to_end_succeed(live):
     ranks = live()
-    ranks.say(end=True)
+    ranks.tell(EndLive())
     assert ranks.job.wait(20)["state"] == "succeeded", ranks.job.log_text()
     assert ranks.job.log_text() == ""
 
@@ -107,10 +114,9 @@ def test_a_breakpoint_in_a_cell_is_answered(live, jobs):
     number = ranks.start(f"{SUM}\nif rank:\n    breakpoint()\n    x *= 5\ndist.all_reduce(x)\nx.item()")
     for typed, line in enumerate(("p x", "import time; time.sleep(3)", "c")):
         at = ranks.job.until(lambda typed=typed: ranks.job.events(EventKind.DEBUG)[typed:])[0]
-        message = {"prompt": at["prompt"], "input": line}
-        jobs.client._send({"op": Op.TELL, "job": ranks.job.order.job, "rank": 1, "message": message})
+        ranks.tell(Typed(prompt=at["prompt"], text=line), 1)
     assert "tensor([2.])" in ranks.job.events(EventKind.DEBUG)[1]["text"]
-    assert [answer["value"]["text/plain"] for answer in ranks.wait(number)] == ["12.0", "12.0"]
+    assert [answer.value["text/plain"] for answer in ranks.wait(number)] == ["12.0", "12.0"]
 
 
 def test_the_end_of_a_cell_comes_after_its_lines(live):
@@ -127,12 +133,12 @@ def test_an_error_frees_the_ranks_that_wait_and_shows_the_cells_lines(live):
     answers = ranks.run("def f(k):\n    return 1 // k\nif rank == 1:\n    f(0)\ndist.all_reduce(x)")
     took = time.monotonic() - began
     assert took < 10
-    assert [answer["ok"] for answer in answers] == [False] * 3
-    assert [bool(answer["is_freed"]) for answer in answers] == [True, False, True]
-    assert "return 1 // k" in answers[1]["traceback"]
-    assert 'File "Cell In[2]", line 4' in answers[1]["traceback"]
-    assert own_files(answers[1]["traceback"]) == []
-    assert all(answer["ok"] for answer in ranks.repair())
+    assert [answer.ok for answer in answers] == [False] * 3
+    assert [bool(answer.is_freed) for answer in answers] == [True, False, True]
+    assert "return 1 // k" in answers[1].traceback
+    assert 'File "Cell In[2]", line 4' in answers[1].traceback
+    assert own_files(answers[1].traceback) == []
+    assert all(answer.ok for answer in ranks.repair())
     assert ranks.values(SUM) == ["3.0"] * 3
 
 
@@ -169,9 +175,9 @@ def test_wrapped_models_and_subgroups_go_on_after_each_kind_of_wait(live):
     ranks.values(WRAPPED + SHARDED)
     for wait in WAITS:
         answers = ranks.run(f"if rank == 3: raise KeyError('gone')\n{wait}")
-        assert answers[3]["error_type"] == "KeyError"
-        assert all(answer["ok"] or answer["is_freed"] for answer in answers[:3]), (wait, answers)
-        assert all(answer["ok"] for answer in ranks.repair()), wait
+        assert answers[3].error_type == "KeyError"
+        assert all(answer.ok or answer.is_freed for answer in answers[:3]), (wait, answers)
+        assert all(answer.ok for answer in ranks.repair()), wait
         assert ranks.values("x = torch.ones(1)\ndist.all_reduce(x, group=part)\nx.item()") == ["2.0"] * 4
         assert (
             ranks.values(
@@ -189,8 +195,8 @@ def test_a_model_whose_first_backward_pass_was_broken_off_goes_on(live):
             f"{WRAPPED.partition('part =')[0].replace('(4, 4))', f'(4, 4){made})')}\nmodel.register_comm_hook(model.process_group, hooks.fp16_compress_hook)"
         )
         answers = ranks.run("if rank: raise KeyError('gone')\nmodel(torch.ones(2, 4)).sum().backward()")
-        assert answers[0]["is_freed"]
-        assert all(answer["ok"] for answer in ranks.repair())
+        assert answers[0].is_freed
+        assert all(answer.ok for answer in ranks.repair())
         for _ in range(3):
             step = "model.zero_grad()\nmodel(torch.ones(2, 4) * rank).sum().backward()\nmodel.module.weight.grad[0, 0].item()"
             assert ranks.values(step) == ["1.0"] * 2
@@ -201,10 +207,10 @@ def test_a_rank_that_works_is_not_ended_by_the_error_of_another(live):
     answers = ranks.run(
         "import time\nif rank == 0: raise ValueError\nend = time.time() + 2\nwhile time.time() < end: pass\n'done'"
     )
-    assert [answer["ok"] for answer in answers] == [False, True]
-    assert answers[1]["value"]["text/plain"] == "'done'"
+    assert [answer.ok for answer in answers] == [False, True]
+    assert answers[1].value["text/plain"] == "'done'"
     answers = ranks.run("if rank == 0: raise ValueError\ntime.sleep(2)\n'slept'")
-    assert [answer["ok"] for answer in answers] == [False, True]
+    assert [answer.ok for answer in answers] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -222,10 +228,10 @@ def test_an_interrupt_ends_the_cell_and_not_the_ranks(live, source):
     number = ranks.start(source)
     time.sleep(0.5)
     began = time.monotonic()
-    ranks.say(interrupt=number)
+    ranks.tell(Interrupt(number=number))
     answers = ranks.wait(number)
     assert time.monotonic() - began < 5
-    assert [answer["ok"] for answer in answers] == [False, False]
+    assert [answer.ok for answer in answers] == [False, False]
     ranks.repair()
     assert ranks.values(f"{SUM}, kept") == ["(2.0, 5)"] * 2
     # A cut that was planned for the interrupted cell does not come later.
@@ -236,21 +242,21 @@ def test_an_interrupt_ends_the_cell_and_not_the_ranks(live, source):
 def test_an_interrupt_of_another_cell_does_nothing(live):
     ranks = live()
     number = ranks.start("import time; time.sleep(1); 'ended'")
-    ranks.say(interrupt=number - 1)
-    ranks.say(interrupt=number + 1)
-    assert [answer["value"]["text/plain"] for answer in ranks.wait(number)] == ["'ended'"] * 2
+    ranks.tell(Interrupt(number=number - 1))
+    ranks.tell(Interrupt(number=number + 1))
+    assert [answer.value["text/plain"] for answer in ranks.wait(number)] == ["'ended'"] * 2
 
 
 def test_a_message_that_comes_twice_does_nothing(live):
     ranks = live()
     ranks.run("runs = 0")
-    cell = {"source": "runs += 1; runs", "file": "<a>", "label": "", "number": 2, "name": "once"}
-    ranks.say(**cell)
-    ranks.say(**cell)
+    cell = Cell(source="runs += 1; runs", file="<a>", label="", number=2, name="once")
+    ranks.tell(cell)
+    ranks.tell(cell)
     ranks.number = 2
     assert ranks.values("runs") == ["1", "1"]
     # Another notebook's message of a number that has passed is refused, and not passed over in silence.
-    ranks.say(**{**cell, "name": "another"})
+    ranks.tell(dataclasses.replace(cell, name="another"))
     assert ranks.values("runs") == ["1", "1"]
     assert [e["name"] for e in ranks.job.events(EventKind.CELL) if e.get("is_refused")] == ["another"] * 2
 
@@ -260,7 +266,7 @@ def test_connections_of_the_users_own_are_not_cut(live):
     ranks.run(
         "import socket\nserver = socket.create_server(('127.0.0.1', 0))\nmine = socket.create_connection(server.getsockname())\ntheirs = server.accept()[0]"
     )
-    assert ranks.run(f"{SUM}\nif rank: raise ValueError\ndist.barrier()")[0]["is_cut"]
+    assert ranks.run(f"{SUM}\nif rank: raise ValueError\ndist.barrier()")[0].is_cut
     assert ranks.values("mine.sendall(b'there'); theirs.recv(5)") == ["b'there'"] * 2
 
 
@@ -268,7 +274,7 @@ def test_names_are_loaded_and_values_are_given(live, jobs):
     ranks = live()
     ranks.run("scale = 10")
     snapshot = capture(max, (), {"lr": 0.5, "table": {"a": [1, 2]}}, store=jobs.store, label="names")
-    assert all(answer["ok"] for answer in ranks.wait(ranks.send(load=snapshot.digest)))
+    assert all(answer.ok for answer in ranks.wait(ranks.send(Load(snapshot=snapshot.digest))))
     assert ranks.values("lr * scale, table") == ["(5.0, {'a': [1, 2]})"] * 2
     number = ranks.send([1], give="[rank, table]")
     name = next(iter(ranks.job.until(lambda: ranks.answers(number)).values()))["name"]
@@ -301,8 +307,7 @@ def test_a_rank_that_dies_ends_the_job_and_a_restart_gives_new_processes(live, j
     ranks.run("before = 1")
     pids = ranks.job.pids()
     for _ in range(2):
-        told = {"op": Op.TELL, "job": ranks.job.order.job, "rank": -1, "message": {"restart": 0}}
-        jobs.client._send(told)
+        ranks.tell(Restart(attempt=0))
     ranks.job.until(lambda: [e for e in ranks.job.events(EventKind.CELL) if e["attempt"] == 1 and e["number"] == 0][1:])
     assert not set(ranks.job.pids().values()) & set(pids.values())
     assert ranks.values("'before' in globals()") == ["False", "False"]
@@ -318,11 +323,11 @@ def test_random_interrupts_never_hurt_a_later_cell(live):
     cells = ["time.sleep(0.02)", "dist.all_reduce(torch.ones(1))", "for i in range(20000): pass", "1 + 1"]
     for _ in range(60):
         number = ranks.start(rng.choice(cells))
-        timer = threading.Timer(rng.random() * 0.03, lambda number=number: ranks.say(interrupt=number))
+        timer = threading.Timer(rng.random() * 0.03, lambda number=number: ranks.tell(Interrupt(number=number)))
         timer.start()
         answers = ranks.wait(number)
         timer.join()
-        if any(not answer["ok"] or answer["is_cut"] for answer in answers):
+        if any(not answer.ok or answer.is_cut for answer in answers):
             ranks.repair()
         assert ranks.values(SUM) == ["2.0", "2.0"]
 
@@ -332,7 +337,7 @@ def test_a_hundred_repairs_take_few_descriptors_and_none_hurts_the_next(live):
     ranks.run(SUM)
     before = [descriptors(pid) for pid in ranks.job.pids().values()]
     for _ in range(100):
-        assert all(answer["ok"] for answer in ranks.repair())
+        assert all(answer.ok for answer in ranks.repair())
     assert ranks.values(SUM) == ["2.0", "2.0"]
     after = [descriptors(pid) for pid in ranks.job.pids().values()]
     assert all(now - then < 700 for then, now in zip(before, after, strict=True)), (before, after)

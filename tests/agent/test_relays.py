@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from kale_dist import wire
-from kale_dist.wire import Attempt, BlockReader, EventKind, JobFiles, Order, Policy, Source, Stream, body_of
+from kale_dist.wire import Attempt, BlockReader, EventKind, JobFiles, Order, Policy, Source, Stream, body_of, messages
+from kale_dist.wire.messages import Done, Running
 from kale_dist.worker.agent import writer as writer_module
 from kale_dist.worker.agent.job_run import open_port
 from kale_dist.worker.agent.near_rank import End
@@ -204,7 +205,8 @@ def test_an_outcome_arrives_before_its_rank_is_done(tmp_path, size, told):
         # On its way it is a sign of progress: the job has not stalled.
         assert (head.writer.moves[1] > before) == (size > 0)
         assert not head.files.outcome(0, 1).exists()
-        played.channel.say(Op.SAID, 1, message={"done": True, "ok": True}, bytes=told)
+        played.channel.say(Op.OUTCOME, 1, bytes=told)
+        played.channel.send(b"R", 1, messages.encode(Done()))
         await until(lambda: run.done)
         # One that was cut short is not taken for a whole one.
         outcome = head.files.outcome(0, 1)
@@ -450,16 +452,16 @@ def test_the_end_of_a_rank_is_told_after_its_outcome(tmp_path, is_slow):
         may_send = asyncio.Event()
         channel.drain = may_send.wait
         forwarder = _Forwarder(3, 0, None, channel, outcome, asyncio.get_running_loop())
-        forwarder.message({"running": True})
-        forwarder.message({"done": True, "ok": True})
+        forwarder.message(Running())
+        forwarder.message(Done())
         if not is_slow:
             may_send.set()
-            await until(lambda: len(channel.sent) == 5)
+            await until(lambda: len(channel.sent) == 6)
         forwarder.ended(End(exit_code=0))
         may_send.set()
         await until(lambda: channel.sent[-1][0] == Op.ENDED)
-        assert [kind for kind, _, _ in channel.sent] == [Op.SAID, b"F", b"F", b"F", Op.SAID, Op.ENDED]
-        assert channel.sent[4][2] == {"message": {"done": True, "ok": True}, "bytes": 600_000}
+        assert [kind for kind, _, _ in channel.sent] == [b"R", b"F", b"F", b"F", Op.OUTCOME, b"R", Op.ENDED]
+        assert channel.sent[4][2] == {"bytes": 600_000}
 
     asyncio.run(scene())
 

@@ -179,20 +179,17 @@ def test_a_head_and_its_rank_outlive_2_000_odd_messages_for_live_and_debugged_ra
     head = job.start(0)
     job.until_running()
     tells = (
-        {"rank": 0, "message": {"prompt": "p", "input": "n"}},
-        {"rank": -1, "message": {"live": {"number": 1, "name": "n", "ranks": [0], "interrupt": 1, "failed": 0}}},
-        {"rank": 0, "message": {"restart": 7}},
+        {"Typed": {"prompt": "p", "text": "n"}},
+        {"Give": {"number": 1, "name": "n", "ranks": [0], "attempt": 0, "expression": "1"}},
+        {"Interrupt": {"number": 1, "attempt": 0}},
+        {"Restart": {"attempt": 7}},
     )
     for _ in range(2_000):
-        told = draw.choice(tells)
-        inner = dict(told["message"])
-        if isinstance(inner.get("live"), dict) and draw.random() < 0.7:
-            inner["live"] = odd(draw, inner["live"])
-        else:
-            inner = odd(draw, inner)
-        body = json.dumps(odd(draw, {**told, "message": inner}) if draw.random() < 0.5 else {**told, "message": inner})
+        ((name, fields),) = draw.choice(tells).items()
+        told = {name: odd(draw, fields)} if draw.random() < 0.7 else odd(draw, {name: fields})
+        rank = draw.choice(["0", "-1", "x", "9" * 30])
         with contextlib.suppress(OSError):
-            assert head.ask("POST", "/tell", body.encode())[0] in {200, 400}
+            assert head.ask("POST", f"/tell?rank={rank}", json.dumps(told).encode())[0] in {200, 400}
     (tmp_path / "go").touch()
     assert job.end() == [0], job.text()
 
@@ -206,7 +203,7 @@ def test_a_local_agent_and_its_job_outlive_2_000_odd_messages_at_its_socket(tmp_
     orders = [
         {"op": "take", "order": {"job": "x", "folder": str(tmp_path / "none"), "run": 1}},
         {"op": "cancel", "job": "x", "grace_s": 1.0, "save": True},
-        {"op": "tell", "job": running.name, "rank": 0, "message": {"prompt": "p", "input": "n"}},
+        {"op": "tell", "job": running.name, "rank": 0, "message": {"Typed": {"prompt": "p", "text": "n"}}},
     ]
     for _ in range(2_000):
         line = json.dumps(odd(draw, draw.choice(orders))).encode() + b"\n"

@@ -16,8 +16,19 @@ import pytest
 
 from kale_dist import wire
 from kale_dist.errors import StoreError
-from kale_dist.wire import BlockReader, EventBlock, EventKind, JobFiles, LineBlock, ProgressBlock, Stream, body_of
+from kale_dist.wire import (
+    BlockReader,
+    EventBlock,
+    EventKind,
+    JobFiles,
+    LineBlock,
+    ProgressBlock,
+    Stream,
+    body_of,
+    messages,
+)
 from kale_dist.wire.blobs import FolderStore, digest_of
+from kale_dist.wire.messages import Typed
 from kale_dist.worker.agent.writer import JobWriter
 from kale_dist.worker.pod import byte_server, pod_input
 from kale_dist.worker.pod.byte_server import BlobServer, ByteServer
@@ -205,11 +216,13 @@ def test_a_body_that_was_not_signed_is_refused(place):
         ("PUT", f"/blobs/{'0' * 64}?offset=1", b"x", 400),
         ("POST", "/cancel", b"{}", 400),
         ("POST", "/cancel", b"no json", 400),
-        ("POST", "/tell", b'{"rank": 1}', 400),
-        ("POST", "/tell", b'{"rank": "x", "message": {}}', 400),
-        ("POST", "/tell", b'{"rank": 1e999, "message": {}}', 400),
-        ("POST", "/tell", b'{"rank": 1, "message": {"live": "x"}}', 400),
-        ("POST", "/tell", b'{"rank": 1, "message": {"live": {"ranks": 5}}}', 400),
+        ("POST", "/tell", b'{"Visit": {}}', 400),
+        ("POST", "/tell?rank=x", b'{"Visit": {}}', 400),
+        ("POST", "/tell?rank=1", b'{"Visit": {}, "Go": {}}', 400),
+        ("POST", "/tell?rank=1", b'{"ToLive": {}}', 400),
+        ("POST", "/tell?rank=1", b'{"Visit": []}', 400),
+        ("POST", "/tell?rank=1", b'{"Restart": {"attempt": "0"}}', 400),
+        ("POST", "/tell?rank=1", b'{"Load": {"snapshot": "x", "ranks": 5}}', 400),
         ("POST", "/cancel", b'{"grace_s": NaN}', 400),
         ("POST", "/cancel", b'{"grace_s": -1}', 400),
         ("POST", "/missing", b"", 404),
@@ -243,8 +256,8 @@ def test_the_notebook_can_acknowledge_and_cancel(place):
 
 
 def test_the_notebook_has_messages_for_a_ranks_debugger_passed_on(place):
-    assert place.ask("POST", "/tell", b'{"rank": 3, "message": {"prompt": "a", "input": "n"}}')[0] == 200
-    assert place.agent.told == [(3, {"prompt": "a", "input": "n"})]
+    assert place.ask("POST", "/tell?rank=3", messages.encode(Typed(prompt="a", text="n")))[0] == 200
+    assert place.agent.told == [(3, Typed(prompt="a", text="n"))]
 
 
 def numbers(blocks, since=0):

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from kale_dist.wire import FailureCause, RankStateName
+from kale_dist.wire.messages import Done
 from kale_dist.worker.agent.ending import blame, rank_state
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.rank import stand_ins
 
 
 def failed(rank, error_type="ValueError", error_text="bad", **more):
-    done = {"done": True, "ok": False, "error_type": error_type, "error_text": error_text, **more}
+    done = Done(ok=False, error_type=error_type, error_text=error_text, **more)
     return types.SimpleNamespace(rank=rank, done=done, end=None)
 
 
@@ -34,7 +35,7 @@ LOST_PEER = ("RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]:1234"
         ([failed(0), died(1, signal="SIGKILL")], 0, FailureCause.ERROR),
         ([died(1, signal="SIGKILL"), failed(0)], 1, FailureCause.DIED),
         ([failed(0, *LOST_PEER)], 0, FailureCause.ERROR),
-        ([failed(1, not_started=True)], 1, FailureCause.NOT_STARTED),
+        ([failed(1, is_not_started=True)], 1, FailureCause.NOT_STARTED),
         ([died(1, reason="no memory")], 1, FailureCause.NOT_STARTED),
     ],
 )
@@ -87,7 +88,7 @@ def test_the_final_state_of_a_rank(rank, stopped, state):
         (died(1, reason="no process to be had"), False),
         (failed(1), False),
         (failed(1, *LOST_PEER), False),
-        (failed(1, not_started=True), False),
+        (failed(1, is_not_started=True), False),
     ],
 )
 def test_another_attempt_is_for_lost_ranks_alone(rank, expected):

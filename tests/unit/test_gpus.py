@@ -28,6 +28,7 @@ from kale_dist.places import local
 from kale_dist.snapshot import loading
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import blobs, context
+from kale_dist.wire.messages import Done
 from kale_dist.worker.agent import ending, gpu_faults
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.agent.usage import Gpu
@@ -453,7 +454,7 @@ def test_every_trouble_has_a_text_here_and_other_errors_are_none():
 
 
 def failed(rank, name, **more):
-    done = {"ok": False, "error_type": "torch.AcceleratorError", "error_text": SAID[name], **more}
+    done = Done(ok=False, error_type="torch.AcceleratorError", error_text=SAID[name], **more)
     return types.SimpleNamespace(rank=rank, done=done, end=None)
 
 

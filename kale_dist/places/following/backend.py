@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from kale_dist.errors import BackendError, JobExistsError, JobNotFoundError, StoreError
 from kale_dist.job import records
@@ -21,6 +20,7 @@ from kale_dist.places.following.follower import Follower
 from kale_dist.places.following.life import handle_of
 from kale_dist.places.following.warm import WarmPlace
 from kale_dist.wire import CANCEL_GRACE_S
+from kale_dist.wire.messages import ToAgent
 
 WAIT_S = 0.5
 """How often a reader of a log looks for lines that another process has copied; a follower of this process wakes it."""
@@ -87,7 +87,7 @@ class FollowedBackend(FolderBackend):
         if not self._reader(ref).status().is_final:
             self._follow(ref).cancel(grace_s, save=save)
 
-    def tell(self, ref: JobRef, rank: int, message: Mapping[str, Any], blobs: Iterable[str] = ()) -> None:
+    def tell(self, ref: JobRef, rank: int, message: ToAgent, blobs: Iterable[str] = ()) -> None:
         """Have the job's head pass a message on to a rank, once it has the blobs."""
         if not self._follow(ref).tell(rank, message, blobs):
             raise BackendError(f"The head of {ref} cannot be reached from here", retryable=True)

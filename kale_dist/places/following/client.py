@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 from kale_dist.errors import BackendError, StoreError
 from kale_dist.job.backend import Connection
-from kale_dist.wire import BODY_HEADER, MAC_HEADER, SIZE_HEADER, sign_request
+from kale_dist.wire import BODY_HEADER, MAC_HEADER, SIZE_HEADER, messages, sign_request
 from kale_dist.wire.blobs import Store, fresh
+from kale_dist.wire.messages import ToAgent
 
 Answer = TypeVar("Answer")
 
@@ -69,9 +70,9 @@ class HeadClient:
         """Have the head end the job: one more checkpoint if wanted, SIGTERM to all ranks, SIGKILL after `grace_s` seconds."""
         self._ask("POST", "/cancel", json.dumps({"grace_s": grace_s, "save": save}).encode())
 
-    def tell(self, rank: int, message: Mapping[str, Any]) -> None:
+    def tell(self, rank: int, message: ToAgent) -> None:
         """Have the head pass a message on to a rank, or with -1 to all."""
-        self._ask("POST", "/tell", json.dumps({"rank": rank, "message": dict(message)}).encode())
+        self._ask("POST", f"/tell?rank={rank}", messages.encode(message))
 
     @contextlib.contextmanager
     def stream(self, line: int, event: int, silence_s: float) -> Iterator[tuple[Iterator[bytes], Callable[[], None]]]:

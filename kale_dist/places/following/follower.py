@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kale_dist.errors import BackendError, JobExistsError, KaleDistError, StoreError
@@ -30,6 +30,7 @@ from kale_dist.places.following.sight import LOOK_S, Sight
 from kale_dist.places.following.verdict import closing_events
 from kale_dist.wire import SAVE_LIMIT_S, VERSION, EventKind, FailureCause, StateName, Verdict
 from kale_dist.wire.blobs import FolderStore
+from kale_dist.wire.messages import ToAgent
 
 FIRST_LOOK_S = 10.0
 """How long the first status of a job waits for the place."""
@@ -115,7 +116,7 @@ class Follower:
             self._job.place.kill(self._reach.handle, grace_s)
         self._woken.set()
 
-    def tell(self, rank: int, message: Mapping[str, Any], blobs: Iterable[str]) -> bool:
+    def tell(self, rank: int, message: ToAgent, blobs: Iterable[str]) -> bool:
         """Have the head pass a message on to a rank, once it has some blobs; returns whether the head has it."""
 
         def tell(head: HeadClient) -> None:

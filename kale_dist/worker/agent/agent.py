@@ -11,7 +11,7 @@ import traceback
 from typing import Any
 
 from kale_dist import wire
-from kale_dist.wire import CANCEL_GRACE_S, FailureCause, JobFiles, Op, Order
+from kale_dist.wire import CANCEL_GRACE_S, FailureCause, JobFiles, Op, Order, messages
 from kale_dist.worker.agent import processes
 from kale_dist.worker.agent.attempt import FAILURE_GRACE_S, Site
 from kale_dist.worker.agent.fork_pool import ForkPool
@@ -177,7 +177,7 @@ class Agent:
                     job.cancel(FailureCause.USER, _CANCELLED, grace_s, save=bool(message.get("save")))
             case Op.TELL:
                 if (job := self._jobs.get(str(message.get("job")))) is not None:
-                    job.tell(int(message["rank"]), dict(message["message"]))
+                    job.tell(int(message["rank"]), messages.parse(message["message"]))
             case Op.STOP:
                 self._is_stopping = True
                 self._news.set()

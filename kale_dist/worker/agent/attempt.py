@@ -23,6 +23,7 @@ from kale_dist.wire import (
     Verdict,
     context,
 )
+from kale_dist.wire.messages import Answer, CellFailed
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.fork_pool import ForkPool
 from kale_dist.worker.agent.hang_watch import HangWatch
@@ -104,7 +105,8 @@ class RunningAttempt:
 
     def __init__(self, site: Site, attempt: Attempt, on_forked: Callable[[], None], *, is_last: bool) -> None:
         self.ranks = [
-            Rank(number, site.writer, self._rank_changed, self._take_event) for number in range(attempt.world_size)
+            Rank(number, site.writer, self._rank_changed, self._take_event, self._take_answer)
+            for number in range(attempt.world_size)
         ]
         self.world_size = attempt.world_size
         self.began_at = time.monotonic()
@@ -207,8 +209,8 @@ class RunningAttempt:
             then()
             return
         self._after_save.append(then)
-        if isinstance(first := self.ranks[0].process, NearRank):
-            first.tell({"save": True})
+        if isinstance(self.ranks[0].process, NearRank):
+            self.ranks[0].ask_to_save()
         self._site.loop.call_later(limit_s, self._give_up_saving, then)
 
     def _give_up_saving(self, then: Callable[[], None]) -> None:
@@ -297,7 +299,7 @@ class RunningAttempt:
 
     def _rank_changed(self, rank: Rank) -> None:
         """A rank's `state`, `done` or `end` has changed."""
-        has_failed = rank.done is not None and not rank.done["ok"]
+        has_failed = rank.done is not None and not rank.done.ok
         if rank.end is not None and rank.state in _ALIVE:
             if rank.done is None and self.verdict is None and self._can_lose(rank.rank):
                 self.lost.append(rank)
@@ -338,15 +340,17 @@ class RunningAttempt:
         elif event.get("event") == EventKind.CHECKPOINT and event.get("asked"):
             self.has_saved = True
             self._go_on()
-        elif event.get("event") == EventKind.CELL and not event["ok"] and not event.get("is_refused"):
-            # Those that wait for it in a collective would wait for ever.
-            for rank in self.ranks:
-                rank.tell({"live": {"failed": event["number"]}})
         elif event.get("event") == EventKind.PROGRESS:
             if self._watch is not None:
                 self._watch.progressed(event)
             if (fields := self._losses.take(event)) is not None:
                 self._site.writer.event(EventKind.LOSS, **fields)
+
+    def _take_answer(self, answer: Answer) -> None:
+        """A live rank has answered. Those that wait in a collective for one whose cell has failed would wait for ever."""
+        if not (answer.ok or answer.is_refused):
+            for rank in self.ranks:
+                rank.tell(CellFailed(number=answer.number))
 
     @property
     def _are_all_over(self) -> bool:
@@ -356,7 +360,7 @@ class RunningAttempt:
     def _is_over(self) -> bool:
         """Whether the ranks are through whose end is the attempt's."""
         first = self.ranks[0]
-        is_first_enough = self._ends_with is EndsWith.RANK_0 and first.done is not None and first.done["ok"]
+        is_first_enough = self._ends_with is EndsWith.RANK_0 and first.done is not None and first.done.ok
         return is_first_enough or self._are_all_over
 
     def _can_lose(self, rank: int) -> bool:

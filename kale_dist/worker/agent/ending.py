@@ -7,9 +7,9 @@ import json
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from kale_dist.wire import EXIT_TOLD_TO_END, FailureCause, RankStateName, StateName, Verdict
+from kale_dist.wire.messages import Done
 from kale_dist.worker.agent import gpu_faults
 from kale_dist.worker.agent.rank_run import Rank
 
@@ -35,7 +35,7 @@ def rank_state(rank: Rank, *, stopped: bool) -> RankStateName:
         stopped: Whether the agent ended it because of something else.
     """
     if rank.done is not None:
-        return RankStateName.SUCCEEDED if rank.done["ok"] else RankStateName.FAILED
+        return RankStateName.SUCCEEDED if rank.done.ok else RankStateName.FAILED
     return RankStateName.STOPPED if stopped else RankStateName.FAILED
 
 
@@ -56,14 +56,14 @@ def lost_peer(rank: Rank) -> bool:
     """Whether a rank's error, or its last lines, only say that it lost another rank."""
     if (fault := _fault_of(rank)) is not None:
         return fault.follows
-    done = rank.done or {}
-    return bool(_PEER_GONE.search(done.get("error_text", ""))) and done.get("error_type", "").endswith("Error")
+    done = rank.done or Done()
+    return bool(_PEER_GONE.search(done.error_text)) and done.error_type.endswith("Error")
 
 
 def _fault_of(rank: Rank) -> gpu_faults.Fault | None:
     """What a rank's error or last lines are about, if that is a trouble of GPUs or NCCL."""
     if rank.done is not None:
-        return gpu_faults.find(rank.done.get("error_text", ""))
+        return gpu_faults.find(rank.done.error_text)
     # A rank that was killed may have printed the error of an earlier try.
     aborted = rank.end is not None and rank.end.signal == "SIGABRT"
     return gpu_faults.find("\n".join(rank.end.tail)) if rank.end is not None and aborted else None
@@ -94,15 +94,14 @@ def _describe(rank: Rank) -> Verdict:
     return Verdict(StateName.FAILED, FailureCause.DIED, reason, rank=rank.rank, may_restart=not end.memory_limit)
 
 
-def _describe_error(rank: int, done: dict[str, Any], fault: gpu_faults.Fault | None) -> Verdict:
-    kind, text = str(done["error_type"]), str(done["error_text"])
-    shown = f"{kind}: {text}" if text else kind
+def _describe_error(rank: int, done: Done, fault: gpu_faults.Fault | None) -> Verdict:
+    shown = f"{done.error_type}: {done.error_text}" if done.error_text else done.error_type
     cause, what = FailureCause.ERROR, "failed"
-    if done.get("not_started"):
+    if done.is_not_started:
         cause, what = FailureCause.NOT_STARTED, "could not start"
     may_restart = False
     if fault is not None:
-        place = f" on node {done['node']}" if done.get("node") else ""
+        place = f" on node {done.node}" if done.node else ""
         first = shown.partition("\n")[0]
         shown, may_restart = f"{first}. {fault.sentence}{place}. {fault.remedy}", fault.may_restart
     return Verdict(StateName.FAILED, cause, f"Rank {rank} {what}: {shown}", rank=rank, may_restart=may_restart)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kale_dist.wire import EventKind, FailureCause, RankStateName
+from kale_dist.wire.messages import EndLive
 from kale_dist.worker.agent.ending import name_ranks
 from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.agent.writer import JobWriter
@@ -242,7 +243,7 @@ class HangWatch:
             self._writer.say(text)
             self._writer.event(EventKind.NOTE, text=text)
             for rank in self._ranks:
-                rank.tell({"live": {"end": True}})
+                rank.tell(EndLive())
 
     def _fail_stalled(self, samples: dict[int, Sample]) -> None:
         self._write_stacks(f"No rank has made progress for stall_timeout_s = {self._stall_timeout_s:g} s:", samples)

@@ -19,7 +19,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
@@ -34,6 +33,7 @@ from kale_dist.wire import (
     Verdict,
 )
 from kale_dist.wire.blobs import FolderStore
+from kale_dist.wire.messages import Restart, ToAgent
 from kale_dist.worker.agent.attempt import RunningAttempt, Site
 from kale_dist.worker.agent.fork_pool import REFILL_AFTER_S
 
@@ -141,15 +141,13 @@ class JobRun:
         else:
             self._running.save_first(then, limit_s)
 
-    def tell(self, rank: int, message: dict[str, Any]) -> None:
-        """Pass a notebook's message on to a rank, or with -1 to all: see `Rank.tell`. Without such a rank nothing happens.
-
-        The message `restart` has all ranks of an attempt start again, in the same pods.
-        """
+    def tell(self, rank: int, message: ToAgent) -> None:
+        """Do what a notebook's message asks for, in a rank, or with -1 in all. Without such a rank nothing happens."""
         if self._running is None:
             return
-        if message.get("restart") == self._site.writer.attempt:
-            self._running.end(Verdict(StateName.PENDING, None, "The notebook restarts the ranks", may_restart=True))
+        if isinstance(message, Restart):
+            if message.attempt == self._site.writer.attempt:
+                self._running.end(Verdict(StateName.PENDING, None, "The notebook restarts the ranks", may_restart=True))
         elif rank < len(self._running.ranks):
             for one in self._running.ranks if rank < 0 else [self._running.ranks[rank]]:
                 one.tell(message)

@@ -10,10 +10,11 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from kale_dist import wire
-from kale_dist.wire import STACKS_SIGNAL, Assignment, Stream
+from kale_dist.wire import STACKS_SIGNAL, Assignment, Stream, messages
+from kale_dist.wire.messages import Answer, AtPrompt, Done, FromRank, PassedOver
 from kale_dist.worker.agent import processes, usage
 from kale_dist.worker.agent.output import RankOutput, Sink, read_some
 
@@ -44,8 +45,8 @@ class Listener(Sink, Protocol):
     def forked(self, pid: int) -> None:
         """The rank has a process."""
 
-    def message(self, message: dict[str, Any]) -> None:
-        """The rank has sent a message over its control socket; see `worker/rank/rank_main.py`."""
+    def message(self, message: FromRank) -> None:
+        """The rank has sent a message over its control socket."""
 
     def stacks(self, dump: bytes, cpu_ticks: int) -> None:
         """The rank has answered `ask_stacks`; an empty answer if it did not answer in time."""
@@ -170,10 +171,6 @@ class NearRank:
             # Not at once: the caller is still starting others.
             self._loop.call_soon(self._begin)
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Send the rank a message; see `worker/rank/rank_main.py`."""
-        self._send(wire.encode_json(message))
-
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the rank; one that was not forked yet never will be."""
         if not self.pid:
@@ -222,19 +219,19 @@ class NearRank:
         self._read(stacks, lambda: self._read_stacks(stacks))
         self._read(self._control.fileno(), self._read_control)
         if sent:
-            self._send(data[sent:])
+            self.send(data[sent:])
         self._listener.forked(self.pid)
 
-    def _send(self, data: bytes) -> None:
-        """Send without ever waiting for the rank."""
-        self._unsent += data
+    def send(self, line: bytes) -> None:
+        """Send the rank a message, or the rest of one, without ever waiting for it."""
+        self._unsent += line
         if self._control is None:
             return
         try:
             while self._unsent:
                 self._unsent = self._unsent[self._control.send(self._unsent) :]
         except BlockingIOError:
-            self._loop.add_writer(self._control, lambda: self._send(b""))
+            self._loop.add_writer(self._control, lambda: self.send(b""))
             return
         except OSError:
             self._unsent = b""
@@ -256,16 +253,14 @@ class NearRank:
             self._stacks += data
 
     def _read_control(self) -> None:
-        messages = self._receive()
-        if messages is None:
-            if self._control is not None:
-                self._forget(self._control.fileno())
-            return
-        for message in messages:
+        received = self._receive()
+        if received is None and self._control is not None:
+            self._forget(self._control.fileno())
+        for message in received or []:
             self._take_message(message)
 
-    def _receive(self) -> list[dict[str, Any]] | None:
-        """What the rank has said; None at the end."""
+    def _receive(self) -> list[FromRank] | None:
+        """The messages that have come from the rank; None at the end."""
         try:
             data = self._control.recv(1 << 16) if self._control is not None else b""
         except BlockingIOError:
@@ -275,13 +270,13 @@ class NearRank:
         if not data:
             return None
         whole, _, self._pending_message = (self._pending_message + data).rpartition(b"\n")
-        return list(wire.decode_json_lines(whole))
+        return list(messages.read(whole))
 
-    def _take_message(self, message: dict[str, Any]) -> None:
-        if message.keys() & {"done", "debug", "cell"} and self._output is not None:
+    def _take_message(self, message: FromRank) -> None:
+        if isinstance(message, Done | AtPrompt | PassedOver | Answer) and self._output is not None:
             # Everything the rank has sent before is in the pipes already; the order in the files shall be the same.
             self._output.read_rest()
-            if "cell" in message:
+            if isinstance(message, Answer):
                 self._output.end_lines()
         if self._listener is not None:
             self._listener.message(message)

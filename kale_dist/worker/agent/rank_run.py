@@ -5,11 +5,29 @@ from __future__ import annotations
 import functools
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from kale_dist import wire
-from kale_dist.wire import EventKind, RankStateName, context
+from kale_dist.wire import EventKind, RankStateName, context, messages
+from kale_dist.wire.messages import (
+    Answer,
+    AtPrompt,
+    CellFailed,
+    Done,
+    FromRank,
+    Go,
+    Numbered,
+    PassedOver,
+    PassOver,
+    Received,
+    Running,
+    Save,
+    ToAgent,
+    ToLive,
+    Typed,
+    Visit,
+)
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.agent.writer import JobWriter
 
@@ -17,8 +35,8 @@ from kale_dist.worker.agent.writer import JobWriter
 class Process(Protocol):
     """What can be done to a rank's process: a `NearRank`, or one that a relay looks after."""
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Send the rank a message over its control socket: `go` (it is done, and may end), `save`, or one for its debugger."""
+    def send(self, line: bytes) -> None:
+        """Send the rank a message over its control socket, as `messages.encode` makes it."""
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the rank."""
@@ -35,6 +53,7 @@ class Rank:
         writer: The job's files.
         on_change: Called when the rank's `state`, `done` or `end` has changed.
         on_event: Called with each event that it sends.
+        on_answer: Called with each answer of a live rank.
     """
 
     def __init__(
@@ -43,12 +62,13 @@ class Rank:
         writer: JobWriter,
         on_change: Callable[[Rank], None],
         on_event: Callable[[dict[str, Any]], None],
+        on_answer: Callable[[Answer], None],
     ) -> None:
         self.rank = rank
         self.state = RankStateName.PENDING
         self.pid = 0
         """Process id on its machine; 0 before the fork."""
-        self.done: dict[str, Any] | None = None
+        self.done: Done | None = None
         """The rank's own account of how the call went, once its outcome is written."""
         self.end: End | None = None
         """How the rank's process ended; None before."""
@@ -76,6 +96,7 @@ class Rank:
         self._writer = writer
         self._on_change = on_change
         self._on_event = on_event
+        self._on_answer = on_answer
 
     @property
     def is_gone(self) -> bool:
@@ -88,8 +109,7 @@ class Rank:
 
     def let_go(self) -> None:
         """Tell a rank that is done to end."""
-        if self.process is not None and self.end is None:
-            self.process.tell({"go": True})
+        self._send(Go())
 
     def terminate(self) -> None:
         """Send SIGTERM to a rank that is at work: it may still clean up."""
@@ -107,20 +127,22 @@ class Rank:
         if self.process is not None and self._received and self.end is None:
             self.process.ask_stacks()
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Pass on what a person at the debugger has typed, or a message to a live rank. An answer to another prompt does nothing there."""
-        if live := message.get("live"):
-            is_mine = live.get("number") and self.rank in (live.get("ranks") or [self.rank])
-            self.is_idle = self.is_idle and not is_mine
-        else:
+    def tell(self, message: ToAgent | CellFailed) -> None:
+        """Pass a message on, and note whether a person is at the debugger, and whether a live rank has something to do."""
+        if isinstance(message, Visit | Typed):
             self.is_visited, self.attended_at = True, time.monotonic()
-        if self.process is not None and self.end is None and message.keys() & {"input", "live"}:
-            self.process.tell(message)
+        elif isinstance(message, Numbered) and message.is_for(self.rank):
+            self.is_idle = False
+        if isinstance(message, Typed | ToLive):
+            self._send(message)
+
+    def ask_to_save(self) -> None:
+        """Have the rank write a checkpoint."""
+        self._send(Save())
 
     def pass_over(self) -> None:
         """Have the rank go on at its breakpoint, and at those to come: no person has answered."""
-        if self.process is not None and self.end is None:
-            self.process.tell({"prompt": self.prompt, "pass": True})
+        self._send(PassOver(prompt=self.prompt))
         # A step that still runs is not asked again each second.
         self.attended_at = time.monotonic()
 
@@ -154,28 +176,31 @@ class Rank:
         for event in wire.decode_json_lines(data):
             if event.get("event") != EventKind.USAGE:
                 self.moved()
-            self._count(event)
+            self.exchanges = tuple(event.get("exchanges") or self.exchanges)
             self._on_event(event)
             if event.get("event") not in (context.ALIVE, context.DISPENSABLE, context.SAVES):
                 self._writer.record(event)
 
-    def message(self, message: dict[str, Any]) -> None:
+    def message(self, message: FromRank) -> None:
         """The rank has sent a message over its control socket."""
-        if "received" in message:
-            self._received = True
-        elif "running" in message:
-            self._set_state(RankStateName.RUNNING)
-        elif "debug" in message:
-            self._record_debugging(message["debug"])
-        elif "cell" in message:
-            self._record_cell(message["cell"])
-        elif "done" in message and self.done is None:
-            self.done = message
-            self._count(message)
-            names = () if message["ok"] else ("error_type", "error_text", "where", "locals")
-            error = {name: message.get(name, "") for name in names}
-            self._writer.event(EventKind.OUTCOME, self.rank, ok=message["ok"], **error)
-            self._on_change(self)
+        match message:
+            case Received():
+                self._received = True
+            case Running():
+                self._set_state(RankStateName.RUNNING)
+            case AtPrompt():
+                self._record_prompt(message)
+            case PassedOver():
+                self._record_passed_over(message.where)
+            case Answer():
+                self._record_answer(message)
+            case Done() if self.done is None:
+                self.done = message
+                self.exchanges = message.exchanges or self.exchanges
+                names = () if message.ok else ("error_type", "error_text", "where", "locals")
+                error = {name: getattr(message, name) for name in names}
+                self._writer.event(EventKind.OUTCOME, self.rank, ok=message.ok, **error)
+                self._on_change(self)
 
     def stacks(self, dump: bytes, cpu_ticks: int) -> None:
         """The rank has answered `ask_stacks`."""
@@ -186,36 +211,37 @@ class Rank:
         self.end = end
         self._on_change(self)
 
-    def _count(self, message: Mapping[str, Any]) -> None:
-        if "exchanges" in message:
-            self.exchanges = tuple(message["exchanges"])
+    def _send(self, message: Go | Save | Typed | PassOver | ToLive) -> None:
+        if self.process is not None and self.end is None:
+            self.process.send(messages.encode(message))
 
-    def _record_debugging(self, said: dict[str, Any]) -> None:
-        """The rank waits at a prompt of its debugger, has left it, or has passed a breakpoint over."""
+    def _record_prompt(self, at: AtPrompt) -> None:
+        """The rank waits at a prompt of its debugger, or has left it."""
         self.moved()
-        if where := str(said.get("passed") or ""):
-            if where not in self._passed:
-                self._passed.add(where)
-                why = "there is no person to answer"
-                self._writer.say(f"Rank {self.rank} has passed over breakpoint() at {where}: {why}")
-                # Without the rank, so that the many of a job are one note.
-                text = f"breakpoint() at {where} was passed over: {why}"
-                self._writer.event(EventKind.NOTE, text=text, warns=True)
-            return
-        if said["prompt"] and not self.prompt:
+        if at.prompt and not self.prompt:
             self.is_visited = False
-            self._writer.say(f"Rank {self.rank} waits in breakpoint() at {said['where']}")
-        self.prompt, self.attended_at = said["prompt"], time.monotonic()
-        self._writer.event(EventKind.DEBUG, self.rank, **said)
+            self._writer.say(f"Rank {self.rank} waits in breakpoint() at {at.where}")
+        self.prompt, self.attended_at = at.prompt, time.monotonic()
+        self._writer.event(EventKind.DEBUG, self.rank, **wire.fields_of(at))
 
-    def _record_cell(self, said: dict[str, Any]) -> None:
+    def _record_passed_over(self, where: str) -> None:
+        self.moved()
+        if where not in self._passed:
+            self._passed.add(where)
+            why = "there is no person to answer"
+            self._writer.say(f"Rank {self.rank} has passed over breakpoint() at {where}: {why}")
+            # Without the rank, so that the many of a job are one note.
+            self._writer.event(EventKind.NOTE, text=f"breakpoint() at {where} was passed over: {why}", warns=True)
+
+    def _record_answer(self, answer: Answer) -> None:
         """A live rank has answered a message, or has begun to wait for the first one."""
         self.moved()
         self.is_idle = True
-        if not said["number"]:
-            self.idle_s = said.get("idle_s")
-        self._writer.event(EventKind.CELL, self.rank, **said)
-        self._on_event({"event": EventKind.CELL, **said})
+        if not answer.number:
+            self.idle_s = answer.idle_s
+        fields = {"number": answer.number, "ok": answer.ok, **messages.changed(answer)}
+        self._writer.event(EventKind.CELL, self.rank, **fields)
+        self._on_answer(answer)
 
     def _set_state(self, state: RankStateName) -> None:
         self.moved()

@@ -14,7 +14,7 @@ but for bytes. What fails for another reason comes back as `{"error": sentence}`
     GET  /files/<name>            outcome-A-R or checkpoint, like a blob
     POST /ack                     the notebook has all it wants
     POST /cancel {"grace_s": s, "save": b}   end the job
-    POST /tell {"rank": r, "message": {...}}  pass a message on to a rank; -1: to all
+    POST /tell?rank=R             pass a message (`wire.messages`) on to a rank; -1: to all
     POST /jobs                    of warm pods: take a job, as `warm.WarmPods.offer` says. Requests about the job, signed with its
                                   key, are the others of this list, with /jobs/<id> before their paths
 
@@ -41,8 +41,9 @@ from typing import Any, BinaryIO, Self
 
 from kale_dist import wire
 from kale_dist.errors import StoreError
-from kale_dist.wire import BODY_HEADER, MAC_HEADER, SIZE_HEADER, JobFiles, check_request
+from kale_dist.wire import BODY_HEADER, MAC_HEADER, SIZE_HEADER, JobFiles, check_request, messages
 from kale_dist.wire.blobs import FolderStore, digest_of
+from kale_dist.wire.messages import ToAgent
 from kale_dist.worker.agent.job_run import open_port
 from kale_dist.worker.agent.writer import JobWriter, LogFile
 
@@ -117,7 +118,7 @@ class ByteServer(Served):
         writer: JobWriter,
         missing: Callable[[], list[str]],
         cancel: Callable[[float, bool], None],
-        tell: Callable[[int, dict[str, Any]], None],
+        tell: Callable[[int, ToAgent], None],
         acknowledge: Callable[[], None],
         within: ByteServer | None = None,
         prefix: str = "",
@@ -378,10 +379,7 @@ class _JobRequest(_Request):
             case "POST", "jobs" if owner.offer is not None:
                 self._reply(200, owner.offer(body))
             case "POST", "tell":
-                told = json.loads(body)
-                rank, message = int(told["rank"]), dict(told["message"])
-                if not isinstance(dict(message.get("live") or {}).get("ranks", []), list):
-                    raise TypeError("ranks has to be a list")
+                rank, message = int(query["rank"]), messages.parse(json.loads(body))
                 self._reply(200, {})
                 owner.tell(rank, message)
             case "POST", "cancel":

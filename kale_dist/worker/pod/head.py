@@ -16,6 +16,7 @@ from typing import Any
 from kale_dist import wire
 from kale_dist.errors import KaleDistError, StoreError
 from kale_dist.wire import EventKind, FailureCause, Source, StateName, Verdict
+from kale_dist.wire.messages import ToAgent
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.attempt import Site
 from kale_dist.worker.agent.job_run import JobRun, open_port
@@ -293,7 +294,7 @@ class Head:
         cancel = functools.partial(self._job.cancel, FailureCause.USER, "The job was cancelled", grace_s, save=save)
         self._pod.loop.call_soon_threadsafe(cancel)
 
-    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+    def _tell(self, rank: int, message: ToAgent) -> None:
         """The notebook has a message for a rank."""
         self._pod.loop.call_soon_threadsafe(self._job.tell, rank, message)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kale_dist import wire
-from kale_dist.wire import Attempt, FailureCause, JobFiles, Order
+from kale_dist.wire import Attempt, FailureCause, JobFiles, Order, messages
 from kale_dist.worker.agent.ending import name_ranks
 from kale_dist.worker.agent.job_run import JobRun
 from kale_dist.worker.agent.near_rank import End
@@ -51,8 +51,8 @@ class _FarRank:
         """Where its outcome lies until it is whole."""
         return self.outcome.with_name(f".{self.outcome.name}.part")
 
-    def tell(self, message: dict[str, Any]) -> None:
-        self._channel.say(Op.TELL, self.rank.rank, message=message)
+    def send(self, line: bytes) -> None:
+        self._channel.send(b"R", self.rank.rank, line)
 
     def signal(self, number: signal.Signals) -> None:
         self._channel.say(Op.SIGNAL, self.rank.rank, number=int(number))
@@ -361,6 +361,9 @@ class HeadsRelays:
             await self._take_message(relay, far, json.loads(payload))
         elif far is None:
             return
+        elif kind == b"R":
+            for message in messages.read(payload):
+                far.rank.message(message)
         elif kind == b"O":
             far.rank.output(payload[COUNT.size :], COUNT.unpack_from(payload)[0])
             self.limit(has_room=far.rank.has_room)
@@ -391,10 +394,8 @@ class HeadsRelays:
             return
         elif op == Op.FORKED:
             far.rank.forked(int(message["pid"]))
-        elif op == Op.SAID:
-            if "bytes" in message:
-                await asyncio.to_thread(_complete, far.part, far.outcome, int(message["bytes"]))
-            far.rank.message(message["message"])
+        elif op == Op.OUTCOME:
+            await asyncio.to_thread(_complete, far.part, far.outcome, int(message["bytes"]))
         elif op == Op.ENDED:
             end = message["end"]
             far.rank.ended(End(**{**end, "tail": tuple(end["tail"])}))

@@ -19,7 +19,8 @@ from typing import Any
 from kale_dist import wire
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
-from kale_dist.wire import EXIT_LOST_HEAD, EXIT_TOLD_TO_END, Assignment, Attempt, EventKind, Source
+from kale_dist.wire import EXIT_LOST_HEAD, EXIT_TOLD_TO_END, Assignment, Attempt, EventKind, Source, messages
+from kale_dist.wire.messages import Answer, Done, FromRank
 from kale_dist.worker.agent.fork_pool import REFILL_AFTER_S
 from kale_dist.worker.agent.near_rank import End, NearRank
 from kale_dist.worker.agent.usage import UsageWatch
@@ -142,7 +143,11 @@ class Relay:
     async def _serve(self, head: Channel) -> bool:
         """Do what the head wants until the connection ends; whether the job was over by then."""
         while (frame := await head.read()) is not None:
-            _, rank, payload = frame
+            kind, rank, payload = frame
+            if kind == b"R":
+                if (forwarder := self._ranks.get(rank)) is not None:
+                    forwarder.process.send(payload)
+                continue
             message = json.loads(payload)
             if message["op"] == Op.END:
                 return True
@@ -169,8 +174,6 @@ class Relay:
             forwarder.process.signal(signal.Signals(int(message["number"])))
         elif op == Op.STACKS:
             forwarder.process.ask_stacks()
-        elif op == Op.TELL:
-            forwarder.process.tell(message["message"])
 
     # -- what the head wants ----------------------------------------------------------------------------------------
 
@@ -276,13 +279,13 @@ class _Forwarder:
         self._flush()
         self._head.send(b"E", self.rank, data)
 
-    def message(self, message: dict[str, Any]) -> None:
+    def message(self, message: FromRank) -> None:
         """The rank has sent a message over its control socket."""
         self._flush()
-        if "done" in message or message.get("cell", {}).get("gives"):
+        if isinstance(message, Done) or (isinstance(message, Answer) and message.gives):
             self._sending = asyncio.ensure_future(self._send_outcome(message))
         else:
-            self._head.say(Op.SAID, self.rank, message=message)
+            self._head.send(b"R", self.rank, messages.encode(message))
 
     def stacks(self, dump: bytes, cpu_ticks: int) -> None:
         """The rank has answered `ask_stacks`."""
@@ -310,12 +313,13 @@ class _Forwarder:
         self._is_gathering = False
         self._flush()
 
-    async def _send_outcome(self, message: dict[str, Any]) -> None:
-        """Send what a rank that is done has left, and then say that it is done."""
+    async def _send_outcome(self, message: FromRank) -> None:
+        """Send the outcome file that a rank has written, and then the message that says so."""
         size = 0
         with contextlib.suppress(OSError), self._outcome.open("rb") as file:
             while data := await asyncio.to_thread(file.read, _PART_BYTES):
                 self._head.send(b"F", self.rank, data)
                 size += len(data)
                 await self._head.drain()
-        self._head.say(Op.SAID, self.rank, message=message, bytes=size)
+        self._head.say(Op.OUTCOME, self.rank, bytes=size)
+        self._head.send(b"R", self.rank, messages.encode(message))

@@ -1,8 +1,8 @@
 """The protocol between a head and its relays: frames over one connection, after a proof of the job's key.
 
-A frame is `length kind rank payload`. Kinds of the relay's frames: `M` a message of a rank or of the relay itself (JSON),
-`O` finished lines of a rank (how many, and the body), `E` its events, `S` its stacks, `F` bytes of its outcome file. A
-head sends only `M`. Before anything else:
+A frame is `length kind rank payload`. Kinds, in both directions: `M` a message between head and relay (JSON), `R` one to or from a
+rank (the line of `wire.messages`). From a relay alone: `O` finished lines of a rank (how many, and the body), `E` its events, `S` its
+stacks, `F` bytes of its outcome file. Before anything else:
 
     relay  {"op": "hello", "agent": n, "version": v, "nonce": a}
     head   {"op": "challenge", "nonce": b, "mac": ...}     so that a relay runs nothing for a head without the key
@@ -67,17 +67,14 @@ class Op(enum.StrEnum):
     ROOM = "room"
     """Head to relay: whether there is room for lines and events (`is_there`); else they stay with their ranks. The connection
     itself is always read: TCP would take one that is not for broken after `GONE_AFTER_S`."""
-    TELL = "tell"
-    """Head to relay: send a rank the `message` over its control socket."""
     RUN = "run"
     """Head to relay: run `command`, by which mpirun takes the pod in, for the `attempt`."""
     END = "end"
     """Head to relay: the job is over."""
     FORKED = "forked"
     """Relay to head: a rank has a process; `pid`."""
-    SAID = "said"
-    """Relay to head: a rank has said `message` over its control socket. Before it says that it is done, its outcome has
-    come as `F` frames; `bytes` are all of them."""
+    OUTCOME = "outcome"
+    """Relay to head: a rank's outcome has come as `F` frames; `bytes` are all of them. The message that says so follows."""
     ENDED = "ended"
     """Relay to head: a rank's process is over; `end`."""
 

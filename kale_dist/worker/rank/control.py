@@ -8,10 +8,9 @@ import json
 import select
 import socket
 import threading
-from typing import Any
 
-from kale_dist import wire
-from kale_dist.wire import Assignment
+from kale_dist.wire import Assignment, decode, messages
+from kale_dist.wire.messages import FromRank, Go, PassOver, Save, ToLive, ToRank, Typed
 
 _LOOK_AGAIN_MS = 200
 
@@ -23,20 +22,22 @@ class Control:
         self._socket = socket.socket(fileno=descriptor)
         self._pending = b""
         self._lock = threading.Lock()
-        self._messages: collections.deque[dict[str, Any]] = collections.deque()
-        self._live: collections.deque[dict[str, Any]] = collections.deque()
+        self._messages: collections.deque[Go | Typed | PassOver] = collections.deque()
+        self._live: collections.deque[ToLive] = collections.deque()
         self._is_asked_to_save = False
 
     def receive_assignment(self) -> tuple[Assignment, int | None] | None:
         """The assignment and, if there is one, the descriptor by which it opens its store. None if the agent has no use for us."""
-        self._pending, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
-        message = self.hear() if self._pending else None
-        return None if message is None else (wire.decode(Assignment, message), descriptors[0] if descriptors else None)
+        data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
+        while more := b"\n" not in data and self._socket.recv(1 << 16):
+            data += more
+        line, newline, self._pending = data.partition(b"\n")
+        return (decode(Assignment, json.loads(line)), descriptors[0] if descriptors else None) if newline else None
 
-    def say(self, message: dict[str, Any]) -> None:
-        """Tell the agent. Without an agent this process is about to be killed."""
+    def send(self, message: FromRank) -> None:
+        """Send the agent a message. Without an agent this process is about to be killed."""
         with contextlib.suppress(OSError):
-            self._socket.sendall(wire.encode_json(message))
+            self._socket.sendall(messages.encode(message))
 
     def is_asked_to_save(self) -> bool:
         """Whether the agent has asked for a checkpoint since the last call. Never waits."""
@@ -44,8 +45,8 @@ class Control:
         asked, self._is_asked_to_save = self._is_asked_to_save, False
         return asked
 
-    def hear(self) -> dict[str, Any] | None:
-        """Wait for the agent's next message, but for one that asks for a checkpoint; None if the agent is gone."""
+    def hear(self) -> Go | Typed | PassOver | None:
+        """Wait for the agent's next message that is for one breakpoint or the rank's end; None if the agent is gone."""
         while self._receive() or self._messages:
             if self._messages:
                 return self._messages.popleft()
@@ -53,7 +54,7 @@ class Control:
             self._wait(_LOOK_AGAIN_MS)
         return None
 
-    def hear_live(self, limit_s: float) -> list[dict[str, Any]] | None:
+    def hear_live(self, limit_s: float) -> list[ToLive] | None:
         """The messages to live ranks that have come within a limit; None if the agent is gone. For one thread alone."""
         if not self._live:
             self._wait(limit_s * 1000)
@@ -63,7 +64,7 @@ class Control:
 
     def wait_for_go(self) -> None:
         """Wait until the agent has no more need of this process, or is gone. Answers to a prompt that is over may come before."""
-        while (message := self.hear()) is not None and "go" not in message:
+        while not isinstance(self.hear(), Go | None):
             pass
 
     def _wait(self, limit_ms: float) -> None:
@@ -81,12 +82,13 @@ class Control:
                 data = None
             except OSError:
                 data = b""
-            *lines, self._pending = (self._pending + (data or b"")).split(b"\n")
-            for message in map(json.loads, lines):
-                if "save" in message:
+            lines, newline, self._pending = (self._pending + (data or b"")).rpartition(b"\n")
+            message: ToRank
+            for message in messages.read(lines + newline):
+                if isinstance(message, Save):
                     self._is_asked_to_save = True
-                elif "live" in message:
-                    self._live.append(message["live"])
+                elif isinstance(message, ToLive):
+                    self._live.append(message)
                 else:
                     self._messages.append(message)
         return data != b""

@@ -1,8 +1,7 @@
 """`breakpoint()` in a rank: pdb, whose terminal is the cell or the shell of the person who waits for the job.
 
-What pdb prints goes to the agent as a message, `{"debug": {...}}` with the fields of the event, and the line that is typed comes
-back as `{"prompt": ..., "input": ...}`. Each prompt has a name of its own: a line that was typed at another one, or sent twice,
-does nothing. `{"prompt": ..., "pass": true}` says that nobody has come.
+What pdb prints goes to the agent as an `AtPrompt`, and the line that is typed comes back as a `Typed`. Each prompt has a name of its
+own: a line that was typed at another one, or sent twice, does nothing. `PassOver` comes back where nobody has typed anything.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 from kale_dist.errors import ConfigError
 from kale_dist.snapshot import sources
 from kale_dist.wire import context
+from kale_dist.wire.messages import AtPrompt, PassedOver, PassOver, Typed
 from kale_dist.worker.rank.control import Control
 
 MAX_TEXT = 64 << 10
@@ -51,7 +51,7 @@ def stop(frame: types.FrameType, agent: Control, wait_s: float, header: str | No
             "Debug it in the rank itself, for a DataLoader with num_workers=0",
         )
     if _is_passing or not wait_s:
-        agent.say({"debug": {"passed": sources.place_of(frame, frame.f_lineno)}})
+        agent.send(PassedOver(where=sources.place_of(frame, frame.f_lineno)))
         return
     if not hasattr(_of_thread, "debugger"):
         _of_thread.debugger = Debugger(agent)
@@ -183,12 +183,11 @@ class _Terminal:
         prompt = secrets.token_hex(8)
         self._say(prompt)
         while (message := self._agent.hear()) is not None:
-            if message.get("prompt") != prompt:
-                continue
-            if "input" in message:
-                self._typed = str(message["input"])
+            if isinstance(message, Typed) and message.prompt == prompt:
+                self._typed = message.text
                 return f"{self._typed}\n"
-            break
+            if isinstance(message, PassOver) and message.prompt == prompt:
+                break
         _is_passing = True
         return ""
 
@@ -203,7 +202,7 @@ class _Terminal:
         if len(text) > MAX_TEXT:
             body, newline, last = text.rpartition("\n")
             text = f"{body[:MAX_TEXT]} [{len(body):,} characters]{newline}{last}"
-        self._agent.say({"debug": {"prompt": prompt, "where": self.where, "text": text, "typed": self._typed}})
+        self._agent.send(AtPrompt(prompt=prompt, where=self.where, text=text, typed=self._typed))
 
 
 def _is_incomplete(text: str) -> bool:

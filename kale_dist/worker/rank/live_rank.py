@@ -1,24 +1,13 @@
 """A live rank: runs cells one after another in the same process until it is told to end. Variables and process group stay.
 
-The notebook sends messages `{"live": {...}}`, to all ranks of a job at once:
-
-    attempt     the ranks that it is for: another attempt's do nothing
-    number, name, and one of    `number` is higher than that of any message before, `name` is random
-        source, file, label, ranks   run a cell in these ranks
-        load                         put what a snapshot has into the ranks' names
-        repair                       give the process groups new backends; the number of the repair
-        give, ranks                  write the value of an expression into the rank's outcome file
-    interrupt   number: end the cell of this number
-    failed      number: the cell of this number has failed in another rank (from the agent)
-    end         return from the job's function
-
-A rank answers each numbered message with `{"cell": {number, name, ok, ...}}`, which becomes an event, and starts with one of number 0. A
-message that comes twice does nothing. Interrupts and cuts are for one number, so that none hits the cell after it.
+The notebook sends its messages (`ToLive`) to all ranks of a job at once, and a rank answers each numbered one with an `Answer`, which
+becomes an event. It starts with an answer of number 0. Interrupts and cuts are for one number, so that none hits the cell after it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import queue
@@ -35,6 +24,7 @@ from kale_dist.snapshot import loading, outcome, sources
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire import JobFiles, Order, context
 from kale_dist.wire.blobs import FolderStore
+from kale_dist.wire.messages import Answer, Cell, CellFailed, EndLive, Give, Interrupt, Load, Numbered, Repair, ToLive
 from kale_dist.worker.agent.hang_watch import Frame, Sample, waits
 from kale_dist.worker.pod import pod_input
 from kale_dist.worker.rank import cell, repair, stand_ins
@@ -85,7 +75,7 @@ class LiveRank:
         self._names: dict[str, Any] = sys.modules["__main__"].__dict__
         self._rank = context.context().rank
         self._main = threading.main_thread().ident or 0
-        self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Numbered | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         """Held by the listener while it interrupts or cuts, and by the main thread while a cell begins or ends."""
         self._last = 0, ""
@@ -110,13 +100,13 @@ class LiveRank:
         self._names.update(rank=here.rank, world_size=here.world_size, local_rank=here.local_rank, device=here.device)
         signal.signal(signal.SIGINT, self._raise)
         threading.Thread(target=self._listen, name="kale_dist live", daemon=True).start()
-        self._control.say({"cell": {"number": 0, "name": "", "ok": True, "idle_s": idle_s}})
+        self._control.send(Answer(idle_s=idle_s))
         while (message := self._messages.get()) is not None:
-            answer = {"number": message["number"], "name": message["name"], **self._carry_out(message)}
+            answer = dataclasses.replace(self._carry_out(message), number=message.number, name=message.name)
             if os.getpid() != pid:
                 # The cell has forked, and its child has gone on to here.
                 os._exit(0)
-            self._control.say({"cell": answer})
+            self._control.send(answer)
 
     # -- the listener's thread ----------------------------------------------------------------------------------------
 
@@ -132,24 +122,27 @@ class LiveRank:
                 self._look()
         self._messages.put(None)
 
-    def _take(self, message: dict[str, Any]) -> None:
-        number = int(message.get("number") or 0)
-        if message.get("attempt", self._attempt) != self._attempt:
+    def _take(self, message: ToLive) -> None:
+        if message.attempt not in (None, self._attempt):
             return
-        if "end" in message:
-            self._messages.put(None)
-        elif number and number > self._last[0]:
-            self._last = number, message["name"]
-            if self._rank in (message.get("ranks") or [self._rank]):
-                self._messages.put(message)
-        elif number and message["name"] != self._last[1]:
-            self._control.say({"cell": {"number": number, "name": message["name"], "ok": False, "is_refused": True}})
-        with self._lock:
-            # The cell that they are for may be about to begin.
-            self._failed = max(self._failed, message.get("failed", 0))
-            self._stopped = max(self._stopped, message.get("interrupt", 0))
-            if self._running and message.get("interrupt") == self._running:
-                self._interrupt(CUT_AFTER_S)
+        match message:
+            case EndLive():
+                self._messages.put(None)
+            case Numbered(number=number, name=name) if number > self._last[0]:
+                self._last = number, name
+                if message.is_for(self._rank):
+                    self._messages.put(message)
+            case Numbered(number=number, name=name) if name != self._last[1]:
+                self._control.send(Answer(number=number, name=name, ok=False, is_refused=True))
+            # The cell that the next two are for may be about to begin.
+            case CellFailed():
+                with self._lock:
+                    self._failed = max(self._failed, message.number)
+            case Interrupt():
+                with self._lock:
+                    self._stopped = max(self._stopped, message.number)
+                    if self._running == message.number:
+                        self._interrupt(CUT_AFTER_S)
 
     def _look(self) -> None:
         """Free the main thread if it waits for a rank that has failed; cut its connections if a signal has not ended its wait."""
@@ -177,61 +170,68 @@ class LiveRank:
             self._interrupted = 0
             raise KeyboardInterrupt
 
-    def _carry_out(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _carry_out(self, message: Numbered) -> Answer:
         try:
-            if "source" in message:
-                return self._run_cell(message)
-            if "load" in message:
-                return {"ok": True, "loaded": self._load(message["load"])}
-            if "repair" in message:
-                self._group.guarded(repair.renew)(self._group.store, int(message["repair"]))
-                return {"ok": True, "repaired": message["repair"]}
-            if "give" in message:
-                self._give(str(message["give"]), message["name"])
-                return {"ok": True, "gives": True}
+            match message:
+                case Cell():
+                    return self._run_cell(message)
+                case Load():
+                    return Answer(loaded=tuple(self._load(message.snapshot)))
+                case Repair():
+                    self._group.guarded(repair.renew)(self._group.store, message.repair)
+                    return Answer(repaired=message.repair)
+                case Give():
+                    self._give(message.expression, message.name)
+                    return Answer(gives=True)
         except Exception as error:  # noqa: BLE001 - the notebook has to get an answer
-            return {"ok": False, **_described(error, self._order.debugging.show_locals)}
-        return {"ok": True}
+            return self._failure(error)
+        return Answer()
 
-    def _run_cell(self, message: dict[str, Any]) -> dict[str, Any]:
-        file = message["file"]
-        sources.install({file: (message["source"], message["label"])})
+    def _run_cell(self, message: Cell) -> Answer:
+        sources.install({message.file: (message.source, message.label)})
         before = dict(self._names)
-        stand_ins.first_rank = min(message.get("ranks") or [0])
-        answer: dict[str, Any] = {"ok": True}
+        stand_ins.first_rank = min(message.ranks or [0])
         try:
             with self._lock:
-                self._running, self._interrupted, self._before = message["number"], 0, None
+                self._running, self._interrupted, self._before = message.number, 0, None
                 self._cut_at, self._is_cut, self._is_freed = None, False, False
             try:
-                if self._stopped == message["number"]:
+                if self._stopped == message.number:
                     raise KeyboardInterrupt
-                value = cell.execute(message["source"], file, self._names)
+                value = cell.execute(message.source, message.file, self._names)
                 stand_ins.show_figures()
-                answer["value"] = _shown(value)
+                answer = Answer(value=_shown(value))
             finally:
                 self._leave()
         except BaseException as raised:  # noqa: BLE001 - whatever a cell raises ends the cell, and not the rank
             self._leave()
             error = stand_ins.clearer(raised)
-            answer |= {"ok": False, **_described(error, self._order.debugging.show_locals)}
             # A connection that another rank has cut ends a wait with an error of gloo's.
-            answer["is_freed"] = self._is_freed or (self._failed == message["number"] and _is_of_collective(error))
+            is_freed = self._is_freed or (self._failed == message.number and _is_of_collective(error))
+            answer = dataclasses.replace(self._failure(error), is_freed=is_freed)
         else:
             if value is not None:
                 self._names["_"] = value
         sys.stdout.flush()
         sys.stderr.flush()
         context.flush()
-        answer["is_cut"] = self._is_cut
-        answer["names"] = sorted(
+        names = sorted(
             name
             for name, value in list(self._names.items())
             if name[:1] != "_" and before.get(name, before) is not value
         )
+        answer = dataclasses.replace(answer, is_cut=self._is_cut, names=tuple(names))
         with contextlib.suppress(Exception):
-            answer["counts"] = repair.counts() if self._group is not None else {}
+            return dataclasses.replace(answer, counts=repair.counts() if self._group is not None else {})
         return answer
+
+    def _failure(self, error: BaseException) -> Answer:
+        shown = sources.locals_of(error, show=self._order.debugging.show_locals)
+        text = str(error) if isinstance(error, SnapshotError) else sources.format_error(error, shown)
+        return Answer(
+            ok=False, error_type=sources.type_name(error), traceback=text[-_MAX_TEXT:],
+            is_interrupted=isinstance(error, KeyboardInterrupt),
+        )  # fmt: skip
 
     def _leave(self) -> None:
         """The cell has ended: what is meant for it does nothing from here on."""
@@ -266,19 +266,10 @@ class LiveRank:
         outcome.write_success(path, signer=signer, value=value, references=self._references)
 
 
-def _described(error: BaseException, show_locals: str) -> dict[str, Any]:
-    shown = sources.locals_of(error, show=show_locals)
-    text = str(error) if isinstance(error, SnapshotError) else sources.format_error(error, shown)
-    return {
-        "error_type": sources.type_name(error), "traceback": text[-_MAX_TEXT:],
-        "is_interrupted": isinstance(error, KeyboardInterrupt),
-    }  # fmt: skip
-
-
-def _shown(value: Any) -> dict[str, str]:
-    """What the notebook shows of a cell's last expression, by MIME type; empty for None."""
+def _shown(value: Any) -> dict[str, str] | None:
+    """What the notebook shows of a cell's last expression, by MIME type."""
     if value is None:
-        return {}
+        return None
     bundle = stand_ins.bundle_of(value)
     plain = {"text/plain": repr(value)[:_MAX_TEXT]}
     return plain | (bundle if sum(map(len, bundle.values())) <= stand_ins.MAX_PICTURE_BYTES else {})

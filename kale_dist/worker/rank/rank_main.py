@@ -1,7 +1,7 @@
 """A rank, from the fork to its end. The only code that runs the user's function, on all backends.
 
-It tells its agent over the control socket: `received` for its assignment, `running` before the call, `done` after the outcome was written. Then it
-waits for `go`, because others may still need its store or its end of a connection. What is said at a breakpoint stands in `debugger.py`.
+Its agent gets three messages over the control socket: `Received` for the assignment, `Running` before the call, `Done` once the outcome
+is written. Then it waits for `Go`, because others may still need its store or its end of a connection.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kale_dist.snapshot.given_models import GivenModels
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire import STACKS_SIGNAL, Assignment, JobFiles, context
 from kale_dist.wire.blobs import FolderStore
+from kale_dist.wire.messages import Done, Received, Running
 from kale_dist.worker.pod import mpi
 from kale_dist.worker.rank import gpus, process_state, stand_ins
 from kale_dist.worker.rank.control import Control
@@ -61,7 +62,7 @@ def run(descriptors: Descriptors) -> NoReturn:
     received = control.receive_assignment()
     if received is None:
         os._exit(0)
-    control.say({"received": True})
+    control.send(Received())
     assignment, store = received
     code = _carry_out(control, descriptors.events, assignment, store)
     if assignment.order.mpi and not code:
@@ -87,7 +88,7 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
         """End this rank, whose main thread hangs."""
         _print_error(error)
         outcome.write_failure(path, signer=signer, error=error, references=references)
-        control.say(_account(error, is_started=False))
+        control.send(_account(error, is_started=False))
         control.wait_for_go()
         os._exit(1)
 
@@ -101,7 +102,7 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
             if hidden is not None:
                 hidden.open(store, give_up)
             kept = hidden
-            control.say({"running": True})
+            control.send(Running())
             module = getattr(loaded.fn, "__module__", "")
             is_training = module.startswith("kale_dist.worker.training.")
             if module == LIVE:
@@ -139,24 +140,20 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
     context.flush()
     _flush_output()
     done = _account(error, is_started=kept is not None)
-    if error is not None:
-        done["locals"] = "\n".join(map(str, shown.values()))
-    if kept is not None and order.cuda:
-        done["exchanges"] = kept.exchanges()
-    control.say(done)
+    exchanges = kept.exchanges() if kept is not None and order.cuda else ()
+    control.send(dataclasses.replace(done, locals="\n".join(map(str, shown.values())), exchanges=tuple(exchanges)))
     control.wait_for_go()
     return 0 if error is None else 1
 
 
-def _account(error: BaseException | None, *, is_started: bool) -> dict[str, Any]:
+def _account(error: BaseException | None, *, is_started: bool) -> Done:
     """How the call went, for the agent."""
     if error is None:
-        return {"done": True, "ok": True}
-    told = {"error_type": sources.type_name(error), "error_text": _safe_text(error)[:4000]}
-    told["where"] = sources.last_line(error)
-    if node := os.environ.get(wire.PodVariable.NODE):
-        told["node"] = node
-    return {"done": True, "ok": False, **told, "not_started": isinstance(error, ContractError) and not is_started}
+        return Done()
+    return Done(
+        ok=False, error_type=sources.type_name(error), error_text=_safe_text(error)[:4000], where=sources.last_line(error),
+        node=os.environ.get(wire.PodVariable.NODE, ""), is_not_started=isinstance(error, ContractError) and not is_started,
+    )  # fmt: skip
 
 
 def _settle(assignment: Assignment, events: int, files: JobFiles, control: Control) -> None:
