@@ -17,13 +17,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 MAX_BYTES = 2000
-"""Of all frames of an error together."""
+"""Characters of all frames of an error together."""
 
 MAX_NAMES = 20
-"""Of one frame."""
+"""Names of one frame."""
 
 MAX_CHARACTERS = 120
-"""Of one text or repr."""
+"""Characters of one text or repr."""
 
 MAX_NUMBERS = 100_000
 """The range of a larger tensor or array is left out, as it would take long."""

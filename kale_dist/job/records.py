@@ -34,7 +34,7 @@ BLOBS_WARNING_BYTES = 20 << 30
 """Above this size a call warns that old snapshots fill the disk."""
 
 NOBODY = 65534
-"""Whose root's files are on an NFS server that squashes root."""
+"""The user that owns root's files on an NFS server that squashes root."""
 
 _DELETED = ".deleted-"
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")

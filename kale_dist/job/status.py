@@ -124,9 +124,9 @@ class JobStatus:
     queue_position: int | None = None
     """Where the job stands in the cluster's queue, from 1; None if it waits in none, or if that is not known."""
     idle_s: float | None = None
-    """Of warm pods without a job: for how many seconds they wait for one; else None."""
+    """For how many seconds warm pods without a job wait for one; else None."""
     idle_since: float | None = None
-    """Of warm pods without a job: since when, in seconds since 1970; else None."""
+    """Since when warm pods have had no job, in seconds since 1970; else None."""
     needs_action: bool = False
     """Whether the job waits for what only a person can mend, such as an image that does not exist."""
 

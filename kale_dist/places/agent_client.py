@@ -37,7 +37,7 @@ _TAKE_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What of a process's state an agent gets only when it starts: another state needs another agent."""
+    """The part of a process's state that an agent gets only when it starts: another state needs another agent."""
 
     environment: tuple[tuple[str, str], ...]
     """Variables with one of `LOAD_ONLY_PREFIXES`, sorted."""

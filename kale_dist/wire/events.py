@@ -175,7 +175,7 @@ class Verdict:
     """Whether another attempt or run could end otherwise: a rank or pod was lost, and memory did not run out. Not sent."""
 
     def fields(self) -> dict[str, Any]:
-        """As they are sent."""
+        """The fields of the event."""
         return {
             "state": str(self.state), "cause": str(self.cause or ""), "reason": self.reason, "failed_rank": self.rank,
             "lost": list(self.lost),

@@ -43,7 +43,7 @@ class Op(enum.StrEnum):
     STOP = "stop"
     """To the agent: end when no job is left."""
     TELL = "tell"
-    """To the agent: pass a message on to a rank, as `JobRun.tell` takes it. Fields `job`, `rank`, `message`."""
+    """To the agent: pass a message of `wire.messages` on to a rank. Fields `job`, `rank`, `message`."""
     TAKEN = "taken"
     """From the agent: it has the order. Field `job`."""
     WAKE = "wake"
@@ -68,7 +68,7 @@ class ProcessState:
     limits: tuple[tuple[int, int, int], ...]
     """Resource limits as (RLIMIT number, soft, hard)."""
     torch_flags: tuple[tuple[str, str | int | float | bool], ...]
-    """Torch's default dtype and global flags by name, and the level of the log, as `runtime.process_state` read them."""
+    """Torch's default dtype and global flags by name, and the level of the log."""
 
 
 class Source(enum.StrEnum):
@@ -86,7 +86,7 @@ class Source(enum.StrEnum):
 
 
 class EndsWith(enum.StrEnum):
-    """Whose end ends the run."""
+    """The ranks whose end ends the attempt."""
 
     ANY_FAILURE = "any-failure"
     """All ranks have to succeed; the first that fails ends the others."""
@@ -202,7 +202,7 @@ class Order:
     seed: int | None = None
     """Seed of rank 0; rank r gets seed + r. None: a random one, drawn by the head."""
     policy: Policy = dataclasses.field(default_factory=Policy)
-    """Of the call."""
+    """What the call decides."""
     debugging: Debugging = dataclasses.field(default_factory=Debugging)
     replaces_pods: bool = False
     """Whether a pod that is lost is made again, by its controller, so that an attempt may wait for it."""

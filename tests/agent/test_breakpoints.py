@@ -12,7 +12,7 @@ from own_files import own_files
 import kale_dist as kd
 from kale_dist.job import interrupts
 from kale_dist.wire import Debugging, EventKind, Op, messages
-from kale_dist.wire.messages import Typed
+from kale_dist.wire.messages import Typed, Visit
 
 
 class Debugger:
@@ -217,7 +217,7 @@ def test_a_person_who_has_come_is_waited_for(jobs, debug):
     job = jobs.run(stop_in_one, debugging=Debugging(breakpoint_wait_s=1.5))
     at = debug(job)
     prompt = at.next()["prompt"]
-    at.say()
+    at.tell(Visit())
     time.sleep(3)
     at.tell(Typed(prompt=prompt, text="c"))
     assert job.wait()["state"] == "succeeded"

@@ -76,7 +76,10 @@ class Head:
     def spawn(self):
         """Have the relays that are ready start an attempt; gives all its ranks."""
         attempt = Attempt.form(self.order, [0, *self.relays.ready], number=0, port=5, seed=7)
-        ranks = [Rank(rank, self.writer, lambda _: None, lambda _: None) for rank in range(attempt.world_size)]
+        ranks = [
+            Rank(rank, self.writer, lambda _: None, lambda _: None, lambda _: None)
+            for rank in range(attempt.world_size)
+        ]
         self.relays.spawn(attempt, ranks)
         return ranks
 

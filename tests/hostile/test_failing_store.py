@@ -42,7 +42,8 @@ def hurried(tmp_path):
     folder = tmp_path / "hurried"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
-        "import kale_dist.worker.pod.head as head\nhead.READ_LIMIT_S = head.STORE_WARN_S = head._RETRY_EACH_S = 1.0\n"
+        "from kale_dist.worker.pod import head, store_copy\n"
+        "head.READ_LIMIT_S = head.RETRY_EACH_S = store_copy.STORE_WARN_S = store_copy.RETRY_EACH_S = 1.0\n"
     )
     return {"PYTHONPATH": str(folder)}
 

@@ -178,7 +178,7 @@ class WarmPlace:
             self.inner.kill(_set_of(handle), grace_s, why, head_leaves=head_leaves)
 
     def remove(self, handle: PlacedJob) -> None:
-        """Remove a job's objects; of one in a set nothing but what its head has of it."""
+        """Remove a job's objects. The pods of a job in a set stay; their head forgets it."""
         if not prefix_of(handle):
             self.inner.remove(handle)
         elif not _is_ordered(handle):

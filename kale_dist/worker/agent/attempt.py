@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -61,7 +60,7 @@ class Elsewhere(Protocol):
         """Let agents end that are asked to: no rank is left with them."""
 
     def explain_loss(self) -> str:
-        """Which agent is gone, as a sentence; empty if all are there."""
+        """A sentence on the agent that is gone; empty if all are there."""
 
 
 class Beside(Protocol):
@@ -109,7 +108,6 @@ class RunningAttempt:
             for number in range(attempt.world_size)
         ]
         self.world_size = attempt.world_size
-        self.began_at = time.monotonic()
         self.has_saved = False
         """Whether the last checkpoint that the ranks were asked for is written."""
         self.lost: list[Rank] = []

@@ -8,7 +8,7 @@ import socket
 import sys
 
 MAX_MESSAGE_BYTES = 1 << 16
-"""Of a message between an agent and its forkserver."""
+"""The most bytes of a message between an agent and its fork server."""
 
 _SINGLE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 _LIBRARY = os.path.abspath(__file__).rsplit("/", 4)[0]  # noqa: PTH100 - pathlib takes 5 ms

@@ -307,7 +307,7 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        """As in `file:line in function`."""
+        """The frame as `file:line in function`."""
         return f"{self.file}:{self.line} in {self.function}"
 
 

@@ -80,9 +80,6 @@ class JobRun:
         self._is_cancelled = False
         self._free = 0
         """How many attempts were begun only to have more ranks, and do not count as restarts."""
-        self._growth: asyncio.TimerHandle | None = None
-        self._has_said_why = False
-        """Whether the log says why the ranks do not start again in more pods."""
         self._deadline: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -159,36 +156,28 @@ class JobRun:
     def pod_is_ready(self) -> None:
         """Another pod can run ranks. An attempt at work with fewer than there might be is started again with more, but not at once."""
         self._changed.set()
-        if self._running is not None and self._growth is None and self._size > self._running.world_size:
-            due_s = self._running.began_at + GROW_EACH_S - time.monotonic()
-            self._growth = self._site.loop.call_later(max(0.0, due_s), self._grow, self._running)
 
-    def _grow(self, running: RunningAttempt) -> None:
-        """Have the ranks write a checkpoint, so that no batch is lost when they start again in more pods."""
-        self._growth = None
-        if self._running is not running or self._size <= running.world_size:
-            return
-        if running.can_save:
-            # Where the step cannot be resumed within an epoch, they write it at the epoch's end.
-            running.save_first(functools.partial(self._start_again_larger, running), math.inf)
-            return
-        if not self._has_said_why:
-            self._has_said_why = True
-            self._site.writer.say(
-                f"There are pods for {self._size} processes instead of {running.world_size}. All ranks start again in them after "
-                "a loss, or as soon as they can write a checkpoint within an epoch"
-            )
-        self._growth = self._site.loop.call_later(GROW_EACH_S, self._grow, running)
-
-    def _start_again_larger(self, running: RunningAttempt) -> None:
-        if running.verdict is not None or self._size <= running.world_size:
-            return
-        if running.has_saved:
-            reason = f"There are pods for {self._size} processes instead of {running.world_size}"
-            running.end(Verdict(StateName.PENDING, None, reason, may_restart=True))
-        elif self._growth is None:
-            # A rank is at a breakpoint.
-            self._growth = self._site.loop.call_later(GROW_EACH_S, self._grow, running)
+    async def _grow(self, running: RunningAttempt) -> None:
+        """Have the ranks start again in more pods where there are any, from a checkpoint that they write before: no batch is lost."""
+        has_said_why = False
+        while running.verdict is None:
+            await asyncio.sleep(GROW_EACH_S)
+            while self._size <= running.world_size:
+                self._changed.clear()
+                await self._changed.wait()
+            there_are = f"There are pods for {self._size} processes instead of {running.world_size}"
+            if running.can_save:
+                # Where the step cannot be resumed within an epoch, they write it at the epoch's end. At a breakpoint they write none.
+                saved = asyncio.Event()
+                running.save_first(saved.set, math.inf)
+                await saved.wait()
+                if running.verdict is None and running.has_saved and self._size > running.world_size:
+                    running.end(Verdict(StateName.PENDING, None, there_are, may_restart=True))
+            elif not has_said_why:
+                has_said_why = True
+                self._site.writer.say(
+                    f"{there_are}. All ranks start again in them after a loss, or as soon as they can write a checkpoint within an epoch"
+                )
 
     def lose_pod(self, reason: str, *, has_ranks: bool) -> None:
         """A pod is lost: all ranks start again once its controller has made it again, or the job ends.
@@ -344,13 +333,12 @@ class JobRun:
         self._has_started = True
         writer.event(EventKind.ATTEMPT, members=[dataclasses.asdict(member) for member in attempt.members])
         self._running = running = RunningAttempt(site, attempt, self._all_are_forked, is_last=self._is_last)
+        growing = asyncio.ensure_future(self._grow(running))
         try:
             return await running.run(stores)
         finally:
+            growing.cancel()
             self._running, self._lost = None, tuple(rank.rank for rank in running.lost)
-            if self._growth is not None:
-                self._growth.cancel()
-                self._growth = None
 
     def _listen(self) -> int:
         """Open the port of rank 0's store to the other machines, so that no rank ever finds it closed; gives its descriptor.

@@ -313,7 +313,7 @@ class RateLimit:
         self._tail = NOTHING
 
     def admit(self, body: bytes, count: int) -> Body:
-        """What of some lines may pass now, after those that were held back."""
+        """Those of the lines that may pass now, after the ones that were held back."""
         now = self._now()
         self._in_hand = min(BURST_BYTES, self._in_hand + (now - self._looked_at) * RATE_BYTES_PER_S)
         self._looked_at = now

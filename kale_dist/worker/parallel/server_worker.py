@@ -33,7 +33,7 @@ from kale_dist.worker.training.strategy import FullState, Parts
 from kale_dist.worker.training.trained import alter
 
 _CHECKED_STEPS = 2
-"""Of each epoch: a step that changes weights by itself does so in nearly every batch, and comparing them all has a cost."""
+"""The batches of each epoch that are looked at: a step that changes weights by itself does so in nearly every batch, and comparing them all has a cost."""
 
 
 def make(settings: Settings, layout: Layout) -> Server | Worker:

@@ -72,7 +72,7 @@ _OUTCOME = re.compile(r"outcome-\d{1,6}-\d{1,6}", re.ASCII)
 
 
 class Served:
-    """Whose answers a server gives, with the secret that requests are signed with and its blobs."""
+    """The job that a server answers for: the secret that its requests are signed with, and its blobs."""
 
     offer: Callable[[bytes], Any] | None = None
     """Takes a job; None where the pods are not warm."""
@@ -82,12 +82,12 @@ class Served:
         self.store = store
 
     def find(self, path: str) -> tuple[Self, str]:
-        """Whose request it is, and the rest of its path."""
+        """The job that a request is about, and the rest of its path."""
         return self, path
 
 
 class ByteServer(Served):
-    """Serves until it is closed. What it calls, it calls in threads of its own.
+    """Serves a job's files, log and blobs until it is closed. It calls what it is given in threads of its own.
 
     Args:
         host: Address to listen on; empty for all, of both IP versions.
@@ -135,7 +135,7 @@ class ByteServer(Served):
         self.upload_locks: dict[str, threading.Lock] = {}
         self._within, self._prefix = within, prefix
         self.jobs: dict[str, ByteServer] = {}
-        """Of warm pods: the servers of their jobs by what comes before the paths."""
+        """In warm pods, the servers of their jobs by what comes before the paths."""
         if within is not None:
             self.port: int = within.port
             within.jobs[prefix] = self
@@ -157,7 +157,7 @@ class ByteServer(Served):
         return 0
 
     def find(self, path: str) -> tuple[ByteServer, str]:
-        """As the base class, but for a job in warm pods."""
+        """The job that a request is about, in warm pods perhaps one of theirs, and the rest of its path."""
         prefix = "/".join(path.split("/", 3)[:3])
         job = self.jobs.get(prefix)
         return (self, path) if job is None else (job, path.removeprefix(prefix))
@@ -221,7 +221,7 @@ class HttpServer(http.server.ThreadingHTTPServer):
         """Connections that have not proved the key, the oldest first, and when they came."""
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """As the base class, for a limited number of strangers."""
+        """Begin to answer a connection, of strangers a limited number."""
         self.strangers[request] = time.monotonic()
         self.service_actions()
         super().process_request(request, client_address)
@@ -256,14 +256,14 @@ class _Request(http.server.BaseHTTPRequestHandler):
     _owner: Served
 
     def handle_one_request(self) -> None:
-        """As the base class, but a connection that breaks just ends."""
+        """Answer requests until the connection ends or breaks."""
         try:
             super().handle_one_request()
         except OSError:
             self.close_connection = True
 
     def parse_request(self) -> bool:
-        """As the base class, with headers of limited size: what is beyond counts as the body."""
+        """Read headers of limited size: what is beyond counts as the body."""
         rest, head = self.rfile, b""
         while (line := rest.readline(_MAX_HEAD_BYTES - len(head))).strip():
             head += line

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import math
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from kale_dist import wire
 from kale_dist.errors import KaleDistError, StoreError
-from kale_dist.wire import EventKind, FailureCause, Source, StateName, Verdict
+from kale_dist.wire import FailureCause, Source, StateName, Verdict
 from kale_dist.wire.messages import ToAgent
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.attempt import Site
@@ -27,6 +24,7 @@ from kale_dist.worker.pod.head_relays import HeadsRelays
 from kale_dist.worker.pod.mpi import Mpirun
 from kale_dist.worker.pod.pod import Pod
 from kale_dist.worker.pod.prometheus import Gauges, MetricsServer
+from kale_dist.worker.pod.store_copy import RETRY_EACH_S, StoreCopy
 from kale_dist.worker.pod.warm import WarmPods
 
 LEAVE_LIMIT_S = 20.0
@@ -54,31 +52,34 @@ KEPT_COLLECT_S = 60.0
 READ_LIMIT_S = 600.0
 """How long the store may be unreadable for a head that may have to resume from it."""
 
-STORE_WARN_S = 60.0
-"""A store that cannot be written for so long is warned of."""
-
-_RETRY_EACH_S = 5.0
 _LOOK_EACH_S = 0.1
-_KEEP_EACH_S = 1.0
-_KEEP_SAVING_EACH_S = 60.0
-"""How often a checkpoint goes into the store where ranks write them within epochs, besides the last one."""
 
 
-class Head:
-    """Serves one job; in warm pods, the one of each job and their own.
+class JobHead:
+    """Serves one job, in pods that serve others after it.
 
     Args:
-        pod: The pod.
-        within: The head of the warm pods that this job runs in; None where they run only this job.
+        pod: The job's.
+        relays: To the other pods; None if this one has all ranks.
+        stdout: The pod's log.
+        within: The server of warm pods, below which the job's answers; None where there are no others.
+        make: Makes what runs the attempts.
 
     Raises:
         OSError: A port is taken.
     """
 
-    def __init__(self, pod: Pod, within: Head | None = None) -> None:
+    def __init__(
+        self,
+        pod: Pod,
+        relays: HeadsRelays | None,
+        stdout: StdoutCopy,
+        within: ByteServer | None = None,
+        make: Callable[[Site], JobRun] = JobRun,
+    ) -> None:
+        self.relays = relays
+        self.stdout = stdout
         self._pod = pod
-        self._within = within
-        self.stdout: StdoutCopy = StdoutCopy() if within is None else within.stdout
         order = pod.order
         self._gauges = Gauges(order.job, order.number_of_processes, order.used_restarts) if order.metrics_port else None
         self.writer = JobWriter(
@@ -87,10 +88,10 @@ class Head:
             self._notify,
             limit_bytes=POD_LOG_BYTES,
             # Blocks there do not say whose they are.
-            stdout=self.stdout if within is None else None,
+            stdout=stdout if within is None else None,
             observe=(lambda _: None) if self._gauges is None else self._gauges.note,
         )
-        self.server: ByteServer = ByteServer(
+        self.server = ByteServer(
             pod.place.listen,
             pod.order.port + 2,
             key=pod.key,
@@ -101,46 +102,22 @@ class Head:
             cancel=self._cancel,
             tell=self._tell,
             acknowledge=self._acknowledged,
-            within=None if within is None else within.server,
+            within=within,
             prefix=order.prefix,
         )
-        self.relays: HeadsRelays | None = None if within is None else within.relays
-        if order.agents > 1 and within is None:
-            self.relays = HeadsRelays(
-                order,
-                pod.key,
-                pod.files,
-                open_port(pod.place.listen, order.port + 1, 1024),
-                say=self.writer.say,
-            )
         self._written: asyncio.Future[None] = pod.loop.create_future()
-        self._released: Callable[[], None] = lambda: None
-        mpirun = None
-        if order.mpi:
-            mpirun = Mpirun(pod.place.work, self.relays, self._fail)
+        mpirun = Mpirun(pod.place.work, relays, self._fail) if order.mpi else None
         site = Site(
-            order=pod.own_order, loop=pod.loop, pool=pod.pool, writer=self.writer, elsewhere=self.relays, is_limited=True,
+            order=pod.own_order, loop=pod.loop, pool=pod.pool, writer=self.writer, elsewhere=relays, is_limited=True,
             beside=mpirun,
         )  # fmt: skip
-        self._job = JobRun(site)
-        if order.idle_s:
-            self._job = warm = WarmPods(site, self.relays, pod, functools.partial(Head, within=self))
-            self.server.offer, self._released = warm.offer, warm.release
+        self._job = make(site)
+        self._kept = StoreCopy(pod, self.writer, lambda: self._job.used_restarts)
         self._began_at = time.monotonic()
         self._has_blobs = False
         self._is_acknowledged = False
         self._is_told_to_end = False
         self._on_stdout = False
-        self._store_works = bool(order.store)
-        """Whether there is a store that has not refused for good."""
-        self._failing_since: float | None = None
-        """Since when it cannot be written; infinite once that was warned of, None while it can."""
-        self._is_kept = False
-        """Whether the store has all results."""
-        self._store_lock = threading.Lock()
-        self._kept_checkpoint = self._brought_checkpoint = 0
-        self._kept_restarts = 0
-        self._kept_at = -math.inf
 
     def _fail(self, cause: FailureCause, reason: str) -> None:
         self._job.fail(cause, reason)
@@ -152,12 +129,17 @@ class Head:
 
     # -- the job ----------------------------------------------------------------------------------------------------
 
-    async def run(self) -> int:
-        """Serve the job to its end; gives the exit code."""
-        if self.relays is not None and self._within is None:
-            await self.relays.serve(self._job)
-        elif self.relays is not None:
+    async def serve_job(self) -> None:
+        """Serve the job until the notebook has what it wants."""
+        if self.relays is not None:
             self.relays.begin(self._pod, self._job, self.writer.say)
+        verdict = await self._run_job()
+        await self._put_results()
+        await self._wait_for_notebook(time.monotonic(), verdict)
+        self.server.close()
+
+    async def _run_job(self) -> Verdict:
+        """Run the attempts, and write all that the job's folder will ever have; returns how the job ended."""
         self._serve_metrics()
         preparing = asyncio.ensure_future(self._prepare())
         verdict = await self._job.run()
@@ -166,30 +148,7 @@ class Head:
         self.writer.close(lambda: self._written.set_result(None))
         await self._written
         preparing.cancel()
-        if self._within is not None:
-            await asyncio.to_thread(self._put_results_into_store)
-            await self._wait_for_notebook(time.monotonic(), verdict)
-            self.server.close()
-            return 0
-        # The pod ends even if something hangs from here on.
-        signal.alarm(int(self._pod.order.collect_wait_s + STRAGGLER_LIMIT_S + DRAIN_LIMIT_S + 60))
-        message = ending.termination_message(verdict)
-        ending.write_termination(self._pod.place.termination_log, message)
-        ended_at = time.monotonic()
-        if self.relays is not None and self._is_told_to_end and self._pod.order.returns_head:
-            # Without a goodbye they come back as well, and join the next head.
-            self.relays.close()
-        elif self.relays is not None:
-            self.relays.end()
-        await asyncio.to_thread(self._put_results_into_store)
-        await self._wait_for_relays(ended_at)
-        await self._wait_for_notebook(ended_at, verdict)
-        if self.relays is not None:
-            self.relays.close()
-        limit_s = TERM_DRAIN_LIMIT_S if self._is_told_to_end else DRAIN_LIMIT_S
-        await asyncio.to_thread(self.stdout.drain, limit_s)
-        self.server.close()
-        return ending.exit_code(verdict, told_to_end=self._is_told_to_end)
+        return verdict
 
     def _serve_metrics(self) -> None:
         """Open the port for Prometheus, until the process ends. A job does not fail for want of it."""
@@ -218,9 +177,6 @@ class Head:
     async def _prepare(self) -> None:
         """Bring the input, let the ranks start, then put each checkpoint into the store."""
         order = self._pod.order
-        if order.idle_s:
-            self._job.start()
-            return
         try:
             if order.returns_head:
                 # Before anything that may kill this pod each time.
@@ -231,29 +187,24 @@ class Head:
                     self._job.fail(FailureCause.AGENT_DIED, told)
                     return
                 self._job.used_before = max(used, order.used_restarts)
-                await self._ask_store(self._keep_restarts)
+                await self._ask_store(self._kept.put_restarts)
             await asyncio.to_thread(pod_input.bring, self._pod, received=self.server.received)
             await self._ask_store(functools.partial(pod_input.bring_checkpoint, self._pod))
         except Exception as error:  # noqa: BLE001 - the job cannot start, and has to say why
             told = str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}"
             self._job.fail(FailureCause.NOT_STARTED, told)
             return
-        if order.returns_head and self._pod.files.checkpoint.exists():
-            self._kept_checkpoint = self._brought_checkpoint = self._pod.files.checkpoint.stat().st_mtime_ns
+        if order.returns_head:
+            self._kept.note_brought()
+        self._start_job()
+        await self._kept.keep_up(lambda: self._job.can_save)
+
+    def _start_job(self) -> None:
+        """All input is here."""
         self._has_blobs = True
-        if self._within is None:
-            # From here no rank is forked that the job does not need.
-            self._pod.pool.wanted_spares = 0
         if self.relays is not None:
             self.relays.deal_blobs()
         self._job.start()
-        while self._store_works:
-            await asyncio.sleep(_KEEP_EACH_S if self._failing_since is None else _RETRY_EACH_S)
-            if order.returns_head:
-                with contextlib.suppress(OSError, StoreError):
-                    await asyncio.to_thread(self._keep_restarts)
-            if not self._job.can_save or time.monotonic() - self._kept_at >= _KEEP_SAVING_EACH_S:
-                await asyncio.to_thread(self._keep_checkpoint)
 
     async def _ask_store(self, ask: Callable[[], int | None]) -> int | None:
         """Ask the store what earlier heads have left, for minutes if need be: no training begins over a checkpoint.
@@ -281,7 +232,7 @@ class Head:
                 if is_first:
                     self.writer.say(f"{told}. It is tried again for {READ_LIMIT_S / 60:g} minutes")
                 is_first = False
-            await asyncio.sleep(_RETRY_EACH_S)
+            await asyncio.sleep(RETRY_EACH_S)
 
     # -- requests, in the server's threads --------------------------------------------------------------------------
 
@@ -301,7 +252,6 @@ class Head:
     def _acknowledged(self) -> None:
         """The notebook has all it wants."""
         self._is_acknowledged = True
-        self._released()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -321,6 +271,112 @@ class Head:
             for block in wire.encode_outcome(int(attempt), int(rank), path.read_bytes()):
                 self.stdout.offer(block, always=True)
 
+    async def _put_results(self) -> None:
+        goes_on = self._is_told_to_end and self._pod.order.returns_head
+        await asyncio.to_thread(functools.partial(self._kept.put_results, goes_on=goes_on))
+
+    async def _wait_for_notebook(self, ended_at: float, verdict: Verdict) -> None:
+        """Stay while the notebook has something to fetch."""
+        order = self._pod.order
+        tried_at = ended_at
+        while self._is_awaited(verdict):
+            limit_s = min(order.collect_wait_s, KEPT_COLLECT_S) if self._kept.is_complete else order.collect_wait_s
+            if time.monotonic() - ended_at >= limit_s:
+                # The files are closed: this is for a reader of the pod's log.
+                kept = (
+                    f"They are in {order.store}/jobs/{order.job}"
+                    if self._kept.is_complete
+                    else ("They are lost; give a store with store='pvc://...' to keep them")
+                )
+                text = f"The results were not fetched within {limit_s:g} s (collect_wait_s). {kept}"
+                self.stdout.say(text)
+                return
+            await asyncio.sleep(_LOOK_EACH_S)
+            if self._kept.works and not self._kept.is_complete and time.monotonic() - tried_at >= RETRY_EACH_S:
+                await self._put_results()
+                tried_at = time.monotonic()
+
+    def _is_awaited(self, verdict: Verdict) -> bool:
+        """Whether the notebook still has to come for something."""
+        order = self._pod.order
+        notebook_sees_store = "://" in order.store or order.source is Source.FOLDER
+        if self._is_acknowledged or self._is_told_to_end or order.work_is_kept:
+            return False
+        if self._kept.is_complete and notebook_sees_store:
+            return False
+        if verdict.state is not StateName.SUCCEEDED and self._pod.files.checkpoint.exists():
+            return True
+        return not self._on_stdout
+
+
+class Head(JobHead):
+    """Serves the pod: one job, or in warm pods one after the other.
+
+    Args:
+        pod: The pod.
+
+    Raises:
+        OSError: A port is taken.
+    """
+
+    def __init__(self, pod: Pod) -> None:
+        order, relays, stdout = pod.order, None, StdoutCopy()
+
+        def say(text: str) -> None:
+            self.writer.say(text)
+
+        if order.agents > 1:
+            listener = open_port(pod.place.listen, order.port + 1, 1024)
+            relays = HeadsRelays(order, pod.key, pod.files, listener, say=say)
+
+        def make_warm(site: Site) -> JobRun:
+            return WarmPods(site, relays, pod, lambda job: JobHead(job, relays, stdout, self.server))
+
+        super().__init__(pod, relays, stdout, make=make_warm if order.idle_s else JobRun)
+        if isinstance(self._job, WarmPods):
+            self.server.offer = self._job.offer
+
+    async def run(self) -> int:
+        """Serve to the end; gives the exit code."""
+        if self.relays is not None:
+            await self.relays.serve(self._job)
+        verdict = await self._run_job()
+        # The pod ends even if something hangs from here on.
+        signal.alarm(int(self._pod.order.collect_wait_s + STRAGGLER_LIMIT_S + DRAIN_LIMIT_S + 60))
+        message = ending.termination_message(verdict)
+        ending.write_termination(self._pod.place.termination_log, message)
+        ended_at = time.monotonic()
+        if self.relays is not None and self._is_told_to_end and self._pod.order.returns_head:
+            # Without a goodbye they come back as well, and join the next head.
+            self.relays.close()
+        elif self.relays is not None:
+            self.relays.end()
+        await self._put_results()
+        await self._wait_for_relays(ended_at)
+        await self._wait_for_notebook(ended_at, verdict)
+        if self.relays is not None:
+            self.relays.close()
+        limit_s = TERM_DRAIN_LIMIT_S if self._is_told_to_end else DRAIN_LIMIT_S
+        await asyncio.to_thread(self.stdout.drain, limit_s)
+        self.server.close()
+        return ending.exit_code(verdict, told_to_end=self._is_told_to_end)
+
+    async def _prepare(self) -> None:
+        if isinstance(self._job, WarmPods):
+            self._job.start()
+            return
+        await super()._prepare()
+
+    def _start_job(self) -> None:
+        # From here no rank is forked that the job does not need.
+        self._pod.pool.wanted_spares = 0
+        super()._start_job()
+
+    def _acknowledged(self) -> None:
+        super()._acknowledged()
+        if isinstance(self._job, WarmPods):
+            self._job.release()
+
     async def _wait_for_relays(self, ended_at: float) -> None:
         """Stay while relays are leaving, or may still come and have to learn of the end."""
         relays = self.relays
@@ -332,99 +388,6 @@ class Head:
             if not ((relays.connected and waited_s < LEAVE_LIMIT_S) or (may_come and waited_s < STRAGGLER_LIMIT_S)):
                 return
             await asyncio.sleep(_LOOK_EACH_S)
-
-    async def _wait_for_notebook(self, ended_at: float, verdict: Verdict) -> None:
-        """Stay while the notebook has something to fetch."""
-        order = self._pod.order
-        tried_at = ended_at
-        while self._is_awaited(verdict):
-            limit_s = min(order.collect_wait_s, KEPT_COLLECT_S) if self._is_kept else order.collect_wait_s
-            if time.monotonic() - ended_at >= limit_s:
-                # The files are closed: this is for a reader of the pod's log.
-                kept = (
-                    f"They are in {order.store}/jobs/{order.job}"
-                    if self._is_kept
-                    else ("They are lost; give a store with store='pvc://...' to keep them")
-                )
-                text = f"The results were not fetched within {limit_s:g} s (collect_wait_s). {kept}"
-                self.stdout.say(text)
-                return
-            await asyncio.sleep(_LOOK_EACH_S)
-            if self._store_works and not self._is_kept and time.monotonic() - tried_at >= _RETRY_EACH_S:
-                await asyncio.to_thread(self._put_results_into_store)
-                tried_at = time.monotonic()
-
-    def _is_awaited(self, verdict: Verdict) -> bool:
-        """Whether the notebook still has to come for something."""
-        order = self._pod.order
-        notebook_sees_store = "://" in order.store or order.source is Source.FOLDER
-        if self._is_acknowledged or self._is_told_to_end or order.work_is_kept:
-            return False
-        if self._is_kept and notebook_sees_store:
-            return False
-        if verdict.state is not StateName.SUCCEEDED and self._pod.files.checkpoint.exists():
-            return True
-        return not self._on_stdout
-
-    # -- the store, in threads ----------------------------------------------------------------------------------------
-
-    def _put_results_into_store(self) -> None:
-        paths = sorted(self._pod.files.folder.glob("outcome-*"))
-        # A store that has no room for the checkpoint may have some for them.
-        are_put = [self._store_works and self._put(path) for path in paths]
-        self._is_kept = self._store_works and self._keep_checkpoint() and all(are_put)
-        if self._is_told_to_end and self._pod.order.returns_head and self._kept_checkpoint != self._brought_checkpoint:
-            # A job that gets on each time ends.
-            with contextlib.suppress(OSError, StoreError):
-                self._keep_restarts(loses_head=False)
-
-    def _keep_restarts(self, *, loses_head: bool = True) -> None:
-        """Write beside the checkpoint how many restarts are used; one more if the loss of this head is to count.
-
-        Raises:
-            OSError, StoreError: The store cannot be written.
-        """
-        number = self._job.used_restarts + loses_head
-        if number != self._kept_restarts:
-            pod_input.put_used_restarts(self._pod, number)
-            self._kept_restarts = number
-
-    def _keep_checkpoint(self) -> bool:
-        """Put the last checkpoint into the store, if it is not there yet: the next head resumes from it. Whether none is missing there."""
-        with self._store_lock, contextlib.suppress(FileNotFoundError):
-            # Each is a file of its own that takes the place of the one before.
-            written = self._pod.files.checkpoint.stat().st_mtime_ns
-            if written != self._kept_checkpoint:
-                if not (self._store_works and self._put(self._pod.files.checkpoint)):
-                    return False
-                self._kept_checkpoint, self._kept_at = written, time.monotonic()
-        return True
-
-    def _put(self, path: Any) -> bool:
-        """Put a file into the store; whether that went well. It is tried again as long as the job lasts, unless the store refuses it."""
-        now, told = time.monotonic(), self._pod.loop.call_soon_threadsafe
-        try:
-            if path == self._pod.files.checkpoint:
-                pod_input.put_checkpoint_into_store(self._pod)
-            else:
-                pod_input.put_into_store(self._pod, path)
-        except (OSError, StoreError) as error:
-            text = f"{path.name} could not be put into the store {self._pod.order.store}: {error}"
-            if pod_input.is_refusal(error):
-                self._store_works = False
-                told(self.writer.say, f"{text}. The notebook has to fetch it")
-            elif self._failing_since is None:
-                self._failing_since = now
-                told(self.writer.say, f"{text}. It is tried again as long as the job lasts")
-            elif now - self._failing_since >= STORE_WARN_S:
-                self._failing_since = math.inf
-                text = f"{text}. What is newer is lost with this pod"
-                told(functools.partial(self.writer.event, EventKind.NOTE, text=text, warns=True))
-            return False
-        if self._failing_since is not None:
-            self._failing_since = None
-            told(self.writer.say, f"The store {self._pod.order.store} can be written again")
-        return True
 
 
 def _by_rank(path: Any) -> tuple[int, int]:

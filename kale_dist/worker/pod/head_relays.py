@@ -185,7 +185,7 @@ class HeadsRelays:
         return all(relay.channel is not None for relay in self._relays.values() if relay.has_joined)
 
     def explain_loss(self) -> str:
-        """Which relay is gone, as a sentence; empty if all are there."""
+        """A sentence on the relay that is gone; empty if all are there."""
         for relay in self._relays.values():
             if relay.was_lost:
                 return f"{relay.describe()} is gone: {_GONE}"

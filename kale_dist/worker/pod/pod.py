@@ -84,7 +84,7 @@ class Pod:
         own = FolderStore(order.store if shared else place.work / "blobs")
         self.store: FolderStore = own if within is None else within.store
         self.order = order
-        """As all agents have it."""
+        """The order that all agents of the job have."""
         state = ProcessState(
             environment=tuple(os.environ.items()),
             cwd=self._cwd(),

@@ -23,7 +23,7 @@ _LOOK_EACH_S = 0.2
 _TRIES = 7
 """After the first one a pause of one second, which doubles: a minute in all."""
 _SILENCE_LIMITS_S = 30.0, 10.0
-"""Of the head, and of another relay, in whose place there is the head."""
+"""How long the head may say nothing, and another relay, in whose place there is the head."""
 _PIECE_BYTES = 1 << 20
 
 

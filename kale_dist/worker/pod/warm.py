@@ -113,7 +113,7 @@ class WarmPods(JobRun):
                 )
             pod, head = self._next
             running(reason=f"Runs {pod.order.job}")
-            await head.run()
+            await head.serve_job()
             await asyncio.to_thread(pod.end_job, pod.order.blobs)
             if relays is not None:
                 relays.begin(self._pod, self, writer.say)

@@ -34,7 +34,7 @@ CONNECT_S = 120.0
 _COUNT_EACH_S = 1.0
 _SHM = "/dev/shm"  # noqa: S108 - NCCL's and DataLoader's
 _SHM_BYTES = 64 << 20
-"""Of shared memory for each rank. Containers have 64 MiB in all unless told otherwise."""
+"""Bytes of shared memory for each rank. Containers have 64 MiB in all unless told otherwise."""
 
 
 _NO_CONNECTION = (

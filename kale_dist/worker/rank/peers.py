@@ -28,7 +28,7 @@ Address = tuple[str, int]
 
 
 class Owner(NamedTuple):
-    """Of a socket."""
+    """The owner of a socket."""
 
     user: int
     inode: int

@@ -123,7 +123,7 @@ def show_figures() -> None:
 
 
 def bundle_of(value: Any) -> dict[str, str]:
-    """What an object shows itself as, by MIME type; empty for one that is only text."""
+    """How an object is shown, by MIME type; empty for one that is only text."""
     if type(value).__module__.partition(".")[0] == "matplotlib" and hasattr(value, "savefig"):
         drawn = io.BytesIO()
         value.savefig(drawn, format="png", bbox_inches="tight")

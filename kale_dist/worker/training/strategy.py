@@ -1,7 +1,7 @@
 """What the training loop asks of a strategy. All that ranks exchange because they train together is behind this.
 
 To add a strategy: settings in `kale_dist.strategies` (one file, listed in its `ALL`), and a class with these methods in a
-module of this folder, which the settings name as their `home`. The class is made with `(settings, layout)`. It derives from `Strategy`,
+module of `worker/parallel/`, which the settings name as their `home`. The class is made with `(settings, layout)`. It derives from `Strategy`,
 or from `Replica` (replica.py), which adds the hooks on gradients.
 `tests/strategies/` has the harness that compares a strategy with one process.
 """
