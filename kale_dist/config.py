@@ -21,9 +21,10 @@ FILE_VARIABLE = "KALE_DIST_CONFIG"
 _PREFIX = "KALE_DIST_"
 
 _TABLE_REMEDY = 'Write it as {"processes_per_pod": 4}'
-_REGISTRY_PROBLEM = "is not a registry's host with a path"
-_REGISTRY_REMEDY = (
-    "Write it as 'registry.example.com/team' or 'localhost:5000'; only one without TLS begins with http://"
+_REGISTRY = (
+    names.is_registry_path,
+    "is not a registry's host with a path",
+    "Write it as 'registry.example.com/team' or 'localhost:5000'; only one without TLS begins with http://",
 )
 
 
@@ -69,9 +70,8 @@ class Config:
 
     def place(self, word: str) -> Place:
         """The configured settings of `local`, `docker` or `kubernetes`."""
-        if word == "docker":
-            return self.docker
-        return self.kubernetes if word == "kubernetes" else Local()
+        found: dict[str, Place] = {"docker": self.docker, "kubernetes": self.kubernetes}
+        return found.get(word, Local())
 
     def as_environment(self) -> dict[str, str]:
         """The settings as variables for another process: name to value."""
@@ -199,8 +199,7 @@ _OF_CLUSTERS = ("namespace", "service_account", "queue", "image_pull_secrets")
 _FORMS: dict[str, tuple[Callable[[str], bool], str, str]] = {
     "on": (KINDS.__contains__, "is not a place to run", "Use one of: 'local', 'docker', 'kubernetes'"),
     "image": (names.is_image, "is not an image's reference", "Write it as 'registry.example.com/team/train:1'"),
-    "registry": (names.is_registry_path, _REGISTRY_PROBLEM, _REGISTRY_REMEDY),
+    **dict.fromkeys(("registry", "registry_pull"), _REGISTRY),
     "show_locals": (("none", "summary", "full").__contains__, "is no such choice", "Use one of: 'none', 'summary', 'full'"),
     "registry_tags": (("own", "shared").__contains__, "is no such choice", "Use one of: 'own', 'shared'"),
-    "registry_pull": (names.is_registry_path, _REGISTRY_PROBLEM, _REGISTRY_REMEDY),
 }  # fmt: skip

@@ -10,17 +10,18 @@ The component builds the same objects from a dict, in a pipeline. Here they are 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from kale_dist.calls import checks, verbs
+from kale_dist.calls import signatures, verbs
 from kale_dist.errors import ConfigError, short_refusals
 from kale_dist.job.handle import Job
 from kale_dist.job.spec import names
-from kale_dist.job.spec.checks import whole
-from kale_dist.job.spec.place_settings import Kubernetes
+from kale_dist.job.spec.checks import Check, whole
+from kale_dist.job.spec.place_settings import Kubernetes, settings_of
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
 from kale_dist.wording import closest, show
@@ -93,7 +94,7 @@ def train_comp(
                     "train_parameters", f"{name} is {value!r}, which was not given", f"Add {value}='/path'"
                 )
             given[name] = paths[value]
-    checks.check_function(train_specification, (), given, verbs.launch)
+    signatures.check_function(train_specification, (), given, verbs.launch)
     options = arguments(distribution_specification, place=place, **settings)
     if model_name:
         options["name"] = names.make(model_name, time.strftime("%Y%m%d%H%M%S"))
@@ -120,11 +121,8 @@ def arguments(
     """
     given = _checked(distribution_specification, settings)
     kind = _kind(given)
-    gpus = given.get("gpus") or 0
-    if isinstance(gpus, str) and gpus.isdecimal():
-        gpus = int(gpus)
-    whole(0, remedy="Give the GPUs of each worker")("gpus", gpus)
-    workers = 1 if kind == "job" and "number_of_workers" not in given else _workers(given.get("number_of_workers", 1))
+    gpus = _number("gpus", given.get("gpus") or 0, whole(0, remedy="Give the GPUs of each worker"))
+    workers = _number("number_of_workers", given.get("number_of_workers", 1), whole())
     per_pod = max(1, gpus)
     settings = {
         "kind": kind,
@@ -185,9 +183,9 @@ def _kind(given: Mapping[str, Any]) -> str:
     return _KINDS[word]
 
 
-def _workers(value: Any) -> int:
+def _number(name: str, value: Any, check: Check) -> int:
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    whole()("number_of_workers", number)
+    check(name, number)
     return int(number)
 
 
@@ -228,11 +226,7 @@ def _volumes(given: Mapping[str, Any]) -> list[Volume] | None:
 
 def _merged(place: Kubernetes, settings: Mapping[str, Any]) -> Kubernetes:
     """Merge the dict's settings into a place; a setting in both is an error."""
-    import dataclasses
-
-    from kale_dist.job.spec import place_settings
-
-    for name in place_settings.settings_of(place):
+    for name in settings_of(place):
         if name in settings:
             raise ConfigError("place", f"{name} is in the dict, too", "Leave it out of one of them")
     return dataclasses.replace(place, **settings)

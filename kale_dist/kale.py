@@ -117,12 +117,9 @@ def _word() -> str:
 
 def _resources(requests: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
     """Combine requests and limits: for memory and devices, the limit is the request, as on every cluster."""
-    both = {**requests, **limits}
-    found = {name: value for name, value in both.items() if name != "cpu"}
-    if "cpu" in both:
-        found["cpu"] = requests.get("cpu", both["cpu"])
+    found = {**requests, **limits}
     if "cpu" in limits:
-        found["cpu_limit"] = limits["cpu"]
+        found |= {"cpu": requests.get("cpu", limits["cpu"]), "cpu_limit": limits["cpu"]}
     return {name: str(value) if name == "memory" else value for name, value in found.items()}
 
 
@@ -132,10 +129,10 @@ def _variables(env: Any) -> tuple[dict[str, str], dict[str, str]]:
         return dict(env), {}
     plain, secrets = {}, {}
     for one in env:
-        secret = (one.get("valueFrom") or {}).get("secretKeyRef") if isinstance(one, Mapping) else None
-        if secret:
+        given = one if isinstance(one, Mapping) else {}
+        if secret := (given.get("valueFrom") or {}).get("secretKeyRef"):
             secrets[one["name"]] = f"{secret['name']}/{secret['key']}"
-        elif isinstance(one, Mapping) and "name" in one and "value" in one:
+        elif "name" in given and "value" in given:
             plain[one["name"]] = one["value"]
         else:
             remedy = "Write {'name': 'A', 'value': '1'}, or a valueFrom with a secretKeyRef"

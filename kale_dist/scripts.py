@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kale_dist.calls import checks, request, starting, verbs
+from kale_dist.calls import request, signatures, starting, verbs
 from kale_dist.calls.options import Options
 from kale_dist.calls.request import Function
 from kale_dist.errors import ConfigError, KaleDistError, warn
@@ -51,7 +51,7 @@ def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = Fals
         _add_to_path(path.parent)
     label = path.stem if path is not None else script
     given = request.gathered(options)
-    checks.check_words(given, verbs.launch)
+    signatures.check_words(given, verbs.launch)
     settings = Options(**given)
     in_place = request.where(settings.on)[0].name == "local"
     files = modules.Script(path=path, module=script if as_module else "", words=tuple(arguments))
@@ -85,7 +85,7 @@ def call(target: str, arguments: Sequence[str] = (), **options: Any) -> Job[Any]
     _add_to_path(pathlib.Path.cwd())
     fn = _function(target)
     args, kwargs = _words(arguments)
-    checks.check_function(fn, args, kwargs, verbs.launch)
+    signatures.check_function(fn, args, kwargs, verbs.launch)
     return verbs.launch(functools.partial(fn, *args, **kwargs), **request.gathered(options))
 
 

@@ -158,10 +158,8 @@ def read(name: str) -> SweepPicture:
     if name not in sweeps():
         raise ConfigError("name", f"there is no sweep {name!r}", "`kale-dist sweeps` lists those there are")
     study = optuna.load_study(study_name=name, storage=_journal(name))
-    attributes = study.user_attrs
-    return _picture(
-        study, str(attributes.get("metric", "")), int(attributes.get("trials", 0)), is_over=not _is_locked(name)
-    )
+    with _lock_file(name).open("a") as file:
+        return _picture(study, is_over=records.try_lock(file))
 
 
 @dataclasses.dataclass(slots=True)
@@ -291,7 +289,7 @@ class Sweep:
         self._display = display(self._picture(), display_id=True)  # type: ignore[no-untyped-call]
 
     def _picture(self) -> SweepPicture:
-        picture = _picture(self.study, self._metric, self._trials, is_over=self._is_over)
+        picture = _picture(self.study, is_over=self._is_over)
         if self._error is None:
             return picture
         kind = "" if isinstance(self._error, KaleDistError) else f"{type(self._error).__name__}: "
@@ -453,22 +451,21 @@ class Sweep:
                 self._best_job = one.job
 
     def _fail(self, number: int, reason: str) -> None:
-        optuna = _optuna()
-        self._forget(number)
-        self._note(number, _REASON, reason)
-        self.study.tell(number, state=optuna.trial.TrialState.FAIL)
+        self._tell_failed(number, reason)
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= _FAILURES:
             raise SweepError(f"{self.name}: {_FAILURES} trials in a row have failed, the last because {reason}")
 
     def _again(self, number: int, reason: str) -> None:
         """Mark a trial as lost, and queue its parameters again."""
-        optuna = _optuna()
+        self._note(number, _AGAIN, value=True)
+        self._tell_failed(number, reason)
+        self.study.enqueue_trial(self._frozen(number).params)
+
+    def _tell_failed(self, number: int, reason: str) -> None:
         self._forget(number)
         self._note(number, _REASON, reason)
-        self._note(number, _AGAIN, value=True)
-        self.study.tell(number, state=optuna.trial.TrialState.FAIL)
-        self.study.enqueue_trial(self._frozen(number).params)
+        self.study.tell(number, state=_optuna().trial.TrialState.FAIL)
 
     def _note(self, number: int, key: str, value: Any) -> None:
         self.study._storage.set_trial_user_attr(_id_of(self._frozen(number)), key, value)  # noqa: SLF001 - for a trial that is over, too
@@ -502,16 +499,13 @@ def _open(
 ) -> tuple[optuna.Study, contextlib.ExitStack]:
     """The study of a name, new or continued, and the lock that keeps other processes from running it."""
     optuna = _optuna()
-    for argument, value, base in (
-        ("sampler", sampler, optuna.samplers.BaseSampler),
-        ("pruner", pruner, optuna.pruners.BasePruner),
-        ("storage", storage, (str, optuna.storages.BaseStorage)),
+    a_url = "Give a URL such as sqlite:///sweeps.db"
+    for argument, value, base, remedy in (
+        ("sampler", sampler, optuna.samplers.BaseSampler, "Give a sampler such as optuna.samplers.TPESampler()"),
+        ("pruner", pruner, optuna.pruners.BasePruner, "Give a pruner such as optuna.pruners.MedianPruner()"),
+        ("storage", storage, (str, optuna.storages.BaseStorage), a_url),
     ):
         if value is not None and not isinstance(value, base):
-            remedy = {
-                "sampler": "Give a sampler such as optuna.samplers.TPESampler()",
-                "pruner": "Give a pruner such as optuna.pruners.MedianPruner()",
-            }.get(argument, "Give a URL such as sqlite:///sweeps.db")
             said = f"the class {value.__name__}" if isinstance(value, type) else show(value)
             raise ConfigError(argument, f"{said} is not a {argument} of Optuna's", remedy)
     if isinstance(storage, str):
@@ -520,29 +514,24 @@ def _open(
             storage = optuna.storages.get_storage(storage)
         except Exception as error:
             problem = f"{show(storage)} cannot be opened: {(str(error) or type(error).__name__).splitlines()[0]}"
-            raise ConfigError("storage", problem, "Give a URL such as sqlite:///sweeps.db") from error
-    lock = contextlib.ExitStack()
-    if not records.try_lock(lock.enter_context(_lock_file(name).open("w"))):
-        lock.close()
-        raise ConfigError("name", f"the sweep {name!r} runs already", "Wait for it, or choose another name")
-    verbosity = optuna.logging.get_verbosity()
-    # Optuna would log that the study was created.
-    optuna.logging.set_verbosity(max(verbosity, optuna.logging.WARNING))
-    try:
-        study = optuna.create_study(
-            storage=_journal(name) if storage is None else storage, study_name=name, direction=direction, sampler=sampler,
-            pruner=pruner, load_if_exists=True,
-        )  # fmt: skip
-    except Exception:
-        lock.close()
-        raise
-    finally:
-        optuna.logging.set_verbosity(verbosity)
-    if study.direction.name.lower() != direction:
-        lock.close()
-        was = study.direction.name.lower()
-        raise ConfigError("direction", f"the sweep {name!r} was begun with {was!r}", "Keep it, or choose another name")
-    return study, lock
+            raise ConfigError("storage", problem, a_url) from error
+    with contextlib.ExitStack() as lock:
+        if not records.try_lock(lock.enter_context(_lock_file(name).open("w"))):
+            raise ConfigError("name", f"the sweep {name!r} runs already", "Wait for it, or choose another name")
+        verbosity = optuna.logging.get_verbosity()
+        # Optuna would log that the study was created.
+        optuna.logging.set_verbosity(max(verbosity, optuna.logging.WARNING))
+        try:
+            study = optuna.create_study(
+                storage=_journal(name) if storage is None else storage, study_name=name, direction=direction, sampler=sampler,
+                pruner=pruner, load_if_exists=True,
+            )  # fmt: skip
+        finally:
+            optuna.logging.set_verbosity(verbosity)
+        if (was := study.direction.name.lower()) != direction:
+            remedy = "Keep it, or choose another name"
+            raise ConfigError("direction", f"the sweep {name!r} was begun with {was!r}", remedy)
+        return study, lock.pop_all()
 
 
 def _folder() -> pathlib.Path:
@@ -560,11 +549,6 @@ def _journal(name: str) -> Any:
     from optuna.storages.journal import JournalFileBackend
 
     return JournalStorage(JournalFileBackend(str(_folder() / f"{name}.journal")))
-
-
-def _is_locked(name: str) -> bool:
-    with _lock_file(name).open("a") as file:
-        return not records.try_lock(file)
 
 
 def _id_of(frozen: Any) -> int:
@@ -588,11 +572,12 @@ def _sweep_trial(frozen: Any) -> SweepTrial:
     )
 
 
-def _picture(study: Any, metric: str, trials: int, *, is_over: bool) -> SweepPicture:
+def _picture(study: Any, *, is_over: bool) -> SweepPicture:
+    attributes = study.user_attrs
     return SweepPicture(
         name=study.study_name,
-        metric=metric,
-        wanted=trials,
+        metric=str(attributes.get("metric", "")),
+        wanted=int(attributes.get("trials", 0)),
         is_maximised=study.direction.name == "MAXIMIZE",
         is_over=is_over,
         rows=tuple(map(_sweep_trial, study.get_trials(deepcopy=False))),

@@ -20,7 +20,7 @@ import traitlets
 from IPython import get_ipython
 
 from kale_dist import config, places, strategies, wording
-from kale_dist.calls import request, training_checks, verbs
+from kale_dist.calls import request, signatures, training_checks, verbs
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.job.spec import quantities
 from kale_dist.job.spec.resources import DEFAULT_CPU, DEFAULT_MEMORY_GIB
@@ -95,10 +95,7 @@ def missing(found: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _sort_function(name: str, function: Any, found: dict[str, list[str]]) -> None:
-    try:
-        given = [parameter.name for parameter in inspect.signature(function).parameters.values()]
-    except (TypeError, ValueError):
-        return
+    given = [parameter.name for parameter in signatures.parameters_of(function)]
     for field, wanted in training_checks.STEP_ARGUMENTS.items():
         if len(given) == len(wanted) and ("loader" in " ".join(given) or "step" in name or "epoch" in name):
             found[field].append(name)
@@ -164,24 +161,19 @@ def _chosen_place(choice: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     """Where the training runs, and the settings of that place by keyword; what is left empty is left out."""
     on = choice.get("on") or _default_place()
     given = {field: text.strip() for field, text in choice.items() if text.strip()}
-    found: dict[str, Any] = {}
     if on not in _PLACES:
-        return on, found
-    if "image" in given:
-        found["image"] = given["image"]
-    if "packages" in given:
-        parts = [part.strip() for part in _COMMA.split(given["packages"]) if part.strip()]
-        found["packages"] = "auto" if parts == ["auto"] else parts
-    resources = {field: wording.parse(given[field]) for field in ("cpu", "memory", "gpus") if field in given}
-    if resources:
-        found["resources"] = resources
-    if "volumes" in given:
-        found["volumes"] = dict(_volumes(given["volumes"]))
-    if "keep_warm" in given:
-        found["keep_warm"] = given["keep_warm"]
-    if on == "kubernetes":
-        found |= {field: given[field] for field in _OF_CLUSTERS if field in given}
-    return on, found
+        return on, {}
+    packages = [part.strip() for part in _COMMA.split(given.get("packages", "")) if part.strip()]
+    mounts = [part.partition("=") for part in given.get("volumes", "").split(",") if part.strip()]
+    found: dict[str, Any] = {
+        "image": given.get("image"),
+        "packages": "auto" if packages == ["auto"] else packages,
+        "resources": {field: wording.parse(given[field]) for field in ("cpu", "memory", "gpus") if field in given},
+        "volumes": {path.strip(): source.strip() for path, _, source in mounts},
+        "keep_warm": given.get("keep_warm"),
+        **{field: given.get(field) for field in (_OF_CLUSTERS if on == "kubernetes" else ())},
+    }
+    return on, {field: value for field, value in found.items() if value}
 
 
 def _losses(namespace: Mapping[str, Any]) -> list[str]:
@@ -215,10 +207,8 @@ def _calls_criterion(step: Any) -> bool:
 def _lacks(choice: Mapping[str, str], namespace: Mapping[str, Any]) -> dict[str, str]:
     """What a choice lacks that a call finds only when it is too late: the field, and a sentence; empty if nothing."""
     if not choice.get("criterion") and _calls_criterion(namespace.get(choice.get("train_step", ""))):
-        return {
-            "field": "criterion",
-            "text": f"criterion: {choice['train_step']} calls the loss that it is given. Choose one",
-        }
+        text = f"criterion: {choice['train_step']} calls the loss that it is given. Choose one"
+        return {"field": "criterion", "text": text}
     on, settings = _chosen_place(choice)
     configured, in_pod = config.load(), "KUBERNETES_SERVICE_HOST" in os.environ
     known = configured.image or configured.registry or (on in _PLACES and configured.place(on).image)  # type: ignore[union-attr]
@@ -230,12 +220,6 @@ def _lacks(choice: Mapping[str, str], namespace: Mapping[str, Any]) -> dict[str,
 
 def _default_place() -> str:
     return config.load().on or "local"
-
-
-def _volumes(text: str) -> list[tuple[str, str]]:
-    """Pairs of a path and what is mounted there."""
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    return [(path.strip(), source.strip()) for path, _, source in pairs]
 
 
 def _numbers(choice: Mapping[str, str]) -> dict[str, Any]:
@@ -325,15 +309,15 @@ class LauncherForm(anywidget.AnyWidget):
 
     def _judged(self, choice: Mapping[str, str]) -> dict[str, Any]:
         """Values of `code`, `advice` and `problem` for a choice."""
-        return {
-            "code": code(choice), "advice": advice(choice, self._namespace), "problem": self._problem(choice),
-        }  # fmt: skip
+        about = advice(choice, self._namespace)
+        return {"code": code(choice), "advice": about, "problem": self._problem(choice)}
 
     def _problem(self, choice: Mapping[str, str]) -> dict[str, str]:
         lacks = missing(find(self._namespace))
         if lacks:
+            listed = ", ".join(lacks[:-1]) + (" and " if lacks[1:] else "") + lacks[-1]
             text = (
-                f"The notebook lacks {_listed(lacks)}. The form looks for {LOOKS_FOR}. "
+                f"The notebook lacks {listed}. The form looks for {LOOKS_FOR}. "
                 "Run the cells that make them, then press Refresh"
             )
             return {"field": "", "text": text}
@@ -413,19 +397,13 @@ def _fields(found: Mapping[str, Sequence[str]], namespace: Mapping[str, Any]) ->
     found = {**found, "criterion": [*found["criterion"], *_losses(namespace)]}
     kinds = [["", "the first that it serves"], *([kind, kind] for kind in ("pytorch", "train", "job", "mpi"))]
     elsewhere = list(_PLACES)
-    selects = [
-        {
-            "name": name,
-            "label": label,
-            "options": [
-                *([["", _NOTHING[name]]] if name in _NOTHING else []),
-                *([one, one] for one in found[name]),
-            ],
-        }
-        for name, label in OBJECTS.items()
-    ]
+    strategies_of_calls = [[one.word, one.word] for one in strategies.ALL if one.word and one is not strategies.DDP]
+    choices = {
+        name: [*([["", _NOTHING[name]]] if name in _NOTHING else []), *([one, one] for one in found[name])]
+        for name in OBJECTS
+    }
     return [
-        *selects,
+        *({"name": name, "label": label, "options": choices[name]} for name, label in OBJECTS.items()),
         {"name": "epochs", "label": "Epochs", "is_number": True},
         {"name": "number_of_processes", "label": "Processes", "is_number": True, "hint": "one for each core"}
         | {"hint_elsewhere": "two"},
@@ -435,7 +413,7 @@ def _fields(found: Mapping[str, Sequence[str]], namespace: Mapping[str, Any]) ->
             "label": "GPUs",
             "options": [["", "used if available"], ["yes", "one for each process"], ["no", "not used"]],
         },
-        {"name": "strategy", "label": "Strategy", "options": [["", "ddp"], *_strategies()]},
+        {"name": "strategy", "label": "Strategy", "options": [["", "ddp"], *strategies_of_calls]},
         {"name": "name", "label": "Name", "hint": "from the model's class"},
         {"name": "resume_from", "label": "Resume from", "hint": "a job, or a file"},
         {"name": "keep_warm", "label": "Keep warm", "hint": "not: ends with its job", "only": elsewhere},
@@ -451,18 +429,9 @@ def _fields(found: Mapping[str, Sequence[str]], namespace: Mapping[str, Any]) ->
     ]
 
 
-def _strategies() -> list[list[str]]:
-    """The words that a call takes, but for the default."""
-    return [[one.word, one.word] for one in strategies.ALL if one.word and one is not strategies.DDP]
-
-
 def _field(argument: str) -> str:
     """The form's field for the argument that an error names."""
     first, _, rest = argument.partition(".")
     if first == "resources":
         return {"memory_gib": "memory"}.get(rest, rest) or "cpu"
     return first
-
-
-def _listed(words: Sequence[str]) -> str:
-    return ", ".join(words[:-1]) + (" and " if words[1:] else "") + words[-1]

@@ -12,7 +12,7 @@ from kale_dist.job.backend import Backend
 from kale_dist.job.spec import names
 from kale_dist.job.spec.checks import FLAG, NO_NUL, Check, check_fields, keep, number, pairs, text, whole
 from kale_dist.job.spec.place_settings import Place
-from kale_dist.wire import STALL_WARN_S, Policy
+from kale_dist.wire import STALL_WARN_S
 
 _SET_BY_US = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -47,10 +47,8 @@ _PLAIN = {
     "max_restarts": whole(0, remedy="Give an int; 0 for none").or_(None),
     "detach": FLAG,
 }
-_FREE = text(
-    lambda name: name not in _SET_BY_US and names.FREE_VARIABLE.test(name),
-    names.FREE_VARIABLE.problem,
-    names.FREE_VARIABLE.remedy,
+_FREE = dataclasses.replace(
+    names.FREE_VARIABLE, test=lambda name: name not in _SET_BY_US and names.FREE_VARIABLE.test(name)
 )
 _NAME = text(
     lambda name: bool(name) and "=" not in name and "\0" not in name,
@@ -95,13 +93,6 @@ class Options:
             keep(self, max_restarts=_RANGE_RESTARTS if is_range else 0)
         keep(self, number_of_processes=size)
         keep(self, environment=_variables(self.environment), track=trackers.resolve(self.track))
-
-    def policy(self) -> Policy:
-        """All that only agents read."""
-        return Policy(
-            timeout_s=self.timeout_s, stall_warn_s=self.stall_warn_s, stall_timeout_s=self.stall_timeout_s,
-            detach=self.detach, max_restarts=self.max_restarts or 0,
-        )  # fmt: skip
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Options))

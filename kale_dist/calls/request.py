@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from kale_dist import config, places, strategies
 from kale_dist.calls import image_checks, save_to, training_checks
-from kale_dist.calls.checks import title
 from kale_dist.calls.options import Options
 from kale_dist.calls.resuming import Continued, Earlier
+from kale_dist.calls.signatures import title
 from kale_dist.errors import ConfigError
 from kale_dist.job import interrupts
 from kale_dist.job.backend import Backend
@@ -136,7 +136,12 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     on = calls.get("on")
     if isinstance(on, Docker | Kubernetes):
         return {**calls, "on": dataclasses.replace(on, **settings)}
-    return {**calls, "on": _place_of("local" if isinstance(on, Local) else _word(on), settings)}
+    word = "local" if isinstance(on, Local) else _word(on)
+    if word == "local":
+        name = next(iter(settings))
+        problem = "processes on this machine use its packages, folders, memory and GPUs as they are"
+        raise ConfigError(name, problem, f"Leave it out, or run with on=kd.Docker({name}=...) or on=kd.Kubernetes(...)")
+    return {**calls, "on": place_settings.KINDS[word](**settings)}
 
 
 def checked(
@@ -155,11 +160,11 @@ def checked(
     """
     backend, place = where(options.on)
     volumes = () if isinstance(place, Local) else place.volumes
-    if isinstance(what, Training):
-        target, volumes = save_to.find(what.save_to, volumes, backend.name, in_parts=what.in_parts)
-        what = dataclasses.replace(what, save_to=target)
-        training_checks.check(what)
     training = what if isinstance(what, Training) else None
+    if training is not None:
+        target, volumes = save_to.find(training.save_to, volumes, backend.name, in_parts=training.in_parts)
+        what = training = dataclasses.replace(training, save_to=target)
+        training_checks.check(training)
     sizes = _sizes(options, place, training)
     _check_variables(options.environment, in_pods=not isinstance(place, Local))
     if isinstance(place, Local):
@@ -175,10 +180,9 @@ def checked(
         debugging=_debugging(), strategy=strategies.DDP() if training is None else training.strategy,
         saves=training is not None and training.checkpoint_every is not None,
     )  # fmt: skip
-    takes_imports = False
+    wanted = image_checks.ImageWanted()
     if not isinstance(place, Local):
         wanted = image_checks.check(place.image, place.packages, place.requirements)
-        takes_imports = wanted.auto
         request = dataclasses.replace(
             request, volumes=volumes, image=wanted.image, recipe=wanted.recipe, resources=place.resources,
             keep_warm_s=seconds(place.keep_warm),
@@ -187,7 +191,7 @@ def checked(
         request = dataclasses.replace(request, store=place.store, cluster=place.options)
         _check_manifest(request)
     call = Call(
-        what=what, request=request, backend=backend, auto_packages=takes_imports, warnings=ranks.warnings,
+        what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=ranks.warnings,
         notes=ranks.notes, track=options.track,
     )  # fmt: skip
     return call if training is None else _trains(call, training, options, place, earlier)
@@ -246,10 +250,9 @@ def where(on: Any) -> tuple[Backend, Place]:
 
 def _debugging() -> Debugging:
     """What is configured of errors, and whether a person may come to a breakpoint."""
-    chosen: dict[str, Any] = {} if interrupts.has_person() else {"breakpoint_wait_s": 0.0}
-    if show_locals := config.load().show_locals:
-        chosen["show_locals"] = show_locals
-    return Debugging(**chosen)
+    usual = Debugging()
+    wait_s = usual.breakpoint_wait_s if interrupts.has_person() else 0.0
+    return Debugging(breakpoint_wait_s=wait_s, show_locals=config.load().show_locals or usual.show_locals)
 
 
 def _word(on: Any) -> str:
@@ -262,20 +265,15 @@ def _word(on: Any) -> str:
     raise ConfigError("on", f"there is no place {on!r}", remedy)
 
 
-def _place_of(word: str, settings: Mapping[str, Any]) -> Place:
-    if word == "local" and settings:
-        name = next(iter(settings))
-        problem = "processes on this machine use its packages, folders, memory and GPUs as they are"
-        raise ConfigError(name, problem, f"Leave it out, or run with on=kd.Docker({name}=...) or on=kd.Kubernetes(...)")
-    return place_settings.KINDS[word](**settings)
-
-
 def _policy(options: Options, ranks: _Ranks, *, is_training: bool) -> Policy:
     """The policy of a call, with a limit for functions on GPUs, where a rank that waits for a lost one looks busy."""
-    policy = options.policy()
-    if policy.stall_timeout_s is None and not is_training and ranks.cuda and ranks.topology.number_of_processes > 1:
-        return dataclasses.replace(policy, stall_timeout_s=STALL_S)
-    return policy
+    stall_s = options.stall_timeout_s
+    if stall_s is None and not is_training and ranks.cuda and ranks.topology.number_of_processes > 1:
+        stall_s = STALL_S
+    return Policy(
+        timeout_s=options.timeout_s, stall_warn_s=options.stall_warn_s, stall_timeout_s=stall_s, detach=options.detach,
+        max_restarts=options.max_restarts or 0,
+    )  # fmt: skip
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snaps
         from kale_dist.image import for_job
 
         imports = snapshot.imports if call.auto_packages else None
-        recipe, notes = for_job.freeze(recipe, store, imports=imports, say=_say)
+        recipe, notes = for_job.freeze(recipe, store, imports=imports, say=for_job.say)
         if not recipe.adds_something:
             image, recipe = recipe.base, None
     settled = backend.settle(request, name=name, image=image, recipe=recipe, submit=submit)
@@ -212,10 +212,6 @@ def _again(backend: Backend, job: Job[Any], checkpoint: pathlib.Path | None) -> 
             given = json.dumps(json.loads(given) | {"resume_from": job.ref})
         records.files(ref.record_name).arguments.write_text(given)
     return handle(backend, ref, spec, key, targets=inside(job).targets)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - beside the cell's own output, as pip's words are
 
 
 def _say_started(ref: JobRef, spec: JobSpec) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kale_dist import callbacks, strategies, wording
-from kale_dist.calls.checks import check_takes, describe, title
+from kale_dist.calls.signatures import check_takes, describe, parameters_of, title
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec.checks import FLAG, Check, check_fields, number, one_of, whole
 from kale_dist.job.spec.job_spec import Request
@@ -76,12 +76,13 @@ def check(training: Training) -> None:
     _check_loader("train_data_loader", training.train_data_loader)
     if training.eval_data_loader is not None:
         _check_loader("eval_data_loader", training.eval_data_loader)
-    needed_by = _ready_made(training.train_step, training.eval_data_loader, training.eval_step)
-    _check_criterion(training.criterion, training.model, needed_by=needed_by)
+    steps = ("train_step",) if training.eval_data_loader is None else ("train_step", "eval_step")
+    ready_made = next((step for step in steps if getattr(training, step) is None), "")
+    _check_criterion(training.criterion, training.model, needed_by=ready_made)
     for one in () if training.makes_model else _each("optimizer", training.optimizer):
-        _check_optimizer(one, training.model, training.criterion, is_ready_made=training.train_step is None)
+        _check_optimizer(one, training.model, training.criterion, is_ready_made=ready_made == "train_step")
     if isinstance(training.model, dict) or isinstance(training.optimizer, dict):
-        _check_several(training)
+        _check_several(training, ready_made)
     _check_state(training.state)
     _check_step("train_step", training.train_step)
     _check_step("eval_step", training.eval_step)
@@ -105,24 +106,20 @@ def check_on(training: Training, request: Request, *, is_local: bool) -> tuple[s
     if request.cluster.kind == "tf":
         problem = "'tf' is for functions that use TensorFlow, and distribute() trains with torch"
         raise ConfigError("kind", problem, "Use kd.launch(function, on=...) for Keras, or leave `kind` out")
-    layout = training.strategy.layout(0, request.topology.number_of_processes)
+    size, per_pod = request.topology.number_of_processes, request.topology.processes_per_pod
+    layout = training.strategy.layout(0, size)
     if layout.agree == "epoch" and any(isinstance(one, callbacks.EMA) for one in training.callbacks):
         problem = f"EMA averages after each step, and with {training.strategy.word!r} ranks have equal weights only after epochs"
         raise ConfigError("callbacks", problem, "Use SWA, which averages after epochs, or another strategy")
-    if len(layout.replicas) < request.topology.number_of_processes:
+    if len(layout.replicas) < size:
         for name, parameter in (pair for one in _each("model", training.model) for pair in one.named_parameters()):
             if hooks_of(parameter):
                 problem = (
                     f"{name} has a hook on its gradient, and with {training.strategy.word!r} no rank has all of that"
                 )
                 raise ConfigError("strategy", problem, "Use strategy='ddp'")
-    topology = request.topology
     if not training.makes_model:
-        training.strategy.check(
-            _conditions(
-                training, topology.number_of_processes, topology.processes_per_pod, is_local=is_local, cuda=request.cuda
-            )
-        )
+        training.strategy.check(_conditions(training, size, per_pod, is_local=is_local, cuda=request.cuda))
     return tuple(_undivided(training)) if layout.shards > 1 else ()
 
 
@@ -244,12 +241,11 @@ def _each(argument: str, value: Any) -> Iterator[Any]:
         raise ConfigError(argument, "it is an empty dict", "Name at least one")
 
 
-def _check_several(given: Training) -> None:
+def _check_several(given: Training, ready_made: str) -> None:
     """Refuse what cannot be done to several models or optimizers without a word from the step."""
-    for argument in ("train_step", *(("eval_step",) if given.eval_data_loader is not None else ())):
-        if getattr(given, argument) is None:
-            problem = "is left out, and the ready-made one trains one model with one optimizer"
-            raise ConfigError(argument, problem, "Write one; it gets the dicts as they were given")
+    if ready_made:
+        problem = "is left out, and the ready-made one trains one model with one optimizer"
+        raise ConfigError(ready_made, problem, "Write one; it gets the dicts as they were given")
     alone = {"accumulate": given.accumulate != 1, "clip_norm": given.clip_norm is not None}
     for argument, is_given in (*alone.items(), ("precision", given.precision == "fp16")):
         if is_given and isinstance(given.optimizer, dict):
@@ -363,13 +359,6 @@ def _is_prepared(value: Any) -> bool:
     return any(kind.__module__.partition(".")[0] == "accelerate" for kind in type(value).__mro__)
 
 
-def _ready_made(train_step: Any, eval_data_loader: Any, eval_step: Any) -> str:
-    """The ready-made step that is used, if any."""
-    if train_step is None:
-        return "train_step"
-    return "eval_step" if eval_data_loader is not None and eval_step is None else ""
-
-
 def _check_criterion(criterion: Any, model: Any, *, needed_by: str) -> None:
     if isinstance(criterion, type):
         raise ConfigError("criterion", f"{criterion.__name__} is a class", f"Make one: {criterion.__name__}()")
@@ -380,7 +369,7 @@ def _check_criterion(criterion: Any, model: Any, *, needed_by: str) -> None:
             f"it is None, and the ready-made {needed_by} calls it",
             f"Pass a loss function such as nn.CrossEntropyLoss(), or write your own {signature}",
         )
-    if not _arguments(criterion).isdisjoint(_ROLES["data_loader"]):
+    if any(one.name in _ROLES["data_loader"] for one in parameters_of(criterion)):
         problem = f"{describe(criterion)} takes a loader, as a step does"
         raise ConfigError("criterion", problem, f"Pass it as train_step={title(criterion)}, and a loss function here")
     if criterion is not None and not callable(criterion):
@@ -389,15 +378,7 @@ def _check_criterion(criterion: Any, model: Any, *, needed_by: str) -> None:
 
 def makes_loss(model: Any) -> bool:
     """Whether a model takes `labels` and gives a loss with its output, as those of Hugging Face do."""
-    return "labels" in _arguments(getattr(model, "forward", None))
-
-
-def _arguments(function: Any) -> set[str]:
-    """The names of a function's arguments, as far as they are known."""
-    try:
-        return set(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return set()
+    return any(one.name == "labels" for one in parameters_of(getattr(model, "forward", None)))
 
 
 def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_made: bool) -> None:
@@ -445,11 +426,7 @@ def _check_step(argument: str, step: Any) -> None:
 def _check_order(argument: str, step: Any) -> None:
     """Refuse a step that takes as many arguments as it is given, but others or in another order, by their names."""
     expected = STEP_ARGUMENTS[argument]
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):
-        return
-    taken = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = [p for p in parameters_of(step) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     names = [p.name for p in taken]
     found = [[role for role, words in _ROLES.items() if name.lower() in words] for name in names]
     places = [*expected, *[""] * len(names)]

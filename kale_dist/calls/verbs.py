@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kale_dist import places, strategies
-from kale_dist.calls import checks, request, starting
+from kale_dist.calls import request, signatures, starting
 from kale_dist.calls.options import NAMES, Options
 from kale_dist.calls.request import Call, Function
 from kale_dist.calls.resuming import Earlier, reference_of
@@ -45,7 +45,7 @@ _instead: contextvars.ContextVar[Callable[[Call], Any] | None] = contextvars.Con
 
 
 @short_refusals
-@checks.known_words
+@signatures.known_words
 def distribute(
     model: torch.nn.Module | dict[str, torch.nn.Module] | Callable[[], torch.nn.Module],
     train_data_loader: DataLoader[Any],
@@ -179,7 +179,7 @@ def distribute(
 
 
 @short_refusals
-@checks.unambiguous_words
+@signatures.unambiguous_words
 def launch(
     fn: Callable[..., R],
     *args: Any,
@@ -229,8 +229,8 @@ def launch(
     Raises:
         KaleDistError: As for `distribute`.
     """
-    checks.check_function(fn, args, kwargs, launch)
-    function = Function(fn=fn, args=args, kwargs=kwargs, label=checks.title(fn))
+    signatures.check_function(fn, args, kwargs, launch)
+    function = Function(fn=fn, args=args, kwargs=kwargs, label=signatures.title(fn))
     where_and_how = Options(
         number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=environment, threads=threads,
         seed=seed, track=track, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
@@ -241,7 +241,7 @@ def launch(
 
 
 @short_refusals
-@checks.known_words
+@signatures.known_words
 def live(
     number_of_processes: int | None = None,
     *,
@@ -317,10 +317,10 @@ def check(*args: Any, **kwargs: Any) -> None:
 def _planned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """A call of `distribute` or `launch` that is not made, checked."""
     first = args[0] if args else None
-    is_training = "model" in kwargs or checks.is_model(first) or isinstance(first, dict | list | tuple)
+    is_training = "model" in kwargs or signatures.is_model(first) or isinstance(first, dict | list | tuple)
     verb: Callable[..., Any] = distribute if is_training else launch
     if is_training:
-        checks.check_words(kwargs, verb)
+        signatures.check_words(kwargs, verb)
     try:
         inspect.signature(verb).bind(*args, **kwargs)
     except TypeError as error:

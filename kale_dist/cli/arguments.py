@@ -55,6 +55,12 @@ def add_place(made: argparse.ArgumentParser, on: str, namespace: str, default: s
     made.add_argument("--namespace", metavar="NAME", help=namespace)
 
 
+def add_pairs(made: Any, *options: str, what: str) -> None:
+    """Add an option that takes a name and a value, and may be given several times, to a command or a group of its options."""
+    names = ("NAME", "VALUE")
+    made.add_argument(*options, nargs=2, action=NameAndValue, default={}, metavar=names, help=what)
+
+
 class NameAndValue(argparse.Action):
     """Collects pairs of a name and a value; refuses NAME=VALUE, after which the next word would be taken for the value."""
 

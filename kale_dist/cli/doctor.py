@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import enum
 import importlib.util
 import json
 import os
@@ -23,6 +22,7 @@ from kale_dist.errors import ConfigError, StoreError
 from kale_dist.job import records
 from kale_dist.job.view import facts
 from kale_dist.places import gpus
+from kale_dist.places.checkup import Check, Verdict, failed, ok, warning
 from kale_dist.snapshot import loading
 from kale_dist.wording import install
 
@@ -49,29 +49,7 @@ print("\\n" + json.dumps(found))
 """
 
 
-class Verdict(enum.StrEnum):
-    """The result of a check."""
-
-    OK = "ok"
-    WARNING = "warning"
-    """Jobs run, but slower or with less than they might."""
-    FAILED = "failed"
-    """Jobs cannot run."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
-    """One check and its result."""
-
-    name: str
-    verdict: Verdict
-    sentence: str
-    """What the check found."""
-    remedy: str = ""
-    """What to do; empty if all is well."""
-
-
-_NO_GPUS = Check(name="GPUs", verdict=Verdict.OK, sentence="None that torch can use; cuda=True will be refused")
+_NO_GPUS = ok("GPUs", "None that torch can use; cuda=True will be refused")
 
 
 def add_command(commands: Commands) -> None:
@@ -125,26 +103,23 @@ def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tup
         if package == "kale_dist":
             raise
         sentence = f"{package!r} is not installed in this Python"
-        return (*here, _failed("package", sentence, install(on)))
-    return (
-        *here,
-        *(Check(name=name, verdict=Verdict(word), sentence=said, remedy=do) for name, word, said, do in found),
-    )
+        return (*here, failed("package", sentence, install(on)))
+    return (*here, *found)
 
 
 def _python(on: str) -> Check:
     version = sys.version_info
     sentence = f"Python {version.major}.{version.minor}.{version.micro} ({sys.executable})"
     if version < _OLDEST_PYTHON:
-        return _failed("Python", sentence, "Python 3.11 or later is needed")
+        return failed("Python", sentence, "Python 3.11 or later is needed")
     if sys.platform != "linux" and on == "local":
         remedy = "Jobs on this machine need Linux: use on=kd.Docker(...) or on=kd.Kubernetes(...)"
-        return _failed("Python", f"{sentence} on {sys.platform}", remedy)
+        return failed("Python", f"{sentence} on {sys.platform}", remedy)
     if sys.platform != "linux":
-        return _warning(
+        return warning(
             "Python", f"{sentence} on {sys.platform}", "Not tried there; only jobs on this machine need Linux"
         )
-    return _ok("Python", sentence)
+    return ok("Python", sentence)
 
 
 def _torch() -> tuple[Check, Check]:
@@ -156,33 +131,33 @@ def _torch() -> tuple[Check, Check]:
         found = json.loads(asked.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         remedy = "Is the disk overloaded or on a slow network?"
-        return _failed("torch", f"import torch takes more than {_TORCH_TIMEOUT_S:.0f} s", remedy), _NO_GPUS
+        return failed("torch", f"import torch takes more than {_TORCH_TIMEOUT_S:.0f} s", remedy), _NO_GPUS
     except OSError as error:
-        return _failed("torch", f"{sys.executable} cannot be run: {error}", "Install Python again"), _NO_GPUS
+        return failed("torch", f"{sys.executable} cannot be run: {error}", "Install Python again"), _NO_GPUS
     except (IndexError, ValueError):
         last = (asked.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        return _failed("torch", f"import torch fails: {last}", f"pip install 'torch>={loading.OLDEST_TORCH}'"), _NO_GPUS
+        return failed("torch", f"import torch fails: {last}", f"pip install 'torch>={loading.OLDEST_TORCH}'"), _NO_GPUS
     version, seconds = found["version"], found["seconds"]
     sentence = f"torch {version}, imported in {seconds:.1f} s"
     if loading.is_too_old(version):
-        torch = _failed(
+        torch = failed(
             "torch", sentence, f"torch {loading.OLDEST_TORCH} or later is needed: pip install --upgrade torch"
         )
     elif not found["gloo"]:
-        torch = _failed("torch", f"{sentence}, has no gloo", "Install a torch that was built with distributed support")
+        torch = failed("torch", f"{sentence}, has no gloo", "Install a torch that was built with distributed support")
     elif seconds > _SLOW_IMPORT_S:
-        torch = _warning("torch", sentence, "The first job of a notebook waits that long; a local disk would be faster")
+        torch = warning("torch", sentence, "The first job of a notebook waits that long; a local disk would be faster")
     else:
-        torch = _ok("torch", sentence)
+        torch = ok("torch", sentence)
     # As a call asks, so that what it refuses to use is not in order here.
     problem = gpus.usable()[1] if gpus.are_there() else ""
     if problem:
-        return torch, _warning("GPUs", f"They do not work with this torch: {problem}", "Check the driver: nvidia-smi")
+        return torch, warning("GPUs", f"They do not work with this torch: {problem}", "Check the driver: nvidia-smi")
     if not found["gpus"]:
         return torch, _NO_GPUS
     names = sorted(set(found["gpus"]))
     described = ", ".join(f"{found['gpus'].count(name)} x {name}" for name in names)
-    return torch, _ok("GPUs", f"{described} (CUDA {found['cuda']})")
+    return torch, ok("GPUs", f"{described} (CUDA {found['cuda']})")
 
 
 def _cores() -> Check:
@@ -191,8 +166,8 @@ def _cores() -> Check:
     sentence = f"{usable} of {total} cores usable" if usable < total else f"{total} core{'' if total == 1 else 's'}"
     if quota is not None and quota < usable:
         remedy = "More processes than that slow each other down: choose number_of_processes accordingly"
-        return _warning("cores", f"{sentence}, limited to the time of {quota:g}", remedy)
-    return _ok("cores", sentence)
+        return warning("cores", f"{sentence}, limited to the time of {quota:g}", remedy)
+    return ok("cores", sentence)
 
 
 def _cpu_quota() -> float | None:
@@ -208,14 +183,14 @@ def _shared_memory() -> Check:
     try:
         usage = shutil.disk_usage("/dev/shm")  # noqa: S108 - the kernel's shared memory, which is only measured
     except OSError as error:
-        return _warning(
+        return warning(
             "shared memory", f"cannot be measured: {error}", "DataLoader workers need it: mount a tmpfs there"
         )
     sentence = f"{facts.size(usage.free)} of {facts.size(usage.total)} free in /dev/shm"
     if usage.free < _LOW_SHARED_MEMORY:
         remedy = "DataLoader workers may run out of it: docker run --shm-size=2g, or num_workers=0"
-        return _warning("shared memory", sentence, remedy)
-    return _ok("shared memory", sentence)
+        return warning("shared memory", sentence, remedy)
+    return ok("shared memory", sentence)
 
 
 def _state_folder() -> Check:
@@ -224,12 +199,12 @@ def _state_folder() -> Check:
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
     except (OSError, StoreError) as error:
-        return _failed("state folder", f"not writable: {error}", "Set XDG_STATE_HOME to a folder you can write to")
+        return failed("state folder", f"not writable: {error}", "Set XDG_STATE_HOME to a folder you can write to")
     sentence = f"{folder}, {facts.size(free)} free"
     if free < _LOW_DISK:
         remedy = "kale-dist delete --finished removes old jobs, or set XDG_STATE_HOME to a larger disk"
-        return _warning("state folder", sentence, remedy)
-    return _ok("state folder", sentence)
+        return warning("state folder", sentence, remedy)
+    return ok("state folder", sentence)
 
 
 def _notebook() -> Check:
@@ -237,13 +212,13 @@ def _notebook() -> Check:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         sentence = f"{', '.join(missing)} not installed; only the widget and `kale-dist run` need it"
-        return _warning("notebooks", sentence, install("notebook"))
-    return _ok("notebooks", "show jobs as widgets, and can be executed by `kale-dist run`")
+        return warning("notebooks", sentence, install("notebook"))
+    return ok("notebooks", "show jobs as widgets, and can be executed by `kale-dist run`")
 
 
 def _docker() -> Check:
     found = os.environ.get("DOCKER_HOST", "") or next(filter(os.path.exists, ("/var/run/docker.sock",)), "")
-    return _ok("docker", f"{f'found: {found}' if found else 'not found'}; 'kale-dist doctor --on docker' looks at it")
+    return ok("docker", f"{f'found: {found}' if found else 'not found'}; 'kale-dist doctor --on docker' looks at it")
 
 
 def _cluster() -> Check:
@@ -252,16 +227,4 @@ def _cluster() -> Check:
     found = next((f"found: {path}" for path in paths if os.path.exists(path)), f"not found: {', '.join(paths)}")  # noqa: PTH110 - pathlib raises for a folder we may not enter
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         found = "inside a cluster"
-    return _ok("cluster", f"{found}; 'kale-dist doctor --on kubernetes' looks at it")
-
-
-def _ok(name: str, sentence: str) -> Check:
-    return Check(name=name, verdict=Verdict.OK, sentence=sentence)
-
-
-def _warning(name: str, sentence: str, remedy: str) -> Check:
-    return Check(name=name, verdict=Verdict.WARNING, sentence=sentence, remedy=remedy)
-
-
-def _failed(name: str, sentence: str, remedy: str) -> Check:
-    return Check(name=name, verdict=Verdict.FAILED, sentence=sentence, remedy=remedy)
+    return ok("cluster", f"{found}; 'kale-dist doctor --on kubernetes' looks at it")

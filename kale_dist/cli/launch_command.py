@@ -14,7 +14,7 @@ from typing import Any
 
 from kale_dist import places, scripts, wording
 from kale_dist.calls import verbs
-from kale_dist.cli.arguments import Commands, NameAndValue, add_parser
+from kale_dist.cli.arguments import Commands, add_pairs, add_parser
 from kale_dist.errors import ConfigError, KaleDistWarning, WaitTimeoutError, warnings_as_lines
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.view import facts
@@ -52,23 +52,9 @@ def add_command(commands: Commands) -> None:
     )
     made.add_argument("--on", choices=places.NAMES, help="where (the configured place, else this machine)")
     made.add_argument("--name", metavar="NAME", help="the job's (made from the script's)")
-    made.add_argument(
-        "--env",
-        nargs=2,
-        action=NameAndValue,
-        default={},
-        metavar=("NAME", "VALUE"),
-        help="a variable of every process; may be given several times",
-    )
-    made.add_argument(
-        "--set",
-        nargs=2,
-        action=NameAndValue,
-        default={},
-        metavar=("NAME", "VALUE"),
-        help="another argument of kale_dist.launch, Docker or Kubernetes, such as `image registry/torch:2.13` or "
-        '`volumes \'{"/data": "claim"}\'`',
-    )
+    add_pairs(made, "--env", what="a variable of every process; may be given several times")
+    what = "another argument of kale_dist.launch, Docker or Kubernetes, such as `image registry/torch:2.13` or "
+    add_pairs(made, "--set", what=f'{what}`volumes \'{{"/data": "claim"}}\'`')
     made.add_argument("--detach", action="store_true", help="print the job's reference and return; the job runs on")
     made.add_argument("--json", action="store_true", help="print how it ended as JSON, and all output to stderr")
 
@@ -142,9 +128,14 @@ def _launch(options: argparse.Namespace) -> int:
                 else scripts.launch(options.script, options.arguments, as_module=options.module, **given)
             )
         if options.detach:
-            print(json.dumps({"ref": job.ref, "name": job.name}) if options.json else job.ref)
-            return 0
+            return print_reference(job, as_json=options.json)
         return follow(job, caught, as_json=options.json, has_value=is_function)
+
+
+def print_reference(job: Job[Any], *, as_json: bool) -> int:
+    """Print the reference of a job that runs on; returns the exit code."""
+    print(json.dumps({"ref": job.ref, "name": job.name}) if as_json else job.ref)
+    return 0
 
 
 def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) -> int:

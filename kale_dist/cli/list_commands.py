@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from kale_dist import places
@@ -96,10 +96,6 @@ class _Listed:
     """Whether the status is current; False if it is the last one that this machine saw."""
 
 
-def _name(job: _Listed) -> str:
-    return job.status.ref.removeprefix("local://")
-
-
 def _state(job: _Listed) -> str:
     if job.status.queue_position is not None:
         return f"{job.status.state.value}, {job.status.queue_position} in queue"
@@ -132,7 +128,7 @@ def _size(job: _Listed) -> str:
 
 
 _COLUMNS: tuple[tuple[str, Callable[[_Listed], str], bool], ...] = (
-    ("name", _name, False),
+    ("name", lambda job: job.status.ref.removeprefix("local://"), False),
     ("state", _state, False),
     ("ranks", _ranks, True),
     ("created", _created, False),
@@ -191,7 +187,7 @@ def _listed(status: JobStatus, *, is_now: bool) -> _Listed:
 
 
 def _look(
-    on: str, namespace: str | None, labels: Mapping[str, str] | None, limit: int | None = None
+    on: str, namespace: str | None, labels: Mapping[str, str] | None, limit: int | None
 ) -> tuple[list[JobStatus], int]:
     """The current status of the newest jobs of a place, oldest first, and how many jobs were left out."""
     backend = places.get(on)
@@ -265,23 +261,21 @@ def _is_mine(ref: JobRef) -> bool:
     return records.read_key(ref.record_name) is not None
 
 
-def _agreed(chosen: Iterable[JobRef], *, yes: bool) -> bool:
+def _agreed(chosen: Collection[JobRef], *, yes: bool) -> bool:
     """List the jobs to delete, and ask the user to confirm.
 
     Raises:
         ConfigError: There is no terminal to ask at.
     """
-    count = 0
     for ref in chosen:
         print(f"{ref}{'' if _is_mine(ref) else '  (of another user)'}")
-        count += 1
     if yes:
         return True
     if not sys.stdin.isatty():
         raise ConfigError(
             "--yes", "nothing was deleted: there is no terminal to ask at", "Add --yes to delete these jobs"
         )
-    answer = input(f"Delete {count} job{'s' if count > 1 else ''}? [y/N] ")
+    answer = input(f"Delete {len(chosen)} job{'s' if len(chosen) > 1 else ''}? [y/N] ")
     return answer.strip().lower() in ("y", "yes")
 
 

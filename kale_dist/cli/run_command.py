@@ -7,11 +7,10 @@ import functools
 import json
 import pathlib
 import sys
-from typing import Any
 
 from kale_dist import places, wording
 from kale_dist.cli import launch_command
-from kale_dist.cli.arguments import Commands, NameAndValue, add_parser
+from kale_dist.cli.arguments import Commands, add_pairs, add_parser
 from kale_dist.errors import ConfigError
 
 _INTERRUPTED = 130
@@ -23,13 +22,7 @@ def add_command(commands: Commands) -> None:
     run.add_argument("notebook", type=pathlib.Path, metavar="NOTEBOOK")
     out = "where the executed notebook goes (NAME.executed.ipynb)"
     run.add_argument("-o", "--output", type=pathlib.Path, metavar="OUT", help=out)
-    value: dict[str, Any] = {
-        "nargs": 2,
-        "action": NameAndValue,
-        "default": {},
-        "metavar": ("NAME", "VALUE"),
-    }
-    run.add_argument("-p", "--parameters", **value, help="a value for the cell tagged `parameters`")
+    add_pairs(run, "-p", "--parameters", what="a value for the cell tagged `parameters`")
     run.add_argument("--kernel", metavar="NAME", help="an installed kernel (the Python that runs this command)")
     run.add_argument("--timeout", type=float, metavar="SECONDS", help="how long a cell may take (no limit)")
     run.add_argument("--on", choices=places.NAMES, help="where jobs run whose calls do not say so")
@@ -40,9 +33,8 @@ def add_command(commands: Commands) -> None:
     packages = "installed on top of the image; may be given several times; auto for what executes notebooks and what it imports"
     pod.add_argument("--packages", action="append", default=[], metavar="REQUIREMENT", help=packages)
     pod.add_argument("--namespace", metavar="NAME", help="where the pod runs (the configured one)")
-    pod.add_argument(
-        "--pod", **value, help='another argument of kale_dist.Kubernetes, such as `resources \'{"memory": "8Gi"}\'`'
-    )
+    what = 'another argument of kale_dist.Kubernetes, such as `resources \'{"memory": "8Gi"}\'`'
+    add_pairs(pod, "--pod", what=what)
     pod.add_argument("--keep", action="store_true", help="leave the pod's job and its log on the cluster")
 
 

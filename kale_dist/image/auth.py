@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kale_dist.errors import ImageError
-from kale_dist.image.reference import DOCKER_HUB
+from kale_dist.image.reference import DOCKER_HUB, Reference
 
 _HUB_KEYS = (DOCKER_HUB, "index.docker.io", "registry-1.docker.io", "registry.hub.docker.com")
 _HUB_SERVER = "https://index.docker.io/v1/"
@@ -87,8 +87,9 @@ def login_remedy(host: str) -> str:
     return f"Log in (docker login {host}), or name a pull secret that holds credentials for {host}."
 
 
-def for_engine(credentials: Credentials | None) -> dict[str, str] | None:
-    """The credentials as the Docker engine's API takes them."""
+def for_engine(image: Reference) -> dict[str, str] | None:
+    """This user's credentials for an image, as the Docker engine's API takes them; None if there are none."""
+    credentials = find_credentials(image.registry, repository=image.repository)
     if credentials is None:
         return None
     names = {"username": credentials.username, "password": credentials.password}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -125,19 +126,14 @@ def _most_specific(name: str, files: Mapping[str, set[str]]) -> Iterable[str]:
 
 def _installed(names: Iterable[str]) -> Iterator[Distribution]:
     for name in names:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
 
 
 def _is_here(top: str) -> bool:
-    if top in sys.modules:
-        return True
-    try:
-        return importlib.util.find_spec(top) is not None
-    except (ImportError, ValueError, AttributeError):
-        return False
+    with contextlib.suppress(ImportError, ValueError, AttributeError):
+        return top in sys.modules or importlib.util.find_spec(top) is not None
+    return False
 
 
 def _pinned(top: str, distribution: Distribution) -> tuple[str, str]:

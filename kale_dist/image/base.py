@@ -215,14 +215,7 @@ def pin(recipe: Recipe, named: Reference, reachable: Reference, registry: Regist
     return pinned(digest)
 
 
-def facts_of(
-    base: Base,
-    recipe: Recipe,
-    *,
-    ask: Ask | None,
-    python: str = "",
-    say: Callable[[str], None],
-) -> Facts:
+def facts_of(base: Base, recipe: Recipe, *, ask: Ask | None, python: str = "", say: Callable[[str], None]) -> Facts:
     """Inspect a base, once on this machine, and refuse a base on which the job could not run.
 
     Args:
@@ -394,9 +387,8 @@ def have(engine: Engine, image: str, *, platform: str = "", say: Callable[[str],
     """
     from kale_dist.image.engine import ensure_image
 
-    reference = Reference.parse(image)
-    shown = auth.find_credentials(reference.registry, repository=reference.repository)
-    return ensure_image(engine, image, platform=platform, auth_config=auth.for_engine(shown), say=say)
+    shown = auth.for_engine(Reference.parse(image))
+    return ensure_image(engine, image, platform=platform, auth_config=shown, say=say)
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------

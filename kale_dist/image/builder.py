@@ -110,8 +110,7 @@ def build(
                 pushed.append(threads.submit(registry.upload, repository, data))
             else:
                 layers.append(_pushed(entries, name, registry, repository, say, progress))
-        settings = image.config.get("config") or {}
-        has = dict(line.partition("=")[::2] for line in settings.get("Env") or ())
+        has = manifest.variables(image.config.get("config") or {})
         manifest_bytes, config_bytes = manifest.put_on_top(
             image.manifest, image.config, layers, history=_HISTORY, environment=_environment(recipe, known, has),
             labels=base.labels,
@@ -146,7 +145,7 @@ def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts,
         contents, facts = _contents(recipe, facts, folder, say)
         found = bases.have(engine, str(base.reference), platform=recipe.platform, say=say)
         settings = found.get("Config") or {}
-        there = dict(line.partition("=")[::2] for line in settings.get("Env") or ())
+        there = manifest.variables(settings)
         made = {
             "Image": found["Id"], "Labels": base.labels,
             "Env": [f"{name}={value}" for name, value in _environment(recipe, facts, there).items()],
@@ -178,13 +177,11 @@ def push(engine: Engine, target: Reference, say: Say) -> str:
 
     from kale_dist.image import engine as engines
 
-    shown = auth.find_credentials(target.registry, repository=target.repository)
+    shown = auth.for_engine(target) or {}
     say(f"Pushing {target}.")
     doing, digest = f"pushing {target}", ""
     with engines.explained(doing):
-        for event in engine.api.push(
-            target.name, tag=target.tag, stream=True, decode=True, auth_config=auth.for_engine(shown) or {}
-        ):
+        for event in engine.api.push(target.name, tag=target.tag, stream=True, decode=True, auth_config=shown):
             if "error" in event:
                 meaning = engines.explain(docker.errors.DockerException(str(event["error"])), doing)
                 raise ImageError(str(meaning), meaning.retryable)

@@ -95,13 +95,7 @@ class Connection:
         ImageError: A certificate cannot be read.
     """
 
-    def __init__(
-        self,
-        host: str,
-        credentials: Credentials | None = None,
-        *,
-        insecure: bool | None = None,
-    ) -> None:
+    def __init__(self, host: str, credentials: Credentials | None = None, *, insecure: bool | None = None) -> None:
         self.host = host
         plain = insecure if insecure is not None else _is_here(host)
         self.origin = f"{'http' if plain else 'https'}://{_HUB_HOST if host == DOCKER_HUB else host}"
@@ -191,11 +185,12 @@ class Connection:
             )
         return data
 
-    def done(self, answer: urllib3.BaseHTTPResponse) -> None:
-        """Discard the body of an answer, so that its connection can be used again."""
+    def done(self, answer: urllib3.BaseHTTPResponse) -> urllib3.BaseHTTPResponse:
+        """Discard the body of an answer, so that its connection can be used again; returns the answer."""
         with contextlib.suppress(HTTPError):
             answer.read(_MAX_ERROR_BYTES, decode_content=False)
         answer.close()
+        return answer
 
     def absolute(self, location: str, base: str = "") -> str:
         """The absolute URL of a `Location`. A registry that is reached over TLS cannot redirect to a URL without it."""

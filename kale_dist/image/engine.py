@@ -7,6 +7,7 @@ module. Rootless Docker and Podman offer the same API on other sockets.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import re
@@ -78,15 +79,10 @@ class Engine:
     def __init__(self, client: docker.DockerClient, url: str) -> None:
         self.client = client
         """For containers, networks and images."""
+        self.api: Any = client.api
+        """The engine's API, request by request."""
         self.url = url
         """The engine's address, such as `unix:///var/run/docker.sock`."""
-        self._version: dict[str, Any] | None = None
-        self._info: dict[str, Any] | None = None
-
-    @property
-    def api(self) -> Any:
-        """The engine's API, request by request."""
-        return self.client.api
 
     @property
     def is_local(self) -> bool:
@@ -96,12 +92,12 @@ class Engine:
     @property
     def version(self) -> str:
         """The engine's version, such as `20.10.24`."""
-        return str(self._ask_version().get("Version", "unknown"))
+        return str(self._versions.get("Version", "unknown"))
 
     @property
     def is_podman(self) -> bool:
         """Whether Podman answers as if it were Docker."""
-        parts = self._ask_version().get("Components") or ()
+        parts = self._versions.get("Components") or ()
         return any("podman" in str(part.get("Name", "")).lower() for part in parts)
 
     @property
@@ -109,27 +105,24 @@ class Engine:
         """Whether the engine runs as a user, so that root in a container is that user outside."""
         return any("rootless" in option for option in self.info.get("SecurityOptions") or ())
 
-    @property
+    @functools.cached_property
     def info(self) -> dict[str, Any]:
         """The engine's description of itself and its machine, requested once.
 
         Raises:
             BackendError: The engine does not answer.
         """
-        if self._info is None:
-            with explained("asking the Docker engine about itself"):
-                self._info = self.client.info()
-        return self._info
+        with explained("asking the Docker engine about itself"):
+            return dict(self.client.info())
 
     def close(self) -> None:
         """Close the connections that are not in use."""
         self.client.close()
 
-    def _ask_version(self) -> dict[str, Any]:
-        if self._version is None:
-            with explained("asking the Docker engine for its version"):
-                self._version = self.client.version()
-        return self._version
+    @functools.cached_property
+    def _versions(self) -> dict[str, Any]:
+        with explained("asking the Docker engine for its version"):
+            return dict(self.client.version())
 
 
 def connect(base_url: str | None = None) -> Engine:

@@ -157,7 +157,7 @@ def describe(recipe: Recipe, image: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line about the build's progress on stderr."""
+    """Print a line about the build's progress on stderr, beside the cell's own output, as pip does."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 

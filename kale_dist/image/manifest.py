@@ -75,6 +75,11 @@ def digest_of(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
+def variables(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The environment variables that an image's settings have."""
+    return dict(line.partition("=")[::2] for line in settings.get("Env") or ())
+
+
 def put_on_top(
     manifest: Mapping[str, Any],
     config: Mapping[str, Any],
@@ -112,8 +117,7 @@ def put_on_top(
     made["history"] = [*(made.get("history") or ()), *(entry for _ in layers)]
     settings = made["config"] = dict(made.get("config") or {})
     if environment:
-        there = dict(line.partition("=")[::2] for line in settings.get("Env") or ())
-        settings["Env"] = [f"{name}={value}" for name, value in {**there, **environment}.items()]
+        settings["Env"] = [f"{name}={value}" for name, value in {**variables(settings), **environment}.items()]
     settings["Labels"] = {**(settings.get("Labels") or {}), **dict(sorted(labels.items()))}
     config_bytes = _encode(made)
     whole = copy.deepcopy(dict(manifest))

@@ -424,6 +424,13 @@ def _is_met(requirement: Requirement, facts: Facts) -> bool:
 _COMPILED = (
     "Ask for a version that has a wheel, or for a base image that has it: build one with a Dockerfile of your own."
 )
+_REMEDIES = (
+    (r"No space left on device", "Make room in {cache} and in uv's own cache (`uv cache clean`), and call again.", False),
+    (r"Failed to fetch|error sending request|HTTP status|dns error|client error", "Look at the network, at pip's configuration (`pip config list`) and its credentials (~/.netrc), and call again.", True),
+    (r"was not found in the", "Look at its spelling (the name to install is not always the name to import), or name its index in `index_urls=`.", False),
+    (r"building from source is disabled|Failed to build|no usable wheels|is not compatible with", f"It has to be built from source for the base image. {_COMPILED}", False),
+)  # fmt: skip
+"""What uv says, what to do about it, and whether a retry may help. The first match counts."""
 
 
 def _explain(output: str, facts: Facts, recipe: Recipe) -> ImageError:
@@ -434,20 +441,9 @@ def _explain(output: str, facts: Facts, recipe: Recipe) -> ImageError:
     output = re.sub(r"No solution found when resolving dependencies:? (?:cause: )?", "", output)
     text = f"The packages for the image cannot be installed: {output[:_SHOWN_CHARACTERS].rstrip('.')}."
     torch = facts.find("torch")
-    if "No space left on device" in output:
-        return ImageError(
-            f"{text} Make room in {cache.folder()} and in uv's own cache (`uv cache clean`), and call again."
-        )
-    if re.search(r"Failed to fetch|error sending request|HTTP status|dns error|client error", output):
-        remedy = "Look at the network, at pip's configuration (`pip config list`) and its credentials (~/.netrc), and call again."
-        return ImageError(f"{text} {remedy}", retryable=True)
-    if "was not found in the" in output:
-        return ImageError(
-            f"{text} Look at its spelling (the name to install is not always the name to import), or name its index in "
-            f"`index_urls=`."
-        )
-    if re.search(r"building from source is disabled|Failed to build|no usable wheels|is not compatible with", output):
-        return ImageError(f"{text} It has to be built from source for the base image. {_COMPILED}")
+    for pattern, remedy, retryable in _REMEDIES:
+        if re.search(pattern, output):
+            return ImageError(f"{text} {remedy.format(cache=cache.folder())}", retryable)
     if torch is not None and not recipe.allow_torch_change and f"torch=={torch.version}" in output:
         return ImageError(
             f"{text} The base image's torch {torch.version} is kept: choose versions that work with it, a base image with "

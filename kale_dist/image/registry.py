@@ -51,11 +51,10 @@ class Registry(Connection):
 
     def head(self, repository: str, reference: str) -> str:
         """The digest of the manifest under a tag or digest, without reading the manifest; empty if there is none."""
-        answer = self.send(
+        answer = self.done(self.send(
             "HEAD", f"/v2/{repository}/manifests/{reference}", doing=f"look up {_shown(repository, reference)}",
             access=_pull(repository), expect=(_OK, _ABSENT), headers=_ACCEPT,
-        )  # fmt: skip
-        self.done(answer)
+        ))  # fmt: skip
         if answer.status == _ABSENT:
             return ""
         digest = answer.headers.get("Docker-Content-Digest", "")
@@ -104,12 +103,11 @@ class Registry(Connection):
 
     def put_manifest(self, repository: str, reference: str, body: bytes, media_type: str) -> str:
         """Upload a manifest under a tag or its own digest; returns its digest."""
-        answer = self.send(
+        self.done(self.send(
             "PUT", f"/v2/{repository}/manifests/{reference}", doing=f"push {_shown(repository, reference)}",
             access=_push(repository), expect=(_CREATED, _ACCEPTED), body=body,
             headers={"Content-Type": media_type, "Content-Length": str(len(body))},
-        )  # fmt: skip
-        self.done(answer)
+        ))  # fmt: skip
         return manifest.digest_of(body)
 
     # -- blobs -------------------------------------------------------------------------------------------------------
@@ -130,11 +128,10 @@ class Registry(Connection):
 
     def has_blob(self, repository: str, digest: str) -> bool:
         """Whether a repository has a blob."""
-        answer = self.send(
+        answer = self.done(self.send(
             "HEAD", _blob_path(repository, digest), doing=f"look for {digest[:19]} in {repository}",
             access=_pull(repository), expect=(_OK, _ABSENT),
-        )  # fmt: skip
-        self.done(answer)
+        ))  # fmt: skip
         return answer.status == _OK
 
     def mount(self, repository: str, digest: str, source_repository: str) -> bool:
@@ -144,13 +141,12 @@ class Registry(Connection):
             Whether the blob is in the repository now. False if the source lacks it, the credentials may not read it, or
             the registry does not support mounting: then the bytes have to be sent.
         """
-        answer = self.send(
+        answer = self.done(self.send(
             "POST", f"/v2/{repository}/blobs/uploads/?mount={digest}&from={quote(source_repository, safe='')}",
             doing=f"take {digest[:19]} over from {source_repository} into {repository}",
             access=(*_push(repository), *_pull(source_repository)),
             expect=(_CREATED, _ACCEPTED, 401, 403, _ABSENT, 405), headers={"Content-Length": "0"},
-        )  # fmt: skip
-        self.done(answer)
+        ))  # fmt: skip
         # Otherwise the registry may have begun an upload instead, which expires.
         return answer.status == _CREATED
 
@@ -178,11 +174,10 @@ class Registry(Connection):
     def _begin_upload(self, repository: str) -> str:
         """Begin an upload; returns the URL that takes the bytes. Repeated by the connection as any other request."""
         start = f"/v2/{repository}/blobs/uploads/"
-        answer = self.send(
+        answer = self.done(self.send(
             "POST", start, doing=f"upload into {repository}", access=_push(repository), expect=(_ACCEPTED,),
             headers={"Content-Length": "0"},
-        )  # fmt: skip
-        self.done(answer)
+        ))  # fmt: skip
         return self.absolute(answer.headers.get("Location") or start)
 
     def _send_blob(self, repository: str, where: str, blob: bytes | Callable[[], Iterable[bytes]]) -> tuple[str, int]:
@@ -203,8 +198,8 @@ class Registry(Connection):
             rest = b"".join(counted([blob]))
         else:
             rest, sent = b"", lambda: counted(blob())
-            answer = self.send("PATCH", where, expect=(_CREATED, _ACCEPTED, 204), headers=headers, body=sent, **once)
-            self.done(answer)
+            accepted = (_CREATED, _ACCEPTED, 204)
+            answer = self.done(self.send("PATCH", where, expect=accepted, headers=headers, body=sent, **once))
             where = self.absolute(answer.headers.get("Location") or where, where)
         digest = f"sha256:{hasher.hexdigest()}"
         url = f"{where}{'&' if '?' in where else '?'}digest={digest}"

@@ -119,7 +119,9 @@ def _of_text(text: str, folder: pathlib.Path, name: str, within: tuple[pathlib.P
     """The lines that are not blank or comments, as (place, line); a `-r` line is replaced by the lines of its file."""
     # A line that is carried on counts as one, with the number of its first.
     joined = re.sub(
-        r"((?:.*\\\r?\n)+)(.*)", lambda found: _unbroken(found[1]) + found[2] + "\n" * found[1].count("\n"), text
+        r"((?:.*\\\r?\n)+)(.*)",
+        lambda found: re.sub(r"\\\r?\n", " ", found[1]) + found[2] + "\n" * found[1].count("\n"),
+        text,
     )
     for number, raw in enumerate(joined.splitlines(), 1):
         line, where = _COMMENT.sub("", raw).strip(), f"{name}, line {number}"
@@ -128,10 +130,6 @@ def _of_text(text: str, folder: pathlib.Path, name: str, within: tuple[pathlib.P
             yield from _of_file(folder / option[2].strip("\"'"), where, within)
         elif line:
             yield where, line
-
-
-def _unbroken(text: str) -> str:
-    return re.sub(r"\\\r?\n", " ", text)
 
 
 def _requirement(argument: str, text: str) -> Requirement:

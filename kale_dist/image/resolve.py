@@ -17,6 +17,7 @@ from kale_dist.image.builder import Progress, Say
 from kale_dist.image.packages import PYTORCH
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
+from kale_dist.image.requirements import PYPI
 from kale_dist.job import records
 from kale_dist.job.spec.recipe import Recipe
 
@@ -24,7 +25,6 @@ NAME = "kale-dist"
 """Last part of the repository's path: one repository has the images of all recipes, by tag."""
 
 _PLAIN = "http://"
-_PYPI = "https://pypi.org/simple"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +175,7 @@ def standard_recipe(recipe: Recipe, *, python: str, torch: str, cuda: bool = Fal
     version, _, label = torch.partition("+")
     ready = not torch or any(bases.names(package, ("torch",)) for package in recipe.packages)
     own = f"{PYTORCH}{label}" if label and not (cuda and label == "cpu") else ""
-    urls = recipe.index_urls or ((_PYPI,) if own else ())
+    urls = recipe.index_urls or ((PYPI,) if own else ())
     return dataclasses.replace(
         recipe,
         base=f"docker.io/library/python:{python}-slim-bookworm",

@@ -300,17 +300,16 @@ class JobWidget(anywidget.AnyWidget):
                     self._read_log()
                 since_s = time.monotonic() - drawn
                 is_due = bool(self._seen_by) and since_s >= took_s / _MOST_OF_A_CORE
-                if since_s >= _PARTS_EACH_S and (is_due or self._has_new_state()):
+                # A hidden page gets a new state, too, because it may outlive the kernel.
+                if since_s >= _PARTS_EACH_S and (
+                    is_due or self._status is None or job.status.state is not self._status.state
+                ):
                     took_s = time.thread_time()
                     self._draw()
                     drawn, took_s = time.monotonic(), time.thread_time() - took_s
                 self._replace_if_unanswered()
             self._woken.wait(_LINES_EACH_S if self._seen_by else _UNSEEN_EACH_S)
             self._woken.clear()
-
-    def _has_new_state(self) -> bool:
-        """Whether the job's state has changed. A hidden page gets it, too, because it may outlive the kernel."""
-        return self._status is None or self._job.status.state is not self._status.state
 
     # -- messages from pages ------------------------------------------------------------------------------------------
 

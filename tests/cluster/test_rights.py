@@ -31,7 +31,7 @@ def become(namespace, make_user, monkeypatch):
     """A function that goes on as a user with the least Role but for some of its rights."""
 
     def change(*missing):
-        lost = [right for right in RIGHTS if str(right) in missing]
+        lost = [right for right in RIGHTS if f"{', '.join(right.verbs)} {right.resource}" in missing]
         assert len(lost) == len(missing)
         kept = [right for right in RIGHTS if right not in lost]
 

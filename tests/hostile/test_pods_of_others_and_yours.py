@@ -130,9 +130,7 @@ def test_a_user_without_the_right_has_it_in_the_plan_and_is_refused_who_wants_it
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "ann", kubeconfig, token=token)))
     on = {"namespace": namespace, "image": plain_pod_image, "kind": "pytorch"}
     assert "# It gets no NetworkPolicy" in str(kd.render(waits_and_says, 0, on=pods_in(**on)))
-    assert [verdict for _, verdict, said, _ in doctor.examine(namespace) if "networkpolicies" in said] == [
-        doctor.WARNING
-    ]
+    assert [one.verdict for one in doctor.examine(namespace) if "networkpolicies" in one.sentence] == ["warning"]
     with pytest.raises(ConfigError) as caught:
         kd.launch(waits_and_says, 0, on=pods_in(**on, network_policy=True))
     assert caught.value.argument == "network_policy"

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist
 from kale_dist import strategies
-from kale_dist.calls import checks, request, training_checks
+from kale_dist.calls import request, signatures, training_checks
 from kale_dist.calls.options import Options
 from kale_dist.calls.request import Function, Machine
 from kale_dist.strategies import DDP
@@ -473,7 +473,7 @@ def takes_two(a, b=1):
     [(takes_two, (1,), {}), (print, (1, 2), {}), (functools.partial(takes_two, 1), (), {"b": 2}), (dict, (), {"a": 1})],
 )
 def test_functions_that_can_be_called_so_pass(fn, args, kwargs):
-    checks.check_function(fn, args, kwargs, kale_dist.launch)
+    signatures.check_function(fn, args, kwargs, kale_dist.launch)
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ def test_functions_that_can_be_called_so_pass(fn, args, kwargs):
     ],
 )  # fmt: skip
 def test_functions_that_cannot_be_called_so_are_refused(fn, args, kwargs, refused):
-    error = refused(checks.check_function, fn, args, kwargs, kale_dist.launch)
+    error = refused(signatures.check_function, fn, args, kwargs, kale_dist.launch)
     assert error.argument == "fn"
 
 

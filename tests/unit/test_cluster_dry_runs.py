@@ -16,7 +16,7 @@ from kale_dist.job.spec.job_spec import Policy, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.resources import Resources
 from kale_dist.places import manifests
-from kale_dist.places.kubernetes import checks, client
+from kale_dist.places.kubernetes import client, preflight
 
 pytestmark = pytest.mark.newest
 
@@ -24,7 +24,7 @@ JOBS = "/apis/kubeflow.org/v1/namespaces/team/pytorchjobs"
 PODS, SECRETS, NODES = "/api/v1/namespaces/team/pods", "/api/v1/namespaces/team/secrets", "/api/v1/nodes"
 MAY = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 ALL = frozenset(
-    f"{verb} {right.resource}" for right in checks.roles.rights(manifests.KINDS["pytorch"]) for verb in right.verbs
+    f"{verb} {right.resource}" for right in preflight.roles.rights(manifests.KINDS["pytorch"]) for verb in right.verbs
 )
 
 
@@ -38,7 +38,7 @@ def check(monkeypatch, tmp_path, *, answers, may_create_pods=True, spec=None, **
         for path in set(answers) - {JOBS, PODS, SECRETS}:
             api.answer("GET", path, *answers[path])
         monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path / "config")))
-        found = checks.check(client.connect(), spec, checks.Namespace(granted=ALL))
+        found = preflight.check(client.connect(), spec, preflight.Namespace(granted=ALL))
         return found, [(method, path) for method, path, _ in api.asked]
 
 
@@ -108,7 +108,7 @@ def test_limit_ranges_shape_the_job(monkeypatch, tmp_path, bounds, hard, free_co
         reviews = "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews"
         api.answer("POST", reviews, 201, {"spec": {}, "status": rules})
         monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path / "config")))
-        found = checks.look_at_namespace(client.connect(), manifests.KINDS["pytorch"])
+        found = preflight.look_at_namespace(client.connect(), manifests.KINDS["pytorch"])
     assert (found.free_cores, found.forbids_master) == (free_cores, forbids_master)
 
 
@@ -221,7 +221,7 @@ def quota(hard, used):
 def test_sums_over_all_pods_are_compared_with_quotas(hard, used, expected):
     kind = manifests.KINDS["pytorch"]
     groups = kind.pod_groups(kind.make(a_spec()))
-    assert [(item.name, item.is_fatal) for item in checks.quota_sums([quota(hard, used)], kind, groups)] == expected
+    assert [(item.name, item.is_fatal) for item in preflight.quota_sums([quota(hard, used)], kind, groups)] == expected
 
 
 @pytest.mark.parametrize(("suspended", "has_queue", "names"), [

@@ -12,7 +12,7 @@ kubernetes = pytest.importorskip("kubernetes")
 
 from kale_dist.job.spec.job_spec import JobSpec, Topology  # noqa: E402
 from kale_dist.job.spec.place_settings import ClusterOptions  # noqa: E402
-from kale_dist.places.kubernetes import checks, look  # noqa: E402
+from kale_dist.places.kubernetes import look, preflight  # noqa: E402
 from kale_dist.places.kubernetes.explain import pods as explain  # noqa: E402
 from kale_dist.places.kubernetes.explain import sentences, table  # noqa: E402
 from kale_dist.places.kubernetes.explain.table import Seen  # noqa: E402
@@ -221,7 +221,7 @@ def test_a_volume_in_use_on_another_node():
 
 def test_rights_that_are_missing_are_granted_by_one_role_that_is_printed_once():
     cluster = types.SimpleNamespace(namespace="team", identity="ann")
-    found = list(checks.missing_rights(cluster, KINDS["pytorch"], frozenset()))
+    found = list(preflight.missing_rights(cluster, KINDS["pytorch"], frozenset()))
     assert sum(finding.is_fatal for finding in found) > 1
     assert sum("kind: Role\n" in str(finding.trouble) for finding in found) == 1
     assert "kind: Role\n" in str(next(finding.trouble for finding in found if finding.is_fatal))
@@ -229,10 +229,10 @@ def test_rights_that_are_missing_are_granted_by_one_role_that_is_printed_once():
 
 def test_warm_pods_and_live_ranks_need_a_connection_to_pods():
     cluster, kind = types.SimpleNamespace(namespace="team", identity="ann"), KINDS["pytorch"]
-    allowed = frozenset(f"{verb} {right.resource}" for right in checks.roles.rights(kind) for verb in right.verbs)
+    allowed = frozenset(f"{verb} {right.resource}" for right in preflight.roles.rights(kind) for verb in right.verbs)
     allowed -= {"create pods/portforward"}
     for connects in (False, True):
-        [finding] = checks.missing_rights(cluster, kind, allowed, connects=connects)
+        [finding] = preflight.missing_rights(cluster, kind, allowed, connects=connects)
         assert ("pods/portforward" in finding.trouble.sentence, finding.is_fatal) == (True, connects)
 
 

@@ -10,7 +10,7 @@ from kale_dist.job.spec.job_spec import Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.resources import Resources
 from kale_dist.places.docker import engines
-from kale_dist.places.kubernetes import checks
+from kale_dist.places.kubernetes import preflight
 from kale_dist.places.manifests import KINDS
 from kale_dist.worker.agent.usage import Gpu
 
@@ -57,7 +57,7 @@ def fitted(nodes, quotas=(), per_pod=1, world=2, **given):
     resources = Resources(**given)
     found = [types.SimpleNamespace(status=types.SimpleNamespace(hard=hard, used={})) for hard in quotas]
     topology = Topology(number_of_processes=world, processes_per_pod=per_pod)
-    return checks.fitted(resources, topology, nodes, found)
+    return preflight.fitted(resources, topology, nodes, found)
 
 
 BIG = {"cpu": "64", "memory": "512Gi", "nvidia.com/gpu": "8"}

@@ -81,7 +81,7 @@ def test_names_made_of_any_label_are_valid_and_keep_their_suffix(label, made):
             ["", "/a", "a/", "a/b/c", "X.io/y", "a b", "a/é"],
         ),
         (names.is_label_value, ["", "A", "a_b.c-d", "x" * 63], ["-a", "a b", "x" * 64, "é", "a\n", "a/b"]),
-        (names.is_variable, ["A", "_a", "a.b-c"], ["", "1A", "A B", "A=B", "é", "A\n"]),
+        (names.VARIABLE.test, ["A", "_a", "a.b-c"], ["", "1A", "A B", "A=B", "é", "A\n"]),
         (names.is_data_key, ["a", "A.b_c-d", "..a"], ["", ".", "..", "a/b", "a b", "x" * 254]),
         (
             names.is_image,

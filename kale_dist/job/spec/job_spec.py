@@ -112,23 +112,14 @@ class Settled(Request):
         name: str,
         image: str | None = None,
         recipe: Recipe | None = None,
-        volumes: tuple[Volume, ...] | None = None,
-        resources: Resources | None = None,
-        store: str | None = None,
-        cluster: ClusterOptions | None = None,
-        topology: Topology | None = None,
         prints_results: bool = False,
     ) -> Settled:
-        """A request with what a backend has looked up: fields of this class, and None for those of the request itself.
+        """A request in which a backend has set what it has looked up, with the job's name; without an image, the request's.
 
         An image that is made has a `recipe`; that of the request is only what was asked for.
         """
-        found = {
-            "image": image, "volumes": volumes, "resources": resources, "store": store, "cluster": cluster,
-            "topology": topology, "prints_results": prints_results,
-        }  # fmt: skip
-        settled = {key: value for key, value in found.items() if value is not None}
-        return Settled(**{**fields_of(request, Request), **settled, "name": name, "recipe": recipe})
+        own = {"name": name, "recipe": recipe, "prints_results": prints_results}
+        return Settled(**{**fields_of(request, Request), **own, **({} if image is None else {"image": image})})
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a record."""

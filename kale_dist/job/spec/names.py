@@ -93,11 +93,6 @@ def is_label_value(text: str) -> bool:
     return not text or (len(text) <= MAX_LABEL_LENGTH and _WORD.fullmatch(text) is not None)
 
 
-def is_variable(text: str) -> bool:
-    """Whether every version of a cluster takes this as the name of an environment variable."""
-    return _VARIABLE.fullmatch(text) is not None
-
-
 def is_data_key(text: str) -> bool:
     """Whether this can be a key of a Secret's or a ConfigMap's data."""
     return _DATA_KEY.fullmatch(text) is not None and text not in (".", "..")
@@ -121,7 +116,7 @@ LABEL_VALUE = text(
     "Write at most 63 letters, digits, '-', '_' and '.'; anything else can be an annotation",
 )
 VARIABLE = text(
-    is_variable, "{} cannot be a variable's name", "Use letters, digits, '_', '-' and '.', and no digit first"
+    _VARIABLE.fullmatch, "{} cannot be a variable's name", "Use letters, digits, '_', '-' and '.', and no digit first"
 )
 FREE_VARIABLE = text(
     lambda name: not name.startswith("KALE_DIST_"), "{} is set in each rank by kale_dist", "Leave it out"

@@ -39,6 +39,7 @@ _AMOUNT = Check(
     "{} is not a whole number",
     "Write it as 1: such resources are whole",
 )
+_LARGEST_SHM_GIB = 8.0
 _MOST_GIB = 32 << 10
 """No machine has more memory: who asks for more meant another unit."""
 
@@ -116,6 +117,12 @@ class Resources:
         }
         return {key: amounts for key, amounts in asked.items() if amounts}
 
+    def shm_of(self, ranks: int, default_gib: float = 0.0) -> float:
+        """GiB of /dev/shm for so many ranks; `default_gib` stands for the memory of each where none is given."""
+        if self.shm_gib is not None:
+            return self.shm_gib * ranks
+        return min(_LARGEST_SHM_GIB, (self.memory_gib or default_gib) * ranks / 2)
+
     def filled(self, *, cuda: bool) -> Resources:
         """The same with a cluster's defaults for the cores, memory and GPUs that are not given.
 
@@ -191,9 +198,7 @@ def _read(read: Callable[[str], float], field: str, value: str) -> float:
 
 
 def _cores(field: str, value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    return _read(quantities.cores, field, value)
+    return _read(quantities.cores, field, value) if isinstance(value, str) else value
 
 
 def _gib(field: str, value: Any) -> float:

@@ -8,7 +8,6 @@ import math
 import shlex
 from typing import Any
 
-from kale_dist.errors import ConfigError
 from kale_dist.image import for_job
 from kale_dist.job.records import Life
 from kale_dist.job.spec.job_spec import JobSpec, Volume, VolumeKind
@@ -41,7 +40,6 @@ INPUT_BYTES = 8 << 20
 _TERMINATION_VARIABLE = "KALE_DIST_TERMINATION_LOG"
 _GIB = 1 << 30
 _SHM_GIB_PER_RANK = 1.0
-_LARGEST_SHM_GIB = 8.0
 _NANO = 1_000_000_000
 
 
@@ -191,13 +189,10 @@ def _devices(spec: JobSpec, number: int, facts: Facts) -> list[str]:
 
 def _host(spec: JobSpec, number: int, facts: Facts, devices: list[str]) -> dict[str, Any]:
     asked, ranks = spec.resources, len(ranks_of(spec, number))
-    shm_gib = min(_LARGEST_SHM_GIB, (asked.memory_gib or 2 * _SHM_GIB_PER_RANK) * ranks / 2)
-    if asked.shm_gib is not None:
-        shm_gib = asked.shm_gib * ranks
     host: dict[str, Any] = {
         "NetworkMode": facts.network,
         "RestartPolicy": {"Name": "no"},
-        "ShmSize": math.ceil(shm_gib * _GIB),
+        "ShmSize": math.ceil(asked.shm_of(ranks, 2 * _SHM_GIB_PER_RANK) * _GIB),
         "CapDrop": ["ALL"],
         "SecurityOpt": ["no-new-privileges"],
         # A container's output is a bounded copy: the whole log is in the first container's folder, and in the job's.
@@ -219,9 +214,6 @@ def _host(spec: JobSpec, number: int, facts: Facts, devices: list[str]) -> dict[
 
 def _mount(volume: Volume) -> dict[str, Any]:
     is_folder = volume.kind is VolumeKind.FOLDER
-    if volume.sub_path and not is_folder:
-        problem = f"{volume.sub_path!r} within the volume {volume.source!r}"
-        raise ConfigError("volumes", f"a part of a named volume cannot be mounted: {problem}", "Mount the whole volume")
     return {
         "Type": "bind" if is_folder else "volume",
         "Source": f"{volume.source}/{volume.sub_path}".rstrip("/") if is_folder else volume.source,

@@ -18,6 +18,7 @@ from kale_dist.image.engine import Engine, ensure_image, explained, find_image
 from kale_dist.job import records
 from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, Topology, VolumeKind, size_on_machine
 from kale_dist.job.spec.recipe import Recipe
+from kale_dist.places.checkup import Check, broken, failed, ok, warning
 from kale_dist.places.docker import containers
 from kale_dist.places.docker.containers import Facts
 from kale_dist.worker.agent.usage import Driver, assigned_gpu
@@ -32,11 +33,7 @@ _engines: dict[str, Engine] = {}
 
 _GIB = 1 << 30
 
-_OK, _WARNING, _FAILED = "ok", "warning", "failed"
 _OLDEST_API = (1, 40)
-
-Found = tuple[str, str, str, str]
-"""A check's name, its result, the finding as a sentence, and the remedy."""
 
 
 def connect(url: str = "") -> Engine:
@@ -96,7 +93,7 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
             image = for_job.make(recipe, image=image, settings=configured, cuda=request.cuda, in_engine=True)
         ensure_image(there, image, say=for_job.say)
         _warn(there, request)
-    return Settled.of(request, name=name, image=image, recipe=recipe, topology=topology)
+    return Settled.of(dataclasses.replace(request, topology=topology), name=name, image=image, recipe=recipe)
 
 
 def _on_engine(engine: Engine, request: Request) -> Topology:
@@ -215,7 +212,7 @@ def gpus_of(engine: Engine) -> list[int]:
 # -- for the doctor --------------------------------------------------------------------------------------------------
 
 
-def examine() -> tuple[Found, ...]:
+def examine() -> tuple[Check, ...]:
     """Check the engine that new jobs go to. What is wrong is returned, not raised."""
     try:
         there = connect()
@@ -223,42 +220,41 @@ def examine() -> tuple[Found, ...]:
         sentence = f"{kind} {there.version} at {there.url}"
         return (_version(there, sentence), _machine(there), _gpus(there), _image(there))
     except BackendError as error:
-        sentence, _, remedy = str(error).partition(". ")
-        return (("engine", _FAILED, sentence, remedy or "Start it, or set DOCKER_HOST"),)
+        return (broken("engine", error, "Start it, or set DOCKER_HOST"),)
 
 
-def _version(engine: Engine, sentence: str) -> Found:
+def _version(engine: Engine, sentence: str) -> Check:
     spoken = tuple(int(part) for part in str(engine.api.api_version).split(".")[:2])
     if spoken < _OLDEST_API:
         problem = f"{sentence} speaks version {engine.api.api_version} of the API"
-        return "engine", _FAILED, problem, "Upgrade it to 19.03"
+        return failed("engine", problem, "Upgrade it to 19.03")
     if not engine.is_local:
-        return "engine", _OK, f"{sentence}: on another machine, so that folders of this one cannot be volumes", ""
-    return "engine", _OK, sentence, ""
+        return ok("engine", f"{sentence}: on another machine, so that folders of this one cannot be volumes")
+    return ok("engine", sentence)
 
 
-def _machine(engine: Engine) -> Found:
+def _machine(engine: Engine) -> Check:
     cores, memory = int(engine.info.get("NCPU") or 0), int(engine.info.get("MemTotal") or 0)
     sentence = f"{cores} cores and {memory / _GIB:.1f} GiB for all containers"
     if engine.info.get("MemoryLimit") is False:
-        return "limits", _WARNING, f"{sentence}; it cannot limit memory", "Have its kernel mount the memory controller"
-    return "limits", _OK, sentence, ""
+        return warning("limits", f"{sentence}; it cannot limit memory", "Have its kernel mount the memory controller")
+    return ok("limits", sentence)
 
 
-def _gpus(engine: Engine) -> Found:
+def _gpus(engine: Engine) -> Check:
     if "nvidia" in (engine.info.get("Runtimes") or {}):
-        return "GPUs", _OK, "the engine has the NVIDIA runtime", ""
-    return "GPUs", _OK, "the engine has no NVIDIA runtime; cuda=True will be refused unless it knows GPUs by CDI", ""
+        return ok("GPUs", "the engine has the NVIDIA runtime")
+    return ok("GPUs", "the engine has no NVIDIA runtime; cuda=True will be refused unless it knows GPUs by CDI")
 
 
-def _image(engine: Engine) -> Found:
+def _image(engine: Engine) -> Check:
     try:
         settings = config.load()
     except ConfigError as error:
-        return "image", _FAILED, f"{error.argument}: {error.problem}", error.remedy
+        return failed("image", f"{error.argument}: {error.problem}", error.remedy)
     image = str(settings.docker.image or settings.image)
     if not image:
-        return "image", _OK, "none is configured: name one in each call", ""
+        return ok("image", "none is configured: name one in each call")
     if find_image(engine, image) is not None:
-        return "image", _OK, f"{image} is there", ""
-    return "image", _WARNING, f"{image} is not there yet", f"The first job pulls it; docker pull {image} does it now"
+        return ok("image", f"{image} is there")
+    return warning("image", f"{image} is not there yet", f"The first job pulls it; docker pull {image} does it now")

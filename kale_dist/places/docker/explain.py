@@ -36,13 +36,14 @@ class End:
         return f"its limit of {self.memory_bytes / _GIB:.1f} GiB" if self.memory_bytes else "the machine's memory"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Row:
     """The sentence about containers that `fits` accepts."""
 
     fits: Callable[[End], bool]
     sentence: str
     remedy: str = ""
+    _: dataclasses.KW_ONLY
     lost: LostBy = ""
     cause: FailureCause | None = None
     heals: bool = False
@@ -50,55 +51,45 @@ class _Row:
 
 _TABLE = (
     _Row(
-        fits=lambda end: end.status == "paused",
-        sentence="Container {name} is paused",
-        remedy="Resume it: docker unpause {name}",
-        heals=True,
+        lambda end: end.status == "paused", "Container {name} is paused", "Resume it: docker unpause {name}", heals=True
     ),
     _Row(
-        fits=lambda end: end.is_out_of_memory and end.exit_code == _SIGKILL,
-        sentence="Container {name} was killed because it had used up {limit}",
-        remedy="Raise resources.memory, or use less memory",
+        lambda end: end.is_out_of_memory and end.exit_code == _SIGKILL,
+        "Container {name} was killed because it had used up {limit}",
+        "Raise resources.memory, or use less memory",
         lost="out of memory",
         cause=FailureCause.DIED,
     ),
+    _Row(lambda end: bool(end.error), "Container {name} could not run: {error}", cause=FailureCause.NOT_STARTED),
     _Row(
-        fits=lambda end: bool(end.error),
-        sentence="Container {name} could not run: {error}",
+        lambda end: end.exit_code == EXIT_CODE,
+        "Container {name} could not start its agent: {last_line}",
+        "Name an image with Python 3.11 or later and torch, with image=",
         cause=FailureCause.NOT_STARTED,
     ),
     _Row(
-        fits=lambda end: end.exit_code == EXIT_CODE,
-        sentence="Container {name} could not start its agent: {last_line}",
-        remedy="Name an image with Python 3.11 or later and torch, with image=",
-        cause=FailureCause.NOT_STARTED,
-    ),
-    _Row(
-        fits=lambda end: end.exit_code == _SIGKILL,
-        sentence="Container {name} was killed from outside (SIGKILL, exit code 137), not because it ran out of memory",
-        remedy="`docker kill` or `docker rm --force` do that, and stopping the engine",
+        lambda end: end.exit_code == _SIGKILL,
+        "Container {name} was killed from outside (SIGKILL, exit code 137), not because it ran out of memory",
+        "`docker kill` or `docker rm --force` do that, and stopping the engine",
         lost="killed",
     ),
     _Row(
-        fits=lambda end: end.exit_code == _SIGTERM,
-        sentence="Container {name} received SIGTERM",
-        remedy="`docker stop` does that, and stopping the engine",
+        lambda end: end.exit_code == _SIGTERM,
+        "Container {name} received SIGTERM",
+        "`docker stop` does that, and stopping the engine",
         lost="killed",
     ),
     _Row(
-        fits=lambda end: bool(end.exit_code) and end.last_line.endswith("exec format error"),
-        sentence="Container {name} could not start: the image is made for another processor ({last_line})",
-        remedy="Name one for the engine's platform, with image=",
+        lambda end: bool(end.exit_code) and end.last_line.endswith("exec format error"),
+        "Container {name} could not start: the image is made for another processor ({last_line})",
+        "Name one for the engine's platform, with image=",
         cause=FailureCause.NOT_STARTED,
     ),
     _Row(
-        fits=lambda end: bool(end.exit_code and end.last_line),
-        sentence="Container {name} ended with exit code {exit_code}; its last line: {last_line}",
+        lambda end: bool(end.exit_code and end.last_line),
+        "Container {name} ended with exit code {exit_code}; its last line: {last_line}",
     ),
-    _Row(
-        fits=lambda end: bool(end.exit_code),
-        sentence="Container {name} ended with exit code {exit_code} and printed nothing",
-    ),
+    _Row(lambda end: bool(end.exit_code), "Container {name} ended with exit code {exit_code} and printed nothing"),
 )
 """The first row that fits counts."""
 

@@ -9,18 +9,16 @@ from kale_dist.config import Config
 from kale_dist.errors import BackendError, ConfigError
 from kale_dist.job.spec.job_spec import Settled, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
-from kale_dist.places.kubernetes import checks, client, objects, roles, self_pod
-from kale_dist.places.kubernetes.checks import Finding, Namespace
+from kale_dist.places.checkup import Check, broken, failed, ok, warning
+from kale_dist.places.kubernetes import client, objects, preflight, roles, self_pod
 from kale_dist.places.kubernetes.client import Cluster
+from kale_dist.places.kubernetes.preflight import Finding, Namespace
 from kale_dist.places.manifests import KINDS, Kind
 
-OK, WARNING, FAILED = "ok", "warning", "failed"
-
-Said = tuple[str, str, str, str]
-"""Name, verdict (one of the words above), sentence, remedy."""
+_REMEDY = "Correct it and try again"
 
 
-def examine(namespace: str = "", context: str = "") -> tuple[Said, ...]:
+def examine(namespace: str = "", context: str = "") -> tuple[Check, ...]:
     """Look at the configuration, the connection and the namespace. Never raises for what is found.
 
     Args:
@@ -31,59 +29,51 @@ def examine(namespace: str = "", context: str = "") -> tuple[Said, ...]:
         configured = config.load()
         cluster = client.connect(namespace=namespace, context=context, config=configured)
     except ConfigError as error:
-        return (("configuration", FAILED, f"{error.argument}: {error.problem}", error.remedy),)
+        return (failed("configuration", f"{error.argument}: {error.problem}", error.remedy),)
     except BackendError as error:
-        return (("connection", FAILED, *_split(error)),)
+        return (broken("connection", error, _REMEDY),)
     said = [_configuration(configured), _connection(cluster), _image(configured, cluster)]
     try:
         there = [kind for kind in KINDS.values() if objects.is_served(cluster, kind)]
         kind = objects.choose(cluster, "")
         others = ", ".join(f"{one.name}s (kind={one.word!r})" for one in there if one is not kind) or "no others"
-        said.append(
-            ("kind", OK, f"Jobs become {kind.name}s, if you do not say otherwise; the cluster also has {others}", "")
-        )
+        said.append(ok("kind", f"Jobs become {kind.name}s, if you do not say otherwise; the cluster also has {others}"))
         if KINDS["train"] in there:
             names = ", ".join(objects.runtimes(cluster)) or "none that you may list"
-            said.append(("runtimes", OK, f"TrainJobs (kind='train') can have the runtimes (runtime=): {names}", ""))
-        found = checks.look_at_namespace(cluster, kind)
+            said.append(ok("runtimes", f"TrainJobs (kind='train') can have the runtimes (runtime=): {names}"))
+        found = preflight.look_at_namespace(cluster, kind)
         said += _findings(
-            checks.check(cluster, _example(configured, cluster, found, kind), found), found, cluster, kind
+            preflight.check(cluster, _example(configured, cluster, found, kind), found), found, cluster, kind
         )
     except BackendError as error:
-        said.append(("namespace", FAILED, *_split(error)))
+        said.append(broken("namespace", error, _REMEDY))
     return tuple(said)
 
 
-def _split(error: BackendError) -> tuple[str, str]:
-    """A message's first sentence, and the rest, which says what to do."""
-    first, _, rest = str(error).partition(". ")
-    return first, rest or "Correct it and try again"
-
-
-def _configuration(configured: Config) -> Said:
+def _configuration(configured: Config) -> Check:
     used = ", ".join(f"{key} (from {origin})" for key, origin in configured.origins)
-    return ("configuration", OK, used or f"Nothing is set; settings can be written into {config.path()}", "")
+    return ok("configuration", used or f"Nothing is set; settings can be written into {config.path()}")
 
 
-def _connection(cluster: Cluster) -> Said:
+def _connection(cluster: Cluster) -> Check:
     who = f" as {cluster.identity}" if cluster.identity else ""
     by = "by the pod's service account" if cluster.in_cluster else f"by the context {cluster.context!r}"
-    return ("connection", OK, f"{cluster.server}{who}, {by}, namespace {cluster.namespace}", "")
+    return ok("connection", f"{cluster.server}{who}, {by}, namespace {cluster.namespace}")
 
 
-def _image(configured: Config, cluster: Cluster) -> Said:
+def _image(configured: Config, cluster: Cluster) -> Check:
     if image := configured.kubernetes.image or configured.image:
-        return ("image", OK, str(image), "")
+        return ok("image", str(image))
     own = self_pod.find(cluster)
     if own is None:
         remedy = f"Give image= in kd.Kubernetes(...), or write it into {config.path()} or KALE_DIST_IMAGE"
-        return ("image", WARNING, "None is configured, and this is not a pod of the cluster", remedy)
+        return warning("image", "None is configured, and this is not a pod of the cluster", remedy)
     if not own.image:
         remedy = "Grant it 'get pods', or give image="
-        return ("image", WARNING, "This notebook's own pod cannot be read, so that its image is not known", remedy)
+        return warning("image", "This notebook's own pod cannot be read, so that its image is not known", remedy)
     if own.image_warning:
-        return ("image", WARNING, own.image_warning, "Give image= with a digest, if that matters")
-    return ("image", OK, f"That of this notebook: {own.image}", "")
+        return warning("image", own.image_warning, "Give image= with a digest, if that matters")
+    return ok("image", f"That of this notebook: {own.image}")
 
 
 def _example(configured: Config, cluster: Cluster, namespace: Namespace, kind: Kind) -> Settled:
@@ -100,20 +90,21 @@ def _example(configured: Config, cluster: Cluster, namespace: Namespace, kind: K
     )
 
 
-def _findings(found: tuple[Finding, ...], namespace: Namespace, cluster: Cluster, kind: Kind) -> Iterator[Said]:
+def _findings(found: tuple[Finding, ...], namespace: Namespace, cluster: Cluster, kind: Kind) -> Iterator[Check]:
     named = {item.name for item in found}
     if "rights" not in named:
-        yield ("rights", OK, "You have all rights that kale_dist can use", "")
+        yield ok("rights", "You have all rights that kale_dist can use")
     if "get namespaces" not in namespace.granted:
         said = "may not be read, so that it is not known whether it enforces Pod Security"
     else:
         level = namespace.pod_security
         said = f'enforces Pod Security "{level}"' if level else "enforces no Pod Security"
         said += "; jobs are made of workers only" if namespace.forbids_master else ""
-    yield ("namespace", OK, f"{cluster.namespace} {said}", "")
+    yield ok("namespace", f"{cluster.namespace} {said}")
     for item in found:
         trouble = item.trouble
-        yield (item.name, FAILED if item.is_fatal else WARNING, trouble.sentence, trouble.remedy or "Correct it")
+        judged = failed if item.is_fatal else warning
+        yield judged(item.name, trouble.sentence, trouble.remedy or "Correct it")
     if "rights" in named and not any(item.name == "rights" and item.is_fatal for item in found):
         role = roles.role_yaml(cluster.namespace, cluster.identity, roles.rights(kind))
-        yield ("role", WARNING, "Some rights are missing", f"All of them are granted by this:\n{role}")
+        yield warning("role", "Some rights are missing", f"All of them are granted by this:\n{role}")

@@ -161,14 +161,7 @@ def make(
 ) -> dict[str, Any]:
     """The object of an errand."""
     options = dataclasses.replace(
-        cluster,
-        patch="",
-        roles="",
-        queue="",
-        gang=False,
-        min_available=None,
-        secret_environment=(),
-        ttl_s=ERRAND_S,
+        cluster, patch="", roles="", queue="", gang=False, min_available=None, secret_environment=(), ttl_s=ERRAND_S
     )
     small = Settled(
         name=f"kale-dist-{secrets.token_hex(4)}", label="errand", kind="call", image=image, store=store, cluster=options,

@@ -40,7 +40,7 @@ def is_served(cluster: Cluster, kind: Kind, version: str = "") -> bool:
         BackendError: The cluster does not answer.
     """
     listed: Any = None
-    with _asking("list", kind):
+    with asking("list", kind):
         listed = cluster.custom.get_api_resources(kind.group, version or kind.version)
     return listed is not None and any(resource.name == kind.plural for resource in listed.resources or ())
 
@@ -63,19 +63,16 @@ def choose(cluster: Cluster, word: str) -> Kind:
         *first, last = AUTOMATIC
         return next((kind for kind in first if is_served(cluster, kind)), last)
     there = [repr(kind.word) for kind in KINDS.values() if is_served(cluster, kind)]
-    kind = KINDS[word]
-    problem = (
-        f"{cluster.server} serves no {kind.name} of {'/'.join(kind.api)}: {kind.controller} is not installed there"
-    )
-    remedy = f"It serves {', '.join(there)}. Leave out `kind`, or have an administrator install it: {kind.install}"
+    kind, do = KINDS[word], "install it"
+    api_of = "/".join(kind.api)
+    problem = f"{cluster.server} serves no {kind.name} of {api_of}: {kind.controller} is not installed there"
     if kind.clashes_with and is_served(cluster, kind, kind.clashes_with):
+        do = "replace it by"
         problem = (
             f"{cluster.server} serves another {kind.name}, of {kind.group}/{kind.clashes_with} (Kubeflow's Training Operator), "
-            f"and not that of {'/'.join(kind.api)} ({kind.controller}). A cluster can have only one of them"
+            f"and not that of {api_of} ({kind.controller}). A cluster can have only one of them"
         )
-        remedy = (
-            f"It serves {', '.join(there)}. Leave out `kind`, or have an administrator replace it by: {kind.install}"
-        )
+    remedy = f"It serves {', '.join(there)}. Leave out `kind`, or have an administrator {do}: {kind.install}"
     raise ConfigError("kind", problem, remedy)
 
 
@@ -102,26 +99,34 @@ def runtimes(cluster: Cluster) -> tuple[str, ...]:
     """Names of the runtimes that TrainJobs of the namespace can have, as far as this user may list them."""
     found: list[str] = []
     for plural, prefix in _RUNTIMES:
-        api_of = KINDS[TrainJob.word].api
         with contextlib.suppress(Exception):
-            listed: Any = (
-                cluster.custom.list_namespaced_custom_object(*api_of, cluster.namespace, plural)
-                if prefix
-                else cluster.custom.list_cluster_custom_object(*api_of, plural)
-            )
+            listed = _list(cluster, KINDS[TrainJob.word].api, cluster.namespace if prefix else "", plural)
             found += [prefix + item["metadata"]["name"] for item in listed["items"]]
     return tuple(found)
 
 
 @contextlib.contextmanager
-def _asking(verb: str, kind: Kind, namespace: str = "", name: str = "") -> Iterator[None]:
-    """Explain what the cluster refuses. That an object does not exist is no error, unless it was to be created."""
+def asking(verb: str, kind: Kind, namespace: str = "", name: str = "", resource: str = "") -> Iterator[None]:
+    """Explain what the cluster refuses of a job's object, or of another resource beside it.
+
+    That an object does not exist is no error, unless it was to be created.
+    """
     try:
         yield
     except Exception as error:
         if verb == "create" or api.status_of(error) != api.NOT_FOUND:
-            doing = Doing(verb=verb, resource=kind.plural, namespace=namespace, name=name, kind=kind.word)
+            doing = Doing(verb=verb, resource=resource or kind.plural, namespace=namespace, name=name, kind=kind.word)
             raise api.explain(error, doing) from error
+
+
+def _list(
+    cluster: Cluster, group_version: tuple[str, str], namespace: str, plural: str, selector: str | None = None
+) -> Any:
+    """The objects of a namespace, or where that is empty of the whole cluster."""
+    custom = cluster.custom
+    if namespace:
+        return custom.list_namespaced_custom_object(*group_version, namespace, plural, label_selector=selector)
+    return custom.list_cluster_custom_object(*group_version, plural, label_selector=selector)
 
 
 # -- one of them -------------------------------------------------------------------------------------------------------
@@ -135,7 +140,7 @@ def create(cluster: Cluster, kind: Kind, job: Any) -> Any:
         BackendError: The cluster refused.
     """
     namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
-    with _asking("create", kind, namespace, name):
+    with asking("create", kind, namespace, name):
         return cluster.custom.create_namespaced_custom_object(*kind.api, namespace, kind.plural, job)
 
 
@@ -162,7 +167,7 @@ def find(cluster: Cluster, kind: Kind, namespace: str, name: str) -> Any:
         BackendError: The cluster refused.
     """
     found = None
-    with _asking("get", kind, namespace, name):
+    with asking("get", kind, namespace, name):
         found = cluster.custom.get_namespaced_custom_object(*kind.api, namespace, kind.plural, name)
     return found  # noqa: RET504 - of one that does not exist it is None
 
@@ -175,7 +180,7 @@ def end(cluster: Cluster, spec: Settled, name: str, mark: Mapping[str, str], *, 
     """
     kind, namespace = kind_of(spec), spec.cluster.namespace
     change = {"metadata": {"annotations": dict(mark)}, **kind.end(spec, head_leaves=head_leaves)}
-    with _asking("patch", kind, namespace, name):
+    with asking("patch", kind, namespace, name):
         cluster.custom.patch_namespaced_custom_object(*kind.api, namespace, kind.plural, name, change)
 
 
@@ -185,7 +190,7 @@ def delete_object(cluster: Cluster, kind: Kind, namespace: str, name: str) -> No
     Raises:
         BackendError: The cluster refused.
     """
-    with _asking("delete", kind, namespace, name):
+    with asking("delete", kind, namespace, name):
         cluster.custom.delete_namespaced_custom_object(
             *kind.api, namespace, kind.plural, name, propagation_policy="Background"
         )
@@ -266,11 +271,7 @@ def list_all(cluster: Cluster, namespace: str, selector: str) -> list[tuple[Kind
     refusals: list[Exception] = []
     for kind in KINDS.values():
         try:
-            listed: Any = (
-                cluster.custom.list_namespaced_custom_object(*kind.api, namespace, kind.plural, label_selector=selector)
-                if namespace
-                else cluster.custom.list_cluster_custom_object(*kind.api, kind.plural, label_selector=selector)
-            )
+            listed = _list(cluster, kind.api, namespace, kind.plural, selector)
         except Exception as error:
             explained = api.explain(error, Doing(verb="list", resource=kind.plural, namespace=namespace))
             if api.status_of(error) not in (api.NOT_FOUND, api.FORBIDDEN):

@@ -18,95 +18,77 @@ NAME = "kale-dist"
 """Name of the Role and of its binding."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Right:
     """Verbs on one resource that are granted together."""
 
-    group: str = ""
-    """API group; empty for the core."""
     resource: str
     """With its subresource, such as `pods/log`."""
     verbs: tuple[str, ...]
     without: str
     """What is lost without it; a sentence without its full stop."""
+    _: dataclasses.KW_ONLY
+    group: str = ""
+    """API group; empty for the core."""
     is_needed: bool = False
     """Whether no job can run without it."""
 
-    def __str__(self) -> str:
-        """Such as `get pods/log`."""
-        return f"{', '.join(self.verbs)} {self.resource}"
-
 
 _SERVICES = Right(
-    resource="services",
-    verbs=("create", "delete"),
-    without="No job of more than one pod can be submitted: its pods find each other by a Service",
+    "services",
+    ("create", "delete"),
+    "No job of more than one pod can be submitted: its pods find each other by a Service",
     is_needed=True,
 )
 
 POLICIES = Right(
+    POLICY_API[2],
+    ("create", "delete"),
+    "All pods of the cluster can connect to a job's pods, in which torch asks nobody who they are",
     group=POLICY_API[0],
-    resource=POLICY_API[2],
-    verbs=("create", "delete"),
-    without="All pods of the cluster can connect to a job's pods, in which torch asks nobody who they are",
 )
 
 _FOR_ALL = (
     POLICIES,
+    Right("secrets", ("create",), "No job can be submitted: its code and its key are sent in a Secret", is_needed=True),
     Right(
-        resource="secrets",
-        verbs=("create",),
-        without="No job can be submitted: its code and its key are sent in a Secret",
+        "pods",
+        ("get", "list", "watch"),
+        "You cannot see which pod a job waits for or why one failed, and nothing can be fetched from pods",
         is_needed=True,
     ),
+    Right("pods/log", ("get",), "Logs come from the first pod through port-forward, and only while it runs"),
     Right(
-        resource="pods",
-        verbs=("get", "list", "watch"),
-        without="You cannot see which pod a job waits for or why one failed, and nothing can be fetched from pods",
-        is_needed=True,
-    ),
-    Right(
-        resource="pods/log",
-        verbs=("get",),
-        without="Logs come from the first pod through port-forward, and only while it runs",
-    ),
-    Right(
-        resource="pods/portforward",
-        verbs=("create", "get"),
-        without="Nothing can be sent to pods or fetched from them: snapshots over 500 kB and weights need a store (store=), a "
+        "pods/portforward",
+        ("create", "get"),
+        "Nothing can be sent to pods or fetched from them: snapshots over 500 kB and weights need a store (store=), a "
         "chatty log arrives with gaps, and there are no warm pods (keep_warm) and live ranks. Small results are printed into "
         f"the first pod's log, {WHO_READS_LOGS}",
     ),
     Right(
-        resource="events",
-        verbs=("get", "list", "watch"),
-        without="Pods that are refused, wait for volumes or cannot pull images are explained less well or not at all",
+        "events",
+        ("get", "list", "watch"),
+        "Pods that are refused, wait for volumes or cannot pull images are explained less well or not at all",
     ),
     Right(
-        resource="secrets",
-        verbs=("get", "delete"),
-        without="Results cannot be read from another machine, and the Secret of a job is deleted only by the garbage collector",
+        "secrets",
+        ("get", "delete"),
+        "Results cannot be read from another machine, and the Secret of a job is deleted only by the garbage collector",
     ),
+    Right("persistentvolumeclaims", ("get",), "A claim that is missing is noticed only when pods wait for it"),
     Right(
-        resource="persistentvolumeclaims",
-        verbs=("get",),
-        without="A claim that is missing is noticed only when pods wait for it",
-    ),
-    Right(
-        resource="resourcequotas",
-        verbs=("list", "watch"),
-        without="A quota that is exhausted is noticed only when pods are refused, and a job that waits for it starts up to a "
+        "resourcequotas",
+        ("list", "watch"),
+        "A quota that is exhausted is noticed only when pods are refused, and a job that waits for it starts up to a "
         "minute late",
     ),
     Right(
-        resource="limitranges",
-        verbs=("list",),
-        without="A limit of cores that the namespace demands is noticed only when pods are refused",
+        "limitranges", ("list",), "A limit of cores that the namespace demands is noticed only when pods are refused"
     ),
     Right(
-        resource="namespaces",
-        verbs=("get",),
-        without='Whether the namespace enforces Pod Security "restricted" is not known before pods are refused; give '
+        "namespaces",
+        ("get",),
+        'Whether the namespace enforces Pod Security "restricted" is not known before pods are refused; give '
         "master=False there",
     ),
 )
@@ -117,18 +99,18 @@ def rights(kind: Kind) -> tuple[Right, ...]:
     """The least Role for a kind of job; without those that are needed no job runs."""
     return (
         Right(
-            group=kind.group,
-            resource=kind.plural,
-            verbs=("create", "get", "list", "watch"),
-            without="No job can be submitted or followed",
+            kind.plural,
+            ("create", "get", "list", "watch"),
+            "No job can be submitted or followed",
             is_needed=True,
+            group=kind.group,
         ),
         Right(
-            group=kind.group,
-            resource=kind.plural,
-            verbs=("patch", "delete"),
-            without="Jobs cannot be deleted, a job that loses a pod does not resume, and only jobs whose first pod can be "
+            kind.plural,
+            ("patch", "delete"),
+            "Jobs cannot be deleted, a job that loses a pod does not resume, and only jobs whose first pod can be "
             "reached can be cancelled",
+            group=kind.group,
         ),
         *((_SERVICES,) if kind.makes_services else ()),
         *_FOR_ALL,

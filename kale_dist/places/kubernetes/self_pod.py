@@ -38,11 +38,6 @@ class MountedClaim:
     """Such as `ReadWriteMany`; empty where this user may not read the claim."""
 
     @property
-    def is_shared(self) -> bool:
-        """Whether pods of several nodes can write into it."""
-        return "ReadWriteMany" in self.access_modes and not self.read_only
-
-    @property
     def is_of_one_node(self) -> bool:
         """Whether only the pods of one node can mount it."""
         return "ReadWriteOnce" in self.access_modes and "ReadWriteMany" not in self.access_modes
@@ -182,10 +177,10 @@ def _chooses_nodes(options: ClusterOptions) -> bool:
 
 def own_store(own: SelfPod | None) -> str:
     """A volume of the notebook's pod that other pods can write into, too."""
-    shared = [claim for claim in (own.claims if own is not None else ()) if claim.is_shared]
-    if not shared:
-        return ""
-    return f"{CLAIM_SCHEME}{shared[0].claim}/{shared[0].sub_path}".rstrip("/") + "/.kale-dist"
+    for claim in own.claims if own is not None else ():
+        if "ReadWriteMany" in claim.access_modes and not claim.read_only:
+            return f"{CLAIM_SCHEME}{claim.claim}/{claim.sub_path}".rstrip("/") + "/.kale-dist"
+    return ""
 
 
 def claim_here(spec: Settled, own: SelfPod | None) -> pathlib.Path | None:

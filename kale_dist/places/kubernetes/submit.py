@@ -14,7 +14,6 @@ import json
 import math
 import pathlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 from kale_dist import config
@@ -27,10 +26,8 @@ from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.places import manifests, orders
-from kale_dist.places.kubernetes import checks, client, errand, objects, roles, self_pod
+from kale_dist.places.kubernetes import client, errand, objects, preflight, roles, self_pod
 from kale_dist.places.kubernetes.client import Cluster
-from kale_dist.places.kubernetes.explain import api
-from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.places.kubernetes.self_pod import SelfPod
 from kale_dist.places.manifests import Kind, RunSettings, claim_of, kind_of, owner_of
 from kale_dist.places.manifests.settings import CLAIM_SCHEME, INPUT_BYTES, PORT, STORE_FOLDER
@@ -58,7 +55,7 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
     cluster = _reach(asked, configured, required=submit)
     own = self_pod.find(cluster) if cluster is not None else None
     kind = objects.choose(cluster, asked.kind) if cluster is not None else None
-    found = checks.look_at_namespace(cluster, kind) if cluster is not None and kind is not None else None
+    found = preflight.look_at_namespace(cluster, kind) if cluster is not None and kind is not None else None
     namespace = cluster.namespace if cluster is not None else asked.namespace or configured.namespace or "default"
     own_secrets = own.image_pull_secrets if own is not None and not image else ()
     options = dataclasses.replace(
@@ -76,7 +73,7 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
     options = dataclasses.replace(options, affinity=self_pod.affinity_of(options, volumes, own))
     resources, note = request.resources, ""
     if cluster is not None and found is not None and (resources.gpus or (request.cuda and resources.gpus is None)):
-        resources, note = checks.fit_gpus(cluster, request, found.quotas)
+        resources, note = preflight.fit_gpus(cluster, request, found.quotas)
     cores = resources.filled(cuda=request.cuda).cpu or 0.0
     free_cores = found.free_cores if found is not None else math.inf
     if resources.cpu_limit is None and cores * request.topology.processes_per_pod > free_cores:
@@ -85,13 +82,12 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
     image = _image(image, recipe, configured, own, cuda=request.cuda)
 
     def settled(image: str) -> Settled:
-        return Settled.of(
-            request, name=name, image=image, recipe=recipe, volumes=volumes, resources=resources, store=store, cluster=options,
-            prints_results=found is not None and not found.granted.issuperset(roles.CONNECT),
-        )  # fmt: skip
+        looked_up = dataclasses.replace(request, volumes=volumes, resources=resources, store=store, cluster=options)
+        prints_results = found is not None and not found.granted.issuperset(roles.CONNECT)
+        return Settled.of(looked_up, name=name, image=image, recipe=recipe, prints_results=prints_results)
 
     # An API server wants an image, also one that is asked before the image is made: a refusal shall not cost a build.
-    draft = settled(image or (recipe.base if recipe is not None else "") or checks.NOT_MADE_YET)
+    draft = settled(image or (recipe.base if recipe is not None else "") or preflight.NOT_MADE_YET)
     if cluster is not None and not options.runtime_field:
         options = dataclasses.replace(options, runtime_field=objects.runtime_field(cluster, draft))
     if cluster is None or found is None or not submit:
@@ -129,11 +125,7 @@ def render(spec: JobSpec) -> str:
 
 
 def create(
-    cluster: Cluster,
-    spec: JobSpec,
-    key: bytes,
-    life: Life,
-    checkpoint: pathlib.Path | None,
+    cluster: Cluster, spec: JobSpec, key: bytes, life: Life = FIRST_LIFE, checkpoint: pathlib.Path | None = None
 ) -> tuple[Any, Source]:
     """Create a job's object, then at once what stands beside it. If that is refused, the object is deleted again.
 
@@ -154,11 +146,8 @@ def create(
     """
     source = _place_bytes(cluster, spec, says=life.number == 1)
     data = _input(spec, key, source, life, checkpoint)
-    namespace, settings, kind = (
-        spec.cluster.namespace,
-        RunSettings(life=life.number, submitter=cluster.identity),
-        kind_of(spec),
-    )
+    namespace, kind = spec.cluster.namespace, kind_of(spec)
+    settings = RunSettings(life=life.number, submitter=cluster.identity)
     made = _uninterrupted(cluster, kind, kind.make(spec, settings))
     try:
         owner, core = owner_of(made), cluster.core
@@ -167,27 +156,16 @@ def create(
             objects.create_policy(cluster, spec, manifests.network_policy(spec, settings, owner))
         services: list[Any] = list(kind.beside(spec, settings, owner))
         for service in services:
-            with _creating(kind, "services", service):
+            with objects.asking("create", kind, namespace, service["metadata"]["name"], "services"):
                 core.create_namespaced_service(namespace, service)
         # The Secret last: the pods wait for it, and so are never without their NetworkPolicy.
-        with _creating(kind, "secrets", secret):
+        with objects.asking("create", kind, namespace, secret["metadata"]["name"], "secrets"):
             core.create_namespaced_secret(namespace, secret)
     except BaseException:
         # Alone: the Secret or Service that is in the way may be that of another user's job of another kind.
         objects.delete_object(cluster, kind, namespace, made["metadata"]["name"])
         raise
     return made, source
-
-
-@contextlib.contextmanager
-def _creating(kind: Kind, resource: str, wanted: Any) -> Iterator[None]:
-    """Explain why the cluster refuses what stands beside an object."""
-    try:
-        yield
-    except Exception as error:
-        made = wanted["metadata"]
-        doing = Doing(verb="create", resource=resource, namespace=made["namespace"], name=made["name"], kind=kind.word)
-        raise api.explain(error, doing) from error
 
 
 def _uninterrupted(cluster: Cluster, kind: Kind, wanted: Any) -> Any:
@@ -224,7 +202,7 @@ def _reach(asked: ClusterOptions, configured: Config, *, required: bool) -> Clus
         return None
 
 
-def _network_policy(asked: ClusterOptions, found: checks.Namespace | None) -> bool | None:
+def _network_policy(asked: ClusterOptions, found: preflight.Namespace | None) -> bool | None:
     """What `network_policy` is where this user's rights are known: not made without the right to it, and missed if it was asked for.
 
     Raises:
@@ -275,12 +253,12 @@ def _made(cluster: Cluster, spec: Settled, configured: Config) -> str:
     )
 
 
-def _check(cluster: Cluster, spec: Settled, own: SelfPod | None, namespace: checks.Namespace) -> None:
+def _check(cluster: Cluster, spec: Settled, own: SelfPod | None, namespace: preflight.Namespace) -> None:
     """Ask the cluster whether the job would run, and tell the user what it would lack."""
     if spec.store and not spec.store.startswith(CLAIM_SCHEME):
         # A protocol that this side cannot speak would show only when the results are wanted.
         UrlStore(spec.store)
-    found = checks.check(cluster, spec, namespace)
+    found = preflight.check(cluster, spec, namespace)
     fatal = [str(item.trouble) for item in found if item.is_fatal]
     if fatal:
         raise BackendError(f"The job cannot run in the namespace {cluster.namespace!r}. " + "\n".join(fatal))

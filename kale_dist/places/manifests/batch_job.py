@@ -5,6 +5,7 @@ Several pods are an indexed Job with a headless Service for their names; one pod
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,10 +88,6 @@ class BatchJob(Kind):
         pods, name = spec.topology.number_of_pods, object_name(spec.name, life)
         return tuple(f"{name}-{index}" for index in range(pods)) if pods > 1 else (name,)
 
-    def head_host(self, spec: Settled, life: int = 1) -> str:
-        """A name that the headless Service gives it."""
-        return f"{self.pod_names(spec, life)[0]}.{object_name(spec.name, life)}"
-
     def replaces_pods(self, spec: Settled) -> bool:
         """As often as the job may restart, and evicted ones as often as that happens."""
         return spec.policy.max_restarts > 0
@@ -109,12 +106,7 @@ class BatchJob(Kind):
     def state(self, made: Mapping[str, Any]) -> ObjectState:
         """The state by the Job's conditions; its number of active pods shows whether it runs."""
         status, condition = made.get("status") or {}, last_condition(made)
-        finished: Any = {"Complete": "succeeded", "Failed": "failed"}.get(str(condition.get("type")), "")
-        return ObjectState(
-            finished=finished,
-            message=str(condition.get("message") or "") if finished == "failed" else "",
-            is_running=bool(status.get("active")),
-            is_known=bool(status),
-            started=status.get("startTime"),
-            ended=status.get("completionTime") or (condition.get("lastTransitionTime") if finished else None),
+        is_running, started = bool(status.get("active")), status.get("startTime")
+        return dataclasses.replace(
+            ObjectState.of(condition, status), is_running=is_running, is_known=bool(status), started=started
         )

@@ -4,8 +4,8 @@ Each kind is a class, whose instance stands in `kale_dist.places.manifests.KINDS
 else (head and relays, logs, explanations, results, cancelling, lost pods, rights, dry runs) is the same for all kinds and
 asks the kind of a job for what differs. To add a kind:
 
-1. Write its class: derive from `Kind`, fill in the class variables, and write `body`, `pod_groups`, `pod_names` and
-   `head_host`; the rest only where the kind differs from what is here.
+1. Write its class: derive from `Kind`, fill in the class variables, and write `body`, `pod_groups` and `pod_names`;
+   the rest only where the kind differs from what is here.
 2. Make each pod's template with `pod_template`. It labels the pods with the object's name (`OBJECT_LABEL`) and with the
    number of their type's first pod (`FIRST_POD_LABEL`), by which they are found and numbered, and tells the agents the same.
    `index` is the field of the pod that holds its index in its type: a label or an annotation that the controller sets.
@@ -22,7 +22,7 @@ import base64
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec.job_spec import Settled
@@ -43,6 +43,10 @@ from kale_dist.places.manifests.settings import (
 POLICY_API = ("networking.k8s.io", "v1", "networkpolicies")
 """Group, version and plural of NetworkPolicies."""
 
+Finished = Literal["", "succeeded", "failed"]
+_ENDS: Mapping[str, Finished] = {"Succeeded": "succeeded", "Complete": "succeeded", "Failed": "failed"}
+"""The conditions of an ended object."""
+
 _LARGEST_ANNOTATION = 200_000
 """Characters; all annotations of an object together may have 256 KiB."""
 
@@ -51,7 +55,7 @@ _LARGEST_ANNOTATION = 200_000
 class ObjectState:
     """What an object says of its job. The head's word comes before it."""
 
-    finished: Literal["", "succeeded", "failed"] = ""
+    finished: Finished = ""
     message: str = ""
     """The controller's words about a failure."""
     is_running: bool = False
@@ -60,6 +64,16 @@ class ObjectState:
     started: str | None = None
     """When it began or was resumed, as the API writes a time. Pods that were made before belong to an earlier life."""
     ended: str | None = None
+
+    @classmethod
+    def of(cls, condition: Mapping[str, Any], status: Mapping[str, Any]) -> Self:
+        """Whether, how and when it has ended, by a condition that holds and its status."""
+        finished: Finished = _ENDS.get(str(condition.get("type")), "")
+        return cls(
+            finished=finished,
+            message=str(condition.get("message") or "") if finished == "failed" else "",
+            ended=status.get("completionTime") or (condition.get("lastTransitionTime") if finished else None),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,9 +138,10 @@ class Kind(abc.ABC):
     def pod_names(self, spec: Settled, life: int = 1) -> tuple[str, ...]:
         """Names of a job's pods by their number; where the controller appends something, what comes before it."""
 
-    @abc.abstractmethod
     def head_host(self, spec: Settled, life: int = 1) -> str:
-        """Host name of pod 0 within the namespace."""
+        """Host name of pod 0 within the namespace: its own Service's, or a name in the Service of the object's name."""
+        pod = self.pod_names(spec, life)[0]
+        return pod if self.services_a_pod else f"{pod}.{object_name(spec.name, life)}"
 
     def beside(self, spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
         """Services to create after the object; `owner` is what `owner_of` gives for it."""
@@ -228,13 +243,9 @@ class Kind(abc.ABC):
         del spec, head_leaves
         return self.suspension(value=True)
 
-    def policy(self, made: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The part of the object that holds `suspend`."""
-        return made.get("spec") or {}
-
     def is_suspended(self, made: Mapping[str, Any]) -> bool:
         """Whether the object is to have no pods."""
-        return bool(self.policy(made).get("suspend"))
+        return bool((made.get("spec") or {}).get("suspend"))
 
     def number_of_pods(self, made: Mapping[str, Any]) -> int:
         """How many pods it is to have."""
@@ -277,13 +288,8 @@ def input_secret(
         data: Bytes by the names of `wire.InputFiles`.
     """
     name = input_secret_name(object_name(spec.name, settings.life))
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": _beside(spec, owner, name),
-        "type": "Opaque",
-        "data": {key: base64.b64encode(value).decode() for key, value in data.items()},
-    }
+    encoded = {key: base64.b64encode(value).decode() for key, value in data.items()}
+    return {**_beside("v1", "Secret", spec, owner, name), "type": "Opaque", "data": encoded}
 
 
 def headless_service(spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,12 +301,8 @@ def headless_service(spec: Settled, settings: RunSettings, owner: Mapping[str, A
         owner: From `owner_of`.
     """
     name = object_name(spec.name, settings.life)
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _beside(spec, owner, name),
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {OBJECT_LABEL: name}},
-    }
+    body = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {OBJECT_LABEL: name}}
+    return {**_beside("v1", "Service", spec, owner, name), "spec": body}
 
 
 def network_policy(spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,16 +312,9 @@ def network_policy(spec: Settled, settings: RunSettings, owner: Mapping[str, Any
     """
     name, port = object_name(spec.name, settings.life), spec.cluster.metrics_port
     own = {"podSelector": {"matchLabels": {OBJECT_LABEL: name}}}
-    return {
-        "apiVersion": "/".join(POLICY_API[:2]),
-        "kind": "NetworkPolicy",
-        "metadata": _beside(spec, owner, name),
-        "spec": {
-            **own,
-            "policyTypes": ["Ingress"],
-            "ingress": [{"from": [own]}, *([{"ports": [{"port": port, "protocol": "TCP"}]}] if port else [])],
-        },
-    }
+    ingress = [{"from": [own]}, *([{"ports": [{"port": port, "protocol": "TCP"}]}] if port else [])]
+    body = {**own, "policyTypes": ["Ingress"], "ingress": ingress}
+    return {**_beside("/".join(POLICY_API[:2]), "NetworkPolicy", spec, owner, name), "spec": body}
 
 
 def owner_of(made: Mapping[str, Any]) -> dict[str, Any]:
@@ -336,13 +331,11 @@ def owner_of(made: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _beside(spec: Settled, owner: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "namespace": spec.cluster.namespace,
-        "labels": own_labels(spec.name),
-        **({"ownerReferences": [dict(owner)]} if owner else {}),
-    }
+def _beside(api: str, kind: str, spec: Settled, owner: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The beginning of an object that stands beside the job's own."""
+    owners = {"ownerReferences": [dict(owner)]} if owner else {}
+    metadata = {"name": name, "namespace": spec.cluster.namespace, "labels": own_labels(spec.name), **owners}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata}
 
 
 def _metadata(spec: Settled, settings: RunSettings) -> dict[str, Any]:
@@ -357,9 +350,5 @@ def _metadata(spec: Settled, settings: RunSettings) -> dict[str, Any]:
     described = {} if is_errand else {SPEC_ANNOTATION: _spec_annotation(spec)}
     submitter = {SUBMITTED_BY_ANNOTATION: settings.submitter} if settings.submitter else {}
     annotations = {**dict(cluster.annotations), **submitter, **described}
-    return {
-        "name": object_name(spec.name, settings.life),
-        "namespace": cluster.namespace,
-        "labels": labels,
-        "annotations": annotations,
-    }
+    name = object_name(spec.name, settings.life)
+    return {"name": name, "namespace": cluster.namespace, "labels": labels, "annotations": annotations}

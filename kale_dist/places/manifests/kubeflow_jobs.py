@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -37,6 +38,12 @@ class KubeflowJob(Kind):
 
     replicas_field: ClassVar[str]
     """The field of its `spec` that holds them."""
+    head_index: ClassVar[bool] = True
+    """Whether the controller labels the head's pod with its index."""
+
+    @abc.abstractmethod
+    def counts(self, spec: Settled) -> Mapping[str, int]:
+        """How many pods each replica type has, the head's first."""
 
     def pod_groups(self, made: Mapping[str, Any]) -> list[PodGroup]:
         """Each replica type. The API fills in a number that is left out."""
@@ -51,18 +58,14 @@ class KubeflowJob(Kind):
     def state(self, made: Mapping[str, Any]) -> ObjectState:
         """Its last condition."""
         condition, status = last_condition(made), made.get("status") or {}
-        word, message = condition.get("type"), str(condition.get("message") or "")
         was_suspended = any(item.get("type") == "Suspended" for item in status.get("conditions") or ())
-        finished: Any = {"Succeeded": "succeeded", "Failed": "failed"}.get(str(word), "")
-        return ObjectState(
-            finished=finished,
-            message=message if word == "Failed" else "",
-            is_running=word == "Running",
+        return dataclasses.replace(
+            ObjectState.of(condition, status),
+            is_running=condition.get("type") == "Running",
             is_known=bool(condition),
             # The operator writes it after it has made the pods, on a busy cluster long after: it says which pods are of an
             # earlier life only if the job was suspended.
             started=status.get("startTime") if was_suspended else None,
-            ended=status.get("completionTime") or (condition.get("lastTransitionTime") if finished else None),
         )
 
     def suspension(self, *, value: bool) -> dict[str, Any]:
@@ -75,59 +78,33 @@ class KubeflowJob(Kind):
         suspend = {} if head_leaves else {"suspend": True}
         return {"spec": {"runPolicy": {"cleanPodPolicy": "Running", **suspend}}}
 
-    def policy(self, made: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The run policy."""
-        return (made.get("spec") or {}).get("runPolicy") or {}
+    def is_suspended(self, made: Mapping[str, Any]) -> bool:
+        """Whether its run policy says so."""
+        return bool(((made.get("spec") or {}).get("runPolicy") or {}).get("suspend"))
 
-    def replica(
-        self,
-        spec: Settled,
-        settings: RunSettings,
-        role: str,
-        *,
-        first_pod: int,
-        pods: int,
-        ranks: int,
-        has_index: bool = True,
-    ) -> dict[str, Any]:
-        """One replica type.
+    def replicas(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+        """The replica types that have pods, by their names."""
+        made: dict[str, Any] = {}
+        world, per_pod, first_pod = spec.topology.number_of_processes, spec.topology.processes_per_pod, 0
+        for role, pods in self.counts(spec).items():
+            if not pods:
+                continue
+            index = f"metadata.labels['{REPLICA_INDEX_LABEL}']" if first_pod or self.head_index else ""
+            template = pod_template(
+                spec, settings, container=self.container, first_pod=first_pod, index=index, role=role.lower(),
+                ranks=min(per_pod, world - first_pod * per_pod),
+            )  # fmt: skip
+            # The operator makes pods again whose exit code is 128 or above.
+            comes_back = self.replaces_pods(spec) if first_pod else self.returns_head(spec)
+            policy = "ExitCode" if comes_back else "Never"
+            made[role] = {"replicas": pods, "restartPolicy": policy, "template": template}
+            first_pod += pods
+        return made
 
-        Args:
-            spec: The job.
-            settings: What the backend has settled.
-            role: Its name, in lower case.
-            first_pod: Number of the type's first pod.
-            pods: How many it has.
-            ranks: Ranks of each of them.
-            has_index: Whether the controller labels them with their index.
-        """
-        index = f"metadata.labels['{REPLICA_INDEX_LABEL}']" if has_index else ""
-        template = pod_template(
-            spec, settings, container=self.container, first_pod=first_pod, ranks=ranks, index=index, role=role
-        )
-        # The operator makes pods again whose exit code is 128 or above.
-        comes_back = self.replaces_pods(spec) if first_pod else self.returns_head(spec)
-        policy = "ExitCode" if comes_back else "Never"
-        return {"replicas": pods, "restartPolicy": policy, "template": template}
-
-    def head_and_workers(
-        self, spec: Settled, settings: RunSettings, head: str, *, has_index: bool = True
-    ) -> dict[str, Any]:
-        """The first pod as a replica of its own, named by its type, and the others as workers; `has_index` is the first pod's."""
-        topology = spec.topology
-        world, per_pod, pods = topology.number_of_processes, topology.processes_per_pod, topology.number_of_pods
-        ranks = min(world, per_pod)
-        replicas = {
-            head: self.replica(spec, settings, head.lower(), first_pod=0, pods=1, ranks=ranks, has_index=has_index)
-        }
-        if pods > 1:
-            others = min(per_pod, world - ranks)
-            replicas["Worker"] = self.replica(spec, settings, "worker", first_pod=1, pods=pods - 1, ranks=others)
-        return replicas
-
-    def head_host(self, spec: Settled, life: int = 1) -> str:
-        """The host name of the first pod's Service; the operator makes one for each pod."""
-        return self.pod_names(spec, life)[0]
+    def pod_names(self, spec: Settled, life: int = 1) -> tuple[str, ...]:
+        """`x-master-0`, `x-worker-0`, ...: the job, its pods' type, and their number in it."""
+        name = object_name(spec.name, life)
+        return tuple(f"{name}-{role.lower()}-{i}" for role, pods in self.counts(spec).items() for i in range(pods))
 
 
 class PyTorchJob(KubeflowJob):
@@ -154,7 +131,7 @@ class PyTorchJob(KubeflowJob):
         return {
             "runPolicy": _run_policy(spec),
             **({"nprocPerNode": str(per_pod)} if per_pod > 1 else {}),
-            "pytorchReplicaSpecs": self._replicas(spec, settings),
+            self.replicas_field: self.replicas(spec, settings),
         }
 
     def pod_groups(self, made: Mapping[str, Any]) -> list[PodGroup]:
@@ -166,24 +143,14 @@ class PyTorchJob(KubeflowJob):
             for group in sorted(super().pod_groups(made), key=lambda group: group.role)
         ]
 
-    def pod_names(self, spec: Settled, life: int = 1) -> tuple[str, ...]:
-        """`x-master-0`, `x-worker-0`, ..."""
-        pods, name = spec.topology.number_of_pods, object_name(spec.name, life)
-        if not _has_master(spec):
-            return tuple(f"{name}-worker-{index}" for index in range(pods))
-        return (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(pods - 1)))
+    def counts(self, spec: Settled) -> Mapping[str, int]:
+        """A master and workers, or workers only."""
+        pods = spec.topology.number_of_pods
+        return {"Master": 1, "Worker": pods - 1} if _has_master(spec) else {"Worker": pods}
 
     def replaces_pods(self, spec: Settled) -> bool:
         """Of workers only the first is the head, and they are made again as it is: with a store that tells it of the attempts before."""
         return spec.policy.max_restarts > 0 and (_has_master(spec) or (spec.saves and bool(spec.store)))
-
-    def _replicas(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
-        if _has_master(spec):
-            return self.head_and_workers(spec, settings, "Master")
-        topology = spec.topology
-        ranks = min(topology.number_of_processes, topology.processes_per_pod)
-        pods = topology.number_of_pods
-        return {"Worker": self.replica(spec, settings, "worker", first_pod=0, pods=pods, ranks=ranks)}
 
 
 def _has_master(spec: Settled) -> bool:
@@ -215,31 +182,16 @@ class TFJob(KubeflowJob):
         Raises:
             ConfigError: More than one process a pod, for which TF_CONFIG has no place.
         """
-        topology, servers = spec.topology, spec.cluster.servers
-        if topology.processes_per_pod > 1:
-            problem = f"{topology.processes_per_pod}, and TensorFlow has one process a pod"
+        if spec.topology.processes_per_pod > 1:
+            problem = f"{spec.topology.processes_per_pod}, and TensorFlow has one process a pod"
             remedy = "Leave it out, and give each process more with resources="
             raise ConfigError("processes_per_pod", problem, remedy)
-        workers = topology.number_of_pods - 1 - servers
-        counts = {"Chief": (0, 1), "Worker": (1, workers), "PS": (1 + workers, servers)}
-        return {
-            "runPolicy": _run_policy(spec),
-            "tfReplicaSpecs": {
-                role: self.replica(spec, settings, role.lower(), first_pod=first, pods=pods, ranks=1)
-                for role, (first, pods) in counts.items()
-                if pods
-            },
-        }
+        return {"runPolicy": _run_policy(spec), self.replicas_field: self.replicas(spec, settings)}
 
-    def pod_names(self, spec: Settled, life: int = 1) -> tuple[str, ...]:
-        """`x-chief-0`, `x-worker-0`, ..., `x-ps-0`, ..."""
-        name, servers = object_name(spec.name, life), spec.cluster.servers
-        workers = spec.topology.number_of_pods - 1 - servers
-        return (
-            f"{name}-chief-0",
-            *(f"{name}-worker-{index}" for index in range(workers)),
-            *(f"{name}-ps-{index}" for index in range(servers)),
-        )
+    def counts(self, spec: Settled) -> Mapping[str, int]:
+        """One chief, workers and parameter servers."""
+        servers = spec.cluster.servers
+        return {"Chief": 1, "Worker": spec.topology.number_of_pods - 1 - servers, "PS": servers}
 
     def order(self, spec: Settled) -> Mapping[str, Any]:
         """With parameter servers, which wait for requests until they are ended, the chief's end is that of the job."""
@@ -255,6 +207,7 @@ class MPIJob(KubeflowJob):
     group, version, plural = "kubeflow.org", "v2beta1", "mpijobs"
     container = "mpi"
     replicas_field = "mpiReplicaSpecs"
+    head_index = False
     roles = ("launcher", "worker")
     controller = "the MPI Operator"
     find_controller = "kubectl get pods -A -l app=mpi-operator"
@@ -271,18 +224,17 @@ class MPIJob(KubeflowJob):
             # Otherwise the operator hides the GPUs of the launcher.
             "runLauncherAsWorker": True,
             "runPolicy": {**_run_policy(spec), "backoffLimit": 0},
-            "mpiReplicaSpecs": self.head_and_workers(spec, settings, "Launcher", has_index=False),
+            self.replicas_field: self.replicas(spec, settings),
         }
 
     def pod_names(self, spec: Settled, life: int = 1) -> tuple[str, ...]:
         """`x-launcher`, to which the controller appends five characters, and `x-worker-0`, ..."""
-        pods, name = spec.topology.number_of_pods, object_name(spec.name, life)
-        return (f"{name}-launcher", *(f"{name}-worker-{index}" for index in range(pods - 1)))
+        head, *workers = super().pod_names(spec, life)
+        return (head.removesuffix("-0"), *workers)
 
-    def head_host(self, spec: Settled, life: int = 1) -> str:
-        """The launcher's name in the Service that the operator makes."""
-        name = object_name(spec.name, life)
-        return f"{name}-launcher.{name}"
+    def counts(self, spec: Settled) -> Mapping[str, int]:
+        """One launcher and workers."""
+        return {"Launcher": 1, "Worker": spec.topology.number_of_pods - 1}
 
     def told_by(self, name: str) -> Sequence[tuple[str, str]]:
         """Its own events, and those of the Job that makes the launcher."""

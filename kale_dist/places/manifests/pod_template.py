@@ -33,7 +33,6 @@ _USER = "kale-dist"
 _GRACE_S = 60
 """A head that gets SIGTERM writes its checkpoint first."""
 
-_LARGEST_SHM_GIB = 8.0
 _ISTIO = "sidecar.istio.io/inject"
 _DEADLINE_MARGIN_S = 600
 ERRAND_S = 600
@@ -220,24 +219,21 @@ def _volumes(
     spec: Settled, settings: RunSettings, asked: Resources, ranks: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Volumes and mounts: those that every pod has, then the user's. Mounts of one source share a volume."""
-    shm = min(_LARGEST_SHM_GIB, (asked.memory_gib or 0.0) * ranks / 2)
-    if asked.shm_gib is not None:
-        shm = asked.shm_gib * ranks
     secret = {"secretName": input_secret_name(object_name(spec.name, settings.life)), "optional": False}
     has_input = not settings.command
+    own = [
+        ("work", WORK_FOLDER, {}),
+        ("home", HOME_FOLDER, {}),
+        ("tmp", "/tmp", {}),  # noqa: S108 - a volume of the pod's own
+        ("shm", "/dev/shm", {"medium": "Memory", "sizeLimit": memory_text(asked.shm_of(ranks))}),  # noqa: S108 - a volume of the pod's own
+    ]
     volumes: list[dict[str, Any]] = [
         *([{"name": "input", "secret": secret}] if has_input else []),
-        {"name": "work", "emptyDir": {}},
-        {"name": "home", "emptyDir": {}},
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": memory_text(shm)}},
+        *({"name": name, "emptyDir": folder} for name, _, folder in own),
     ]
     mounts: list[dict[str, Any]] = [
         *([{"name": "input", "mountPath": INPUT_FOLDER, "readOnly": True}] if has_input else []),
-        {"name": "work", "mountPath": WORK_FOLDER},
-        {"name": "home", "mountPath": HOME_FOLDER},
-        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a volume of the pod's own
-        {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - a volume of the pod's own
+        *({"name": name, "mountPath": path} for name, path, _ in own),
     ]
     names: dict[str, str] = {}
     for number, volume in enumerate((*spec.volumes, *_store(spec, settings))):

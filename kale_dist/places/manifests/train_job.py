@@ -6,6 +6,7 @@ Trainer 2.2 `podTemplateOverrides`). They cannot change everything: what a runti
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,8 @@ class TrainJob(Kind):
                     raise ConfigError(
                         field, problem, "Leave it out and set it in a runtime (runtime=), or give kind='job'"
                     )
-        kind, _, name = runtime_of(spec).rpartition("/")
+        # `TrainingRuntime/` comes before the name of one of the namespace.
+        kind, _, name = (options.runtime or DEFAULT_RUNTIME).rpartition("/")
         template = pod_template(
             spec, settings, container=self.container, first_pod=0, index=f"metadata.annotations['{COMPLETION_INDEX}']",
             ranks=min(topology.number_of_processes, topology.processes_per_pod),
@@ -86,36 +88,23 @@ class TrainJob(Kind):
         name = object_name(spec.name, life)
         return tuple(f"{name}-{_STEP}-0-{index}" for index in range(spec.topology.number_of_pods))
 
-    def head_host(self, spec: Settled, life: int = 1) -> str:
-        """A name that the Service of the JobSet gives it."""
-        return f"{self.pod_names(spec, life)[0]}.{object_name(spec.name, life)}"
-
     def state(self, made: Mapping[str, Any]) -> ObjectState:
         """Its conditions tell how it ended or was resumed; that it runs, only its jobs do."""
         status = made.get("status") or {}
         conditions = {item["type"]: item for item in status.get("conditions") or ()}
         resumed = conditions.get("Suspended", {})
         held = [conditions[word] for word in ("Complete", "Failed") if conditions.get(word, {}).get("status") == "True"]
-        end = held[0] if held else {}
-        finished: Any = {"Complete": "succeeded", "Failed": "failed"}.get(str(end.get("type")), "")
-        return ObjectState(
-            finished=finished,
-            message=str(end.get("message") or "") if finished == "failed" else "",
-            is_running=not finished
-            and any(job.get("active") or job.get("ready") for job in status.get("jobsStatus") or ()),
+        is_running = not held and any(job.get("active") or job.get("ready") for job in status.get("jobsStatus") or ())
+        return dataclasses.replace(
+            ObjectState.of(held[0] if held else {}, status),
+            is_running=is_running,
             is_known=bool(status),
             started=resumed.get("lastTransitionTime") if resumed.get("status") == "False" else None,
-            ended=end.get("lastTransitionTime"),
         )
 
     def told_by(self, name: str) -> tuple[tuple[str, str], ...]:
         """Pods are refused to its Job, and a Job to its JobSet."""
         return ((self.name, name), ("JobSet", name), ("Job", f"{name}-{_STEP}-0"))
-
-
-def runtime_of(spec: Settled) -> str:
-    """Name of a job's runtime, with `TrainingRuntime/` before it if it is one of the namespace."""
-    return spec.cluster.runtime or DEFAULT_RUNTIME
 
 
 def _patches(template: Mapping[str, Any], *, has_security: bool) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
@@ -20,31 +19,28 @@ R = TypeVar("R")
 
 _PLACES = "on=kd.Kubernetes(...) or on=kd.Docker(...)"
 _EACH = "Use `number_of_processes` for all processes together, and `processes_per_pod` of kd.Kubernetes(...)"
+_WORDS = {
+    "number_of_processes": "num_processes nprocs n_procs nproc procs world_size", "environment": "env env_vars", "cuda": "device",
+    "accumulate": "gradient_accumulation_steps accumulate_grad_batches", "clip_norm": "max_grad_norm gradient_clip_val",
+    "precision": "mixed_precision", "epochs": "epoch max_epochs num_epochs n_epochs num_train_epochs",
+    "train_data_loader": "dataloader train_loader train_dataloader data_loader train_data",
+    "eval_data_loader": "eval_loader val_loader test_loader eval_dataloader val_dataloader evaluate eval_data validation_loader",
+    "train_step": "step training_step", "optimizer": "optim", "criterion": "loss loss_fn", "scheduler": "lr_scheduler",
+    "timeout_s": "timeout", "max_restarts": "max_retries max_failures",
+}  # fmt: skip
+_OURS = {word: ours for ours, words in _WORDS.items() for word in words.split()}
+"""Words of other libraries, and of ours elsewhere, to the argument of the same meaning."""
+
 _NEIGHBOURS = {
-    "num_processes": "Use `number_of_processes`", "nprocs": "Use `number_of_processes`", "n_procs": "Use `number_of_processes`",
-    "nproc": "Use `number_of_processes`", "procs": "Use `number_of_processes`",
-    "world_size": "Use `number_of_processes`",
-    "batch_size": "It is the DataLoader's", "lr": "It is the optimizer's", "learning_rate": "It is the optimizer's",
+    "batch_size": "It is the DataLoader's", **dict.fromkeys(("lr", "learning_rate"), "It is the optimizer's"),
     "num_workers": "Use `number_of_processes`; workers that load data are an argument of the DataLoader",
-    "nproc_per_node": _EACH, "num_proc_per_node": _EACH, "num_nodes": _EACH, "nnodes": _EACH,
-    "env": "Use `environment`", "env_vars": "Use `environment`",
+    **dict.fromkeys(("nproc_per_node", "num_proc_per_node", "num_nodes", "nnodes"), _EACH),
     "env_from": "Use `secret_environment` of kd.Kubernetes(...)", "backend": "Use `on`: 'local', 'docker' or 'kubernetes'",
-    "gpus": "Use `cuda=True` for one GPU a process", "gpu": "Use `cuda=True`", "use_gpu": "Use `cuda=True`", "device": "Use `cuda`",
-    "gradient_accumulation_steps": "Use `accumulate`", "accumulate_grad_batches": "Use `accumulate`",
-    "max_grad_norm": "Use `clip_norm`", "gradient_clip_val": "Use `clip_norm`", "mixed_precision": "Use `precision`",
-    "epoch": "Use `epochs`", "max_epochs": "Use `epochs`", "num_epochs": "Use `epochs`", "n_epochs": "Use `epochs`",
-    "num_train_epochs": "Use `epochs`", "dataloader": "Use `train_data_loader`", "train_loader": "Use `train_data_loader`",
-    "train_dataloader": "Use `train_data_loader`", "eval_loader": "Use `eval_data_loader`", "val_loader": "Use `eval_data_loader`",
-    "test_loader": "Use `eval_data_loader`", "eval_dataloader": "Use `eval_data_loader`", "val_dataloader": "Use `eval_data_loader`",
-    "data_loader": "Use `train_data_loader`", "train_data": "Use `train_data_loader`", "step": "Use `train_step`",
-    "training_step": "Use `train_step`", "evaluate": "Use `eval_data_loader`", "eval_data": "Use `eval_data_loader`",
-    "validation_loader": "Use `eval_data_loader`", "optim": "Use `optimizer`",
-    "loss": "Use `criterion`", "loss_fn": "Use `criterion`", "lr_scheduler": "Use `scheduler`", "timeout": "Use `timeout_s`",
-    "max_retries": "Use `max_restarts`", "max_failures": "Use `max_restarts`",
-    "resources_per_node": "Use `resources` of kd.Kubernetes(...)", "resources_per_worker": "Use `resources` of kd.Kubernetes(...)",
+    "gpus": "Use `cuda=True` for one GPU a process", **dict.fromkeys(("gpu", "use_gpu"), "Use `cuda=True`"),
+    **dict.fromkeys(("resources_per_node", "resources_per_worker"), "Use `resources` of kd.Kubernetes(...)"),
     "cluster": f"Its settings are arguments of the place: {_PLACES}",
 }  # fmt: skip
-"""Words of other libraries, and of ours elsewhere, to what to write here."""
+"""Other words, which no argument of ours means, to what to write here."""
 
 
 def known_words(verb: Callable[P, R]) -> Callable[P, R]:
@@ -89,17 +85,14 @@ def _suggestion(word: str, verb: Callable[..., Any], own: Iterable[str] = ()) ->
         return f"It is a setting of a strategy: strategy=kd.strategies.{owner.__name__}({word}=...)"
     signature = inspect.signature(verb).parameters
     known = [*own, *(name for name, parameter in signature.items() if not parameter.kind.name.startswith("VAR_"))]
-    remedy = _NEIGHBOURS.get(word, "")
-    alone = re.fullmatch(r"Use `(\w+)`", remedy)
-    if remedy and (alone is None or alone[1] in known):
-        return remedy
+    if word in _NEIGHBOURS:
+        return _NEIGHBOURS[word]
+    ours = _OURS.get(word)
+    if ours in known:
+        return f"Use `{ours}`"
     if near := closest(word, known).strip():
         return near
-    return (
-        f"`{alone[1]}` is an argument of distribute()"
-        if alone
-        else f"Its arguments are listed by help({verb.__name__})"
-    )
+    return f"`{ours}` is an argument of distribute()" if ours else f"Its arguments are listed by help({verb.__name__})"
 
 
 def check_function(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], verb: Callable[..., Any]) -> None:
@@ -183,6 +176,14 @@ def check_takes(argument: str, fn: Any, arguments: tuple[str, ...], name: str) -
         raise ConfigError(argument, problem, wanted) from None
     except ValueError:
         pass  # Some functions written in C have no signature.
+
+
+def parameters_of(fn: Any) -> list[inspect.Parameter]:
+    """A function's parameters, as far as they are known."""
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return []
 
 
 def describe(fn: Any) -> str:

@@ -292,8 +292,7 @@ def _ignored_queue(cluster: Cluster, kind: Kind, name: str, taken: Any) -> list[
         or _lookup(functools.partial(_read_queue, cluster, name)) in (None, _MISSING)
     ):
         return []
-    trouble = sentences.of("queue-ignored", object=name, **sentences.facts_of(kind))
-    return [Finding(name="queue-ignored", trouble=trouble, is_fatal=False)]
+    return [_found("queue-ignored", is_fatal=False, object=name, **sentences.facts_of(kind))]
 
 
 def _read_queue(cluster: Cluster, name: str) -> Any:
@@ -389,23 +388,28 @@ def quota_sums(quotas: Sequence[Any], kind: Kind, groups: Sequence[PodGroup]) ->
                 continue
             allowed, is_used, needed = (quantities.amount_text(key, number) for number in (limit, taken, need))
             name, what = "quota-too-small" if need > limit else "quota", key.removeprefix("count/")
-            trouble = sentences.of(
-                name, quota=quota.metadata.name, namespace=quota.metadata.namespace, limited=f"{what}={allowed}",
-                used=is_used, requested=f"{what}={needed}",
+            yield _found(
+                # What this library makes itself is refused at once, and not only a pod.
+                name, is_fatal=need > limit or key in once, quota=quota.metadata.name, namespace=quota.metadata.namespace,
+                limited=f"{what}={allowed}", used=is_used, requested=f"{what}={needed}",
             )  # fmt: skip
-            # What this library makes itself is refused at once, and not only a pod.
-            yield Finding(name=name, trouble=trouble, is_fatal=need > limit or key in once)
 
 
 def _nodes(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
     """What the job asks for and the nodes can never hold; empty for the many users who may not list nodes."""
-    found = _lookup(lambda: cluster.core.list_node(limit=_MANY_NODES, _request_timeout=_TIMEOUT_S).items)
-    if found is None or found is _MISSING or len(found) >= _MANY_NODES:
+    found = _list_nodes(cluster)
+    if found is None or len(found) >= _MANY_NODES:
         return []
     never = list(node_sums([node.status.allocatable or {} for node in found], groups))
     list_pods = functools.partial(cluster.core.list_pod_for_all_namespaces, limit=_MANY_PODS)
     pods = None if never else _lookup(lambda: list_pods(_request_timeout=_TIMEOUT_S).items)
     return never if pods is None or pods is _MISSING else list(_no_room(found, pods, groups))
+
+
+def _list_nodes(cluster: Cluster) -> Sequence[Any] | None:
+    """The nodes, not all of very many; None if this user may not list them."""
+    found = _lookup(lambda: cluster.core.list_node(limit=_MANY_NODES, _request_timeout=_TIMEOUT_S).items)
+    return None if found is _MISSING else found
 
 
 def _no_room(nodes: Sequence[Any], pods: Sequence[Any], groups: Sequence[PodGroup]) -> Iterator[Finding]:
@@ -434,7 +438,7 @@ def _no_room(nodes: Sequence[Any], pods: Sequence[Any], groups: Sequence[PodGrou
             texts = {"wanted": sum(asked), "largest": max(0.0, sum(left.get(key, 0.0) for left in free.values()))}
             facts = {name: quantities.amount_text(key, amount) for name, amount in texts.items()}
             facts |= {"pods": str(len(asked)), "placed": str(placed), "resource": _WORDS.get(key, f"of {key}")}
-            yield Finding(name="no-room", trouble=sentences.of("no-room", **facts), is_fatal=False)
+            yield _found("no-room", is_fatal=False, **facts)
 
 
 def node_sums(allocatable: Sequence[Mapping[str, str]], groups: Sequence[PodGroup]) -> Iterator[Finding]:
@@ -452,9 +456,7 @@ def node_sums(allocatable: Sequence[Mapping[str, str]], groups: Sequence[PodGrou
         ):
             if wanted > there:
                 texts = {"wanted": quantities.amount_text(key, wanted), "largest": quantities.amount_text(key, there)}
-                yield Finding(
-                    name=name, trouble=sentences.of(name, resource=_WORDS.get(key, f"of {key}"), **texts), is_fatal=True
-                )
+                yield _found(name, is_fatal=True, resource=_WORDS.get(key, f"of {key}"), **texts)
                 break
 
 
@@ -464,8 +466,7 @@ _SHARE = 0.9
 
 def fit_gpus(cluster: Cluster, request: Request, quotas: Sequence[Any]) -> tuple[Resources, str]:
     """`fitted` for a call on a cluster, with the quotas of its namespace."""
-    found = _lookup(lambda: cluster.core.list_node(limit=_MANY_NODES, _request_timeout=_TIMEOUT_S).items)
-    nodes = [] if found in (None, _MISSING) else [node.status.allocatable or {} for node in found]
+    nodes = [node.status.allocatable or {} for node in _list_nodes(cluster) or ()]
     return fitted(request.resources, request.topology, nodes, quotas)
 
 
@@ -536,9 +537,7 @@ def _claims(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
             one_node = "" if all(_is_held(group.template["spec"]) for group in groups) else "claim-one-node"
             problem = {("ReadWriteOncePod",): "claim-one-pod", ("ReadWriteOnce",): one_node}.get(tuple(modes), "")
         if problem:
-            found.append(
-                Finding(name="claim", trouble=sentences.of(problem, **facts), is_fatal=problem != "claim-one-node")
-            )
+            found.append(_found("claim", problem, is_fatal=problem != "claim-one-node", **facts))
     return found
 
 
@@ -576,11 +575,7 @@ def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup])
         ("queue-missing", "queue", [queue_name] if queue_name else [], functools.partial(_read_queue, cluster)),
     )  # fmt: skip
     return [
-        Finding(
-            name="missing",
-            trouble=sentences.of(entry, kind=kind, object=name, namespace=namespace),
-            is_fatal=entry == "missing",
-        )
+        _found("missing", entry, is_fatal=entry == "missing", kind=kind, object=name, namespace=namespace)
         for entry, kind, names, read in kinds
         for name in dict.fromkeys(names)
         if _lookup(functools.partial(read, name)) is _MISSING
@@ -593,8 +588,7 @@ def _python(spec: Settled) -> list[Finding]:
     version, here = told.get("PYTHON_VERSION", ""), loading.python_version()
     if not version or version.split(".")[:2] == here.split("."):
         return []
-    trouble = sentences.of("image-python", image=spec.image, version=version, here=here)
-    return [Finding(name="image-python", trouble=trouble, is_fatal=False)]
+    return [_found("image-python", is_fatal=False, image=spec.image, version=version, here=here)]
 
 
 def _runtime(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
@@ -605,10 +599,16 @@ def _runtime(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
         return []
     prefix = "TrainingRuntime/" if wanted["kind"] == "TrainingRuntime" else ""
     name = f"{prefix}{wanted['name']}"
-    if name in there:
-        return []
-    trouble = sentences.of("runtime-missing", object=name, there=", ".join(there))
-    return [Finding(name="runtime", trouble=trouble, is_fatal=True)]
+    return (
+        []
+        if name in there
+        else [_found("runtime", "runtime-missing", is_fatal=True, object=name, there=", ".join(there))]
+    )
+
+
+def _found(name: str, entry: str = "", *, is_fatal: bool, **facts: str) -> Finding:
+    """A finding, with the words of an entry of the table; without one, of that of its own name."""
+    return Finding(name=name, trouble=sentences.of(entry or name, **facts), is_fatal=is_fatal)
 
 
 _MISSING: Any = object()

@@ -1,0 +1,51 @@
+"""What `kale-dist doctor` finds out, in all places: checks with their results. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from kale_dist.errors import BackendError
+
+
+class Verdict(enum.StrEnum):
+    """The result of a check."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """Jobs run, but slower or with less than they might."""
+    FAILED = "failed"
+    """Jobs cannot run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One check and its result."""
+
+    name: str
+    verdict: Verdict
+    sentence: str
+    """What the check found."""
+    remedy: str = ""
+    """What to do; empty if all is well."""
+
+
+def ok(name: str, sentence: str) -> Check:
+    """A check that has found nothing wrong."""
+    return Check(name=name, verdict=Verdict.OK, sentence=sentence)
+
+
+def warning(name: str, sentence: str, remedy: str) -> Check:
+    """A check that has found something without which jobs run, but slower or with less."""
+    return Check(name=name, verdict=Verdict.WARNING, sentence=sentence, remedy=remedy)
+
+
+def failed(name: str, sentence: str, remedy: str) -> Check:
+    """A check that has found why jobs cannot run."""
+    return Check(name=name, verdict=Verdict.FAILED, sentence=sentence, remedy=remedy)
+
+
+def broken(name: str, error: BackendError, remedy: str) -> Check:
+    """A check that an error ended: its first sentence, and the rest as what to do, or else this remedy."""
+    first, _, rest = str(error).partition(". ")
+    return failed(name, first, rest or remedy)
