@@ -90,8 +90,9 @@ class Earlier:
         Raises:
             ConfigError: It cannot.
         """
-        from kale_dist.worker.training import checkpoint, resumption
-        from kale_dist.worker.training.given import Differences, Given
+        from kale_dist.worker.training import checkpoint
+        from kale_dist.worker.training.contents import Given
+        from kale_dist.worker.training.differences import Differences, misfit
         from kale_dist.worker.training.trained import Trained
 
         try:
@@ -105,7 +106,8 @@ class Earlier:
         if found.epoch >= training.epochs:
             problem = f"{self.origin} has done {found.epoch} epochs, and epochs={training.epochs} counts them, too"
             raise ConfigError(_ARGUMENT, problem, f"Give epochs= more than {found.epoch}")
-        batches = ((found.resume or {}).get("position") or {}).get("batches")
+        position = None if found.resume is None else found.resume.position
+        batches = None if position is None else position.batches
         where = f"in epoch {found.epoch + 1}, after {batches:,} batches" if batches else f"after epoch {found.epoch}"
         begun = f"The training of {self.origin} continues {where}, to epoch {training.epochs}."
         if bool(found.parts) != training.in_parts:
@@ -120,9 +122,9 @@ class Earlier:
             # Ranks compare the rest: they have the objects.
             return Continued(origin=self.origin, path=self.path, sentences=(begun,), options=(), schedule={})
         trained = Trained.of(training)
-        before = (found.resume or {}).get("given", {}).get("world_size", 1)
+        before = 1 if found.resume is None else found.resume.given.world_size
         given = Given.of(training, trained, world_size or before)
-        if problem := resumption.misfit(found, trained, given):
+        if problem := misfit(found, trained, given):
             remedy = "Make model and optimizer as for the earlier job, or take its weights alone: job.state_dict(partial=True)"
             raise ConfigError(_ARGUMENT, f"the checkpoint of {self.origin} does not fit: {problem}", remedy)
         differences = Differences(found, given)

@@ -45,9 +45,9 @@ class Targets:
         """Make the model, if that is left to do, and what belongs to it."""
         if self.functions is None:
             return self
-        from kale_dist.worker.training.parts import objects_of
+        from kale_dist.worker.training.parts import with_objects
 
-        made = dataclasses.replace(self.functions, **objects_of(self.functions))
+        made = with_objects(self.functions)
         return remember(made.model, made.optimizer, made.scheduler, made.kept)
 
 

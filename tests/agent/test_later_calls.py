@@ -301,7 +301,7 @@ def breaking_step(model, data_loader, criterion, optimizer, device, args):
             found = checkpoint.read(path) if path.exists() else None
             if found is None or not found.epoch:
                 break
-            if (found.resume["position"] or {"batches": 0})["batches"] == BATCH:
+            if (position := found.resume.position) is not None and position.batches == BATCH:
                 raise ValueError("broken")
             time.sleep(0.05)
         seen += indices.tolist()

@@ -217,7 +217,7 @@ def checkpoint_finds_no_room(scene):
     assert "could not be written; its disk has" in said
     events = decode_json_lines(files.events.read_bytes())
     assert [one["step"] for one in events if one["event"] == EventKind.CHECKPOINT] == [4]
-    assert checkpoint.read(files.checkpoint).resume["steps"] == 4
+    assert checkpoint.read(files.checkpoint).resume.steps == 4
     assert job.state_dict(partial=True).keys() == model.state_dict().keys()
     assert [one.name for one in files.folder.iterdir() if "checkpoint" in one.name] == ["checkpoint"]
     # The disk would be as full for the next attempt.

@@ -70,7 +70,7 @@ def test_a_cancelled_training_writes_one_more_checkpoint(started):
     assert written["asked"]
     assert written["batches"] >= 20
     found = checkpoint.read(records.files(job.name).checkpoint)
-    assert (found.epoch, found.resume["position"]["batches"], found.resume["steps"]) == (
+    assert (found.epoch, found.resume.position.batches, found.resume.steps) == (
         0,
         written["batches"],
         written["step"],

@@ -39,6 +39,6 @@ def test_a_checkpoint_that_is_being_written_when_all_ranks_raise_is_finished():
     )  # fmt: skip
     try:
         assert "bad sample" in str(job.exception(120))
-        assert checkpoint.read(records.files(job.name).checkpoint).resume["steps"] == 4
+        assert checkpoint.read(records.files(job.name).checkpoint).resume.steps == 4
     finally:
         job.delete()

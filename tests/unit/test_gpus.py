@@ -33,9 +33,9 @@ from kale_dist.worker.agent import ending, gpu_faults
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.agent.usage import Gpu
 from kale_dist.worker.rank import gpus, group, process_state, stand_ins
-from kale_dist.worker.training import resumption
-from kale_dist.worker.training.given import Given
+from kale_dist.worker.training.contents import Given
 from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.loop import Session
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.trained import Trained
 
@@ -532,11 +532,20 @@ def test_ranks_send_their_own_states_from_the_cpu_and_to_rank_0_alone(monkeypatc
     monkeypatch.setattr(torch.distributed, "gather_object", gather_object)
     held = []
     for ranks.rank in (0, 1):
-        progress = types.SimpleNamespace(position=None, values={}, stopped="")
+        progress = types.SimpleNamespace(values={}, stopped="")
         own = {"momentum": [torch.ones(2).as_subclass(OnGpu)]}
-        found = resumption.describe(ranks, trained, Given.of(training, trained, 2), progress, None, own, 1, 2)
-        held.append(len(found["strategy"]))
-        assert found["strategy"][0]["momentum"][0].equal(torch.ones(2))
+        session = types.SimpleNamespace(
+            group=ranks,
+            trained=trained,
+            setup=types.SimpleNamespace(given=Given.of(training, trained, 2)),
+            progress=progress,
+            control=types.SimpleNamespace(scaler=None, real_steps=2),
+            strategy=types.SimpleNamespace(own_state=lambda own=own: own),
+            loaders=types.SimpleNamespace(train=types.SimpleNamespace(seed=1)),
+        )
+        found = Session.resume(session, None, None)
+        held.append(len(found.strategy))
+        assert found.strategy[0]["momentum"][0].equal(torch.ones(2))
     assert held == [2, 1]
 
 

@@ -8,7 +8,7 @@ import kale_dist as kd
 from kale_dist.calls import request, save_to
 from kale_dist.errors import JobFailedError, KaleDistWarning
 from kale_dist.job.spec.volumes import of_containers, of_pods
-from kale_dist.worker.training import saving
+from kale_dist.worker.training import model_file
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
@@ -63,9 +63,9 @@ def test_a_place_that_cannot_be_written_fails_the_job_before_it_trains(tmp_path)
 
 def test_a_url_is_written_whole_under_its_name(tmp_path):
     url = f"file://{tmp_path}/new/model.pt"
-    saving.check(url)
+    model_file.check(url)
     assert list((tmp_path / "new").iterdir()) == []
-    saving.save(url, {"weight": torch.ones(3)})
+    model_file.save(url, {"weight": torch.ones(3)})
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model.pt"]
     assert torch.equal(torch.load(tmp_path / "new/model.pt", weights_only=True)["weight"], torch.ones(3))
 

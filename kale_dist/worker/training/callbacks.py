@@ -22,6 +22,7 @@ from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import Layout
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.result import on_cpu
+from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import Strategy
 
 
@@ -29,37 +30,31 @@ class Callbacks:
     """All callbacks of one training in this rank. All ranks call a method at the same place.
 
     Args:
-        given: The call's `callbacks=`.
-        epochs: Epochs of the training.
-        model: The model that functions get, or the dict of several.
+        training: Has the callbacks, and the model that functions get, or the dict of several.
+        model: The model that is trained, as the strategy has left it; several as one.
+        strategy: The strategy.
+        layouts: The layouts of all ranks.
+        group: The ranks.
     """
 
-    def __init__(self, given: Sequence[Any], epochs: int, model: Any) -> None:
-        self._epochs = epochs
-        self._model = model
+    def __init__(
+        self, training: Training, model: torch.nn.Module, strategy: Strategy, layouts: Sequence[Layout], group: Group
+    ) -> None:
+        given = training.callbacks
+        self._training, self._group, self._strategy = training, group, strategy
         self._needed = monitors(given)
         self._stops = [_Best(one) for one in given if isinstance(one, EarlyStopping)]
         self._kept = next((_Best(one) for one in given if isinstance(one, ModelCheckpoint)), None)
         self._best: dict[str, Any] | None = None
-        average = next((one for one in given if isinstance(one, Average)), None)
-        self._average = None if average is None else _Average(average, epochs)
         self._functions = [one for one in given if not isinstance(one, Callback)]
-
-    def prepare(self, model: torch.nn.Module, strategy: Strategy, layouts: Sequence[Layout], group: Group) -> None:
-        """Take the objects that the training alters, after the strategy has.
-
-        Args:
-            model: The model; several as one.
-            strategy: The strategy.
-            layouts: The layouts of all ranks.
-            group: The ranks.
-        """
-        self._group, self._strategy = group, strategy
         with_data = [rank for rank, one in enumerate(layouts) if one.shard is not None]
         self._is_divided = any(len(layouts[rank].replicas) < len(with_data) for rank in with_data)
-        if self._average is not None:
-            mine = layouts[group.rank]
-            self._average.prepare(model, mine, group, is_divided=self._is_divided)
+        averages = (
+            _Average(one, training.epochs, model, layouts[group.rank], group, is_divided=self._is_divided)
+            for one in given
+            if isinstance(one, Average)
+        )
+        self._average = next(averages, None)
 
     # -- in an epoch -----------------------------------------------------------------------------------------------
 
@@ -102,13 +97,13 @@ class Callbacks:
         if self._group.rank == 0:
             for function in self._functions:
                 with self._guarded():
-                    function(epoch, dict(metrics), self._model)
+                    function(epoch, dict(metrics), self._training.model)
         reasons = [
             stop.reason(epoch) for stop in self._stops if not stop.improves(metrics, epoch) and stop.is_over(epoch)
         ]
-        if not reasons or epoch == self._epochs:
+        if not reasons or epoch == self._training.epochs:
             return ""
-        return f"Stopped early, after epoch {epoch} of {self._epochs}: {reasons[0]}."
+        return f"Stopped early, after epoch {epoch} of {self._training.epochs}: {reasons[0]}."
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -123,7 +118,9 @@ class Callbacks:
                 "this strategy. Evaluate in eval_step, or use strategy='ddp'"
             )
 
-        handles = [one.register_forward_pre_hook(refuse, prepend=True) for one in _roots(self._model)]
+        model = self._training.model
+        roots = model.values() if isinstance(model, dict) else [model]
+        handles = [one.register_forward_pre_hook(refuse, prepend=True) for one in roots]
         try:
             yield
         finally:
@@ -142,7 +139,7 @@ class Callbacks:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned. Called after `prepare`."""
+        """Restore what `state` returned."""
         if self._kept is not None and (best := state.get("best")):
             self._kept.epoch, self._kept.value = best["epoch"], best["value"]
             self._best = best["model"]
@@ -203,10 +200,27 @@ class _Average:
     Args:
         settings: `EMA` or `SWA`.
         epochs: Epochs of the training.
+        model: The model, as the strategy has left it.
+        layout: This rank's.
+        group: The ranks.
+        is_divided: Whether ranks hold different weights.
     """
 
-    def __init__(self, settings: EMA | SWA, epochs: int) -> None:
+    def __init__(
+        self,
+        settings: EMA | SWA,
+        epochs: int,
+        model: torch.nn.Module,
+        layout: Layout,
+        group: Group,
+        *,
+        is_divided: bool,
+    ) -> None:
         self.settings = settings
+        self._model, self._group, self._is_divided = model, group, is_divided
+        self._source = layout.replicas[0]
+        """The first of the ranks that hold the same. The others need the average only where all evaluate."""
+        self._keeps = self._source == group.rank or settings.evaluate
         self.count = 0
         """How many times weights were averaged in; equal in all ranks."""
         self._first = settings.first(epochs) if isinstance(settings, SWA) else 1
@@ -215,12 +229,6 @@ class _Average:
             *((settings.decay,) if isinstance(settings, EMA) else ())
         )
         self._values: dict[str, Tensor] = {}
-
-    def prepare(self, model: torch.nn.Module, layout: Layout, group: Group, *, is_divided: bool) -> None:
-        self._model, self._layout, self._group, self._is_divided = model, layout, group, is_divided
-        # Others hold the same, and need it only where all evaluate.
-        is_first = layout.replicas[0] == group.rank
-        self._keeps = is_first or self.settings.evaluate
 
     def stepped(self) -> None:
         if isinstance(self.settings, EMA):
@@ -276,7 +284,7 @@ class _Average:
             kept.copy_(weights)
 
     def state(self) -> dict[str, Any]:
-        values = on_cpu(self._values) if self._keeps and self._layout.replicas[0] == self._group.rank else None
+        values = on_cpu(self._values) if self._source == self._group.rank else None
         # Of replicas, rank 0's is enough.
         parts = self._group.gather(values) if self._is_divided else [values]
         return {"count": self.count, "parts": parts}
@@ -284,13 +292,9 @@ class _Average:
     def load(self, state: Mapping[str, Any]) -> None:
         self.count = int(state["count"])
         parts = state["parts"]
-        values = parts[self._layout.replicas[0]] if self._is_divided else parts[0]
+        values = parts[self._source] if self._is_divided else parts[0]
         if self._keeps and values:
             self._values = {name: value.to(self._group.device, copy=True) for name, value in values.items()}
-
-
-def _roots(model: Any) -> list[torch.nn.Module]:
-    return list(model.values()) if isinstance(model, dict) else [model]
 
 
 def _copied(state: Any) -> dict[str, Any] | None:

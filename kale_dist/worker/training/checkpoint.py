@@ -11,43 +11,36 @@ import dataclasses
 import pathlib
 import pickle
 import shutil
+import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kale_dist.errors import SnapshotDamagedError, StoreError
-from kale_dist.wire import JobFiles, blobs, context
+from kale_dist.wire import JobFiles, blobs, context, decode, fields_of
+from kale_dist.wire.memory import free_memory
+from kale_dist.worker.training.contents import Checkpoint, Given, Position, RankPosition, Resume
+from kale_dist.worker.training.data.generators import GlobalStates
 
 VERSION = 3
+
+Stored: TypeAlias = dict[str, Any]
+"""A checkpoint as its file holds it: dicts, lists, tensors and plain values."""
+
+_OURS = (Resume, Given, Position, RankPosition, GlobalStates)
+"""Classes whose objects a file holds as dicts of their fields."""
+
 _ROOM = 1.2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """The contents of a checkpoint."""
-
-    epoch: int
-    """Finished epochs."""
-    model: dict[str, Any]
-    optimizer: dict[str, Any] | None = None
-    scheduler: dict[str, Any] | None = None
-    resume: dict[str, Any] | None = None
-    """What a training needs beyond these states to resume (see `resumption.describe`)."""
-    callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """State of the callbacks: the best weights, and what the callbacks need to resume."""
-    parts: str = ""
-    """The folder of parts, as ranks see it, that has the values of model and optimizer; empty if this file has them."""
-    left_out: tuple[str, ...] = ()
-    """Places of the values that could not be kept, such as `optimizer.state.0.hook`."""
 
 
 _LEFT_OUT = object()
 """Stands for a value that cannot be kept."""
 
 
-def collect(contents: Checkpoint, copy: Callable[[int, Tensor], Tensor] | None = None) -> dict[str, Any]:
+def collect(contents: Checkpoint, copy: Callable[[int, Tensor], Tensor] | None = None) -> Stored:
     """Return what a file holds: no objects but tensors and plain values, and the places of those left out as `left_out`.
 
     Args:
@@ -55,18 +48,11 @@ def collect(contents: Checkpoint, copy: Callable[[int, Tensor], Tensor] | None =
         copy: Copies a tensor, which gets a number, to the CPU; None: those of the CPU are not copied.
     """
     keeper = _Keeper(copy)
-    names = ("model", "optimizer", "scheduler", "resume", "callbacks")
-    tree = {name: keeper.keep(getattr(contents, name), name) for name in names}
-    return {
-        "version": VERSION,
-        "epoch": contents.epoch,
-        "left_out": tuple(keeper.left_out),
-        "parts": contents.parts,
-        **tree,
-    }
+    kept = {name: keeper.keep(value, name) for name, value in fields_of(contents).items()}
+    return {**kept, "version": VERSION, "left_out": tuple(keeper.left_out)}
 
 
-def save(path: pathlib.Path, whole: dict[str, Any]) -> None:
+def save(path: pathlib.Path, whole: Stored) -> None:
     """Write what `collect` returned, replacing the file that is there by rename. That one stays as `older_checkpoint`.
 
     Raises:
@@ -101,7 +87,7 @@ def save(path: pathlib.Path, whole: dict[str, Any]) -> None:
         torch.serialization.set_crc32_options(before)
 
 
-def _replace(path: pathlib.Path, older: pathlib.Path, whole: dict[str, Any]) -> None:
+def _replace(path: pathlib.Path, older: pathlib.Path, whole: Stored) -> None:
     with blobs.fresh(path) as temporary:
         temporary.touch(0o600)
         torch.save(whole, temporary)
@@ -136,6 +122,9 @@ def read(file: Any) -> Checkpoint:
         found = torch.load(file, weights_only=True, mmap=isinstance(file, pathlib.Path), map_location="cpu")
         if found.pop("version") != VERSION:
             raise ValueError("it is of another version")  # noqa: TRY301 - one place words the error
+        if (stored := found["resume"]) is not None:
+            # Objects of the user's keep their lists.
+            found["resume"] = dataclasses.replace(decode(Resume, stored), state=stored["state"])
         return Checkpoint(**found)
     # What torch raises for a damaged file depends on where the damage is.
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, EOFError, pickle.UnpicklingError) as error:
@@ -163,6 +152,8 @@ class _Keeper:
             if not value.numel() or key not in self._copies:
                 self._copies[key] = self._tensor(value)
             return self._copies[key]
+        if isinstance(value, _OURS):
+            value = fields_of(value)
         if isinstance(value, dict):
             kept = {key: self.keep(item, f"{place}.{key}") for key, item in value.items()}
             self.left_out += [
@@ -180,3 +171,89 @@ class _Keeper:
             return self._copy(len(self._copies), value)
         whole = value.detach().cpu().as_subclass(Tensor)
         return whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole
+
+
+class Writing:
+    """Writes one file at a time; the next one waits for it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.seconds = 0.0
+        """How long the last file took."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a file is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def copy(self, number: int, value: Tensor) -> Tensor:
+        """Copy a tensor to the CPU, into the memory of the copy with the same number before if it fits.
+
+        Args:
+            number: Of the tensor among those of the file.
+            value: The tensor. No file may be being written.
+        """
+        kept = self._kept.get(number)
+        if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
+            kept = self._kept[number] = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+        return kept.copy_(value.detach())
+
+    def write(self, contents: Checkpoint, write: Callable[[Stored], None], *, at_once: bool) -> tuple[str, ...]:
+        """Write states, once the file before is written.
+
+        Args:
+            contents: The states. They may change as soon as this returns.
+            write: Writes what `collect` makes of them.
+            at_once: Whether to return only when the file is written.
+
+        Returns:
+            The places of values that are left out.
+
+        Raises:
+            StoreError: This file, or the one before, could not be written.
+        """
+        self.wait()
+        if at_once or not self._has_room(contents):
+            whole = collect(contents)
+            write(whole)
+        else:
+            whole = collect(contents, self.copy)
+            self._thread = threading.Thread(target=self._run, args=(write, whole), name="checkpoint", daemon=True)
+            self._thread.start()
+        return tuple(whole["left_out"])
+
+    def _has_room(self, contents: Checkpoint) -> bool:
+        """Whether the memory that is free is more than twice that of a copy."""
+        states = contents.model, contents.optimizer, contents.callbacks
+        return bool(self._kept) or 2 * sum(map(_bytes_of, states)) < free_memory()
+
+    def _run(self, write: Callable[[Stored], None], whole: Stored) -> None:
+        began = time.monotonic()
+        try:
+            write(whole)
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it
+            self._error = error
+        self.seconds = time.monotonic() - began
+
+    def wait(self) -> None:
+        """Wait for the file that is being written.
+
+        Raises:
+            StoreError: It could not be.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _bytes_of(tree: Any) -> int:
+    """The memory of the tensors in dicts, lists and tuples; an optimizer's own `state_dict` may have any form."""
+    if isinstance(tree, Tensor):
+        return tree.numel() * tree.element_size()
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return sum(map(_bytes_of, parts))

@@ -13,21 +13,20 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kale_dist.errors import ConfigError, KaleDistError
-from kale_dist.strategies import Layout, Settings
+from kale_dist.strategies import Layout
 from kale_dist.wire import EventKind, context
-from kale_dist.worker.training import checkpoint, parts, saving, supervised
+from kale_dist.worker.training import checkpoint, model_file, parts, supervised
 from kale_dist.worker.training.callbacks import Callbacks
-from kale_dist.worker.training.checkpoint import Checkpoint
-from kale_dist.worker.training.data.batches import Feed
-from kale_dist.worker.training.data.generators import random_states, seed_generators, set_random_states
+from kale_dist.worker.training.checkpoint import Stored
+from kale_dist.worker.training.contents import Checkpoint, Given, Position, Progress, RankPosition, Resume
+from kale_dist.worker.training.data.batches import Feed, Role
+from kale_dist.worker.training.data.generators import RandomStates, seed_generators
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
-from kale_dist.worker.training.given import Given
 from kale_dist.worker.training.group import Group, copy_where_differing, differing, fingerprint
 from kale_dist.worker.training.notices import Captured, Losses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
 from kale_dist.worker.training.parts import Folders, Made
-from kale_dist.worker.training.position import Position, RankPosition
 from kale_dist.worker.training.profiling import CLOCK, Profiler, collective_s
 from kale_dist.worker.training.result import (
     Averaged,
@@ -39,10 +38,10 @@ from kale_dist.worker.training.result import (
     on_cpu,
     state_of,
 )
-from kale_dist.worker.training.resumption import Resumption, describe
+from kale_dist.worker.training.resumption import Resumption
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import FullState, Parts, Strategy
-from kale_dist.worker.training.trained import Progress, Trained, own_parameters
+from kale_dist.worker.training.trained import Trained, own_parameters
 from kale_dist.worker.training.within import Within
 
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,7 +82,7 @@ def train(training: Training, *, cuda: bool = False) -> TrainingResult:
     place = context.context()
     group = Group(torch.device(place.device if place.in_job else "cuda" if cuda else "cpu"))
     if training.save_to is not None and group.rank == 0:
-        saving.check(training.save_to)
+        model_file.check(training.save_to)
     with contextlib.ExitStack() as stack:
         made = parts.make(training, group)
         training = made.training
@@ -101,7 +100,7 @@ def train(training: Training, *, cuda: bool = False) -> TrainingResult:
             extra |= {"parts": folders.save_model(setup.trained.model), "rest": folders.rest}
     result = session.result(progress, final, extra)
     if training.save_to is not None and result.model_state is not None:
-        saving.save(training.save_to, result.model_state)
+        model_file.save(training.save_to, result.model_state)
         group.say(f"The model was saved to {training.save_to}")
     return result
 
@@ -116,7 +115,7 @@ class Setup:
     structure: Structure
     """The model's, as it was at the call."""
     layouts: Sequence[Layout]
-    """Those of all ranks."""
+    """The layouts of all ranks."""
     layout: Layout
     """This rank's."""
     resumption: Resumption
@@ -125,7 +124,7 @@ class Setup:
     parts: Parts
     strategy: Strategy
     folders: Folders | None
-    """Of the states, where no rank holds them whole."""
+    """The folders of the states, where no rank holds them whole."""
 
     @classmethod
     def make(cls, made: Made, group: Group, stack: contextlib.ExitStack) -> Setup:
@@ -145,7 +144,9 @@ class Setup:
         given = Given.of(training, trained, group.world_size)
         structure = Structure.of(trained.model)
         stack.enter_context(CLOCK.watching_collectives())
-        strategy = _made(training.strategy, layout)
+        module, _, name = training.strategy.home.partition(".")
+        kind = getattr(importlib.import_module(f"kale_dist.worker.parallel.{module}"), name)
+        strategy: Strategy = kind(training.strategy, layout)
         if not strategy.divides:
             trained.move_to(group.device)
         resumption = Resumption(group, trained, given, is_in_parts=folders is not None)
@@ -164,11 +165,12 @@ class Setup:
             pace=Pace(layout.shards, training.accumulate),
             move=functools.partial(trained.move_to, group.device),
             recipe=made.recipe,
-            are_weights_read=folders is not None and folders.fills(resumption.folder),
+            are_weights_read=folders is not None and folders.fills(resumption.found.parts),
         )
         strategy.prepare(parts, stack)
         if folders is not None:
-            folders.fill(trained.model, trained.optimizer, resumption.folder, has_optimizer=resumption.has_optimizer)
+            has_optimizer = resumption.differences.has_optimizer
+            folders.fill(trained.model, trained.optimizer, resumption.found.parts, has_optimizer=has_optimizer)
         if (dispensable := training.strategy.dispensable(group.world_size)) and group.rank == 0:
             # Every connection stands by now, and ranks without data take part in nothing else.
             context.may_lose(dispensable)
@@ -209,7 +211,7 @@ class Session:
     callbacks: Callbacks
     profiler: Profiler | None
     captured: Captured | None
-    """In rank 0 until the end of the first epoch."""
+    """Set in rank 0 until the end of the first epoch."""
     strategy_totals: dict[str, float] = dataclasses.field(default_factory=dict)
     """The strategy's numbers, added up over ranks and epochs."""
     within: Within = dataclasses.field(init=False)
@@ -233,20 +235,19 @@ class Session:
         profiler = Profiler(training.profile, group.device, strategy) if training.profile else None
         losses = Losses(group, trained.model)
         loaders = _loaders(setup, profiler, losses)
-        callbacks = Callbacks(training.callbacks, training.epochs, training.model)
+        callbacks = Callbacks(training, trained.model, strategy, setup.layouts, group)
         control = _control(setup, loaders, callbacks)
         stack.enter_context(control.installed())
-        place = lambda: (loaders.train.epoch, loaders.train.step)  # noqa: E731
+        place = lambda: (loaders.train.counts.epoch, loaders.train.step)  # noqa: E731
         stack.enter_context(losses.watched(trained.criterion, place, strategy.passed))
         stack.callback(loaders.restore)
         loaders.divide()
-        callbacks.prepare(trained.model, strategy, setup.layouts, group)
         callbacks.load(setup.resumption.callbacks)
         setup.resumption.restore_rest(control.scaler, strategy.load_own_state)
         if not setup.parts.row.is_alone:
             # Peers draw alike, or their dropout would differ.
-            states = random_states(group.device, trained.loaders)
-            set_random_states(group.device, trained.loaders, setup.parts.row.send(states))
+            states = RandomStates.now(group.device, trained.loaders)
+            setup.parts.row.send(states).restore(group.device, trained.loaders)
         session = cls(
             setup=setup,
             training=training,
@@ -258,10 +259,10 @@ class Session:
             control=control,
             callbacks=callbacks,
             profiler=profiler,
-            captured=_captured(training, trained, training.train_step, training.eval_step) if group.rank == 0 else None,
+            captured=Captured(training, trained) if group.rank == 0 else None,
         )
         resumption = setup.resumption
-        control.real_steps = resumption.steps
+        control.real_steps = resumption.before.steps
         seed = torch.initial_seed() if resumption.seed is None else resumption.seed
         for feed in (loaders.train, loaders.evaluation):
             feed.seed, feed.was_read = seed, resumption.progress.epochs > 0
@@ -353,7 +354,7 @@ class Session:
             (training.model, self.trained.train_loader, training.criterion, training.optimizer),
             training.train_args,
         )
-        if not feed.passes:
+        if not feed.counts.passes:
             # Before this rank meets the others, who may be in another place. Two ranks see it, whoever of them it is.
             self.group.say(
                 "train_step did not iterate the loader it was given, or its class iterates by itself: data is not"
@@ -390,7 +391,8 @@ class Session:
                 f"Training has changed no weight of the model: train_step made no step of the optimizer that it got{others}.",
                 warns=True,
             )
-        self._emit(outcome, epoch, feed.name, feed.from_batch)
+        mark = {"from_batch": feed.counts.from_batch} if feed.counts.from_batch else {}
+        self._emit(outcome.values, epoch, feed.role.name, **mark)
         return outcome
 
     def _evaluate(self, epoch: int, source: str = "eval") -> Averaged:
@@ -401,7 +403,7 @@ class Session:
         returned = self._call(step, feed, epoch, given, training.eval_args)
         self.strategy.end_evaluation()
         outcome = self._average("eval_step", feed, epoch, returned, [], {})
-        self._emit(outcome, epoch, source)
+        self._emit(outcome.values, epoch, source)
         return outcome
 
     def _call(self, step: Callable[..., Any], feed: Feed, epoch: int, given: tuple[Any, ...], args: Any) -> Any:
@@ -413,10 +415,11 @@ class Session:
                 returned = step(*given, self.group.device, args)
         except Exception as error:
             if not isinstance(error, KaleDistError):
-                batch = f"batch {feed.step} of {'' if feed.is_training else 'the evaluation after '}epoch {epoch}"
+                batch = f"batch {feed.step} of {'' if feed.role.is_training else 'the evaluation after '}epoch {epoch}"
                 note_layer(error, self.trained.model, self.trained.criterion, batch)
             raise
-        feed.end()
+        # An iterator that the step keeps continues later.
+        feed.change_to(None)
         return returned
 
     def _average(
@@ -424,14 +427,13 @@ class Session:
     ) -> Averaged:
         """Average what a step returned over the ranks, and make learning rates equal."""
         extra = prints, numbers, feed.rate, self._learning_rates()
-        outcome = average(self.group, normalise(name, returned), feed.samples, extra)
+        outcome = average(self.group, normalise(name, returned), feed.counts.samples, extra)
         self._mend_learning_rates([rates for *_, rates in outcome.extras], epoch)
         return outcome
 
-    def _emit(self, outcome: Averaged, epoch: int, source: str, from_batch: int = 0) -> None:
-        if self.group.rank == 0 and outcome.values:
-            mark = {"from_batch": from_batch} if from_batch else {}
-            context.emit(EventKind.METRICS, rank=None, values=outcome.values, epoch=epoch, source=source, **mark)
+    def _emit(self, values: Mapping[str, float], epoch: int, source: str, **mark: int) -> None:
+        if self.group.rank == 0 and values:
+            context.emit(EventKind.METRICS, rank=None, values=values, epoch=epoch, source=source, **mark)
 
     def _mend_drift(self, prints: Sequence[Any], epoch: int) -> None:
         """Make weights equal again where they drifted apart, or raise an error where no rank holds all of them."""
@@ -477,8 +479,7 @@ class Session:
         for name, value in values.items():
             before = 0.0 if name in self.strategy.levels else self.strategy_totals.get(name, 0.0)
             self.strategy_totals[name] = before + value
-        if values and not self.group.rank:
-            context.emit(EventKind.METRICS, rank=None, values=values, epoch=epoch, source="strategy")
+        self._emit(values, epoch, "strategy")
 
     def _report_pace(self, rates: Sequence[float | None], epoch: int) -> None:
         """Send the learning rate and the samples a second of all shards together, as series for trackers."""
@@ -486,8 +487,7 @@ class Session:
         values = {f"lr{f'_{number}' if number else ''}": rate for number, rate in enumerate(self._learning_rates())}
         if total:
             values["samples_per_s"] = total
-        if values and not self.group.rank:
-            context.emit(EventKind.METRICS, rank=None, values=values, epoch=epoch, source="pace")
+        self._emit(values, epoch, "pace")
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = _PRECISIONS[self.training.precision]
@@ -523,11 +523,8 @@ class Session:
         files, within = context.context().files, self.within
         if files is None:
             return
-        progress, steps = dataclasses.replace(self.progress, position=position), self.control.real_steps
-        own, seed = self.strategy.own_state(), self.loaders.train.seed
-        given, scaler = self.setup.given, self.control.scaler
-        rest = describe(self.group, self.trained, given, progress, scaler, own, seed, steps, mine)
-        calls = self.callbacks.state()
+        progress, steps = self.progress, self.control.real_steps
+        resume, calls = self.resume(position, mine), self.callbacks.state()
         folders, is_asked, within.is_asked = self.setup.folders, within.is_asked, False
         state = self.strategy.full_state() if folders is None else parts.outlines(self.trained)
         if state is None:
@@ -537,11 +534,11 @@ class Session:
             optimizer=state.optimizer,
             scheduler=None if self.trained.scheduler is None else self.trained.scheduler.state_dict(),
             epoch=progress.epochs,
-            resume=rest,
+            resume=resume,
             callbacks=calls,
         )
 
-        def write(whole: dict[str, Any]) -> None:
+        def write(whole: Stored) -> None:
             checkpoint.save(files.checkpoint, whole)
             context.emit(
                 EventKind.CHECKPOINT,
@@ -563,6 +560,30 @@ class Session:
                 warns=True,
             )
         context.mark_progress()
+
+    def resume(self, position: Position | None, mine: RankPosition | None) -> Resume:
+        """Collect what a checkpoint holds besides the states, in rank 0; arguments as for `write_checkpoint`."""
+        trained, scaler = self.trained, self.control.scaler
+        # On the CPU: unpickled, a tensor of a GPU would be on that GPU in rank 0.
+        own = on_cpu(self.strategy.own_state())
+        states = RandomStates.now(self.group.device, trained.loaders)
+        everyone = self.group.gather((states, own, self.loaders.train.seed, mine), in_first=True)
+        random, strategy, seeds, positions = zip(*everyone, strict=True)
+        return Resume(
+            given=self.setup.given,
+            random=random,
+            strategy=strategy,
+            seeds=seeds,
+            steps=self.control.real_steps,
+            position=None if position is None else dataclasses.replace(position, ranks=positions),
+            criterion=trained.criterion.state_dict() if isinstance(trained.criterion, torch.nn.Module) else None,
+            evaluating=[name for name, module in trained.model.named_modules() if not module.training],
+            frozen=[name for name, parameter in trained.model.named_parameters() if not parameter.requires_grad],
+            state=[state_of(value) for value in trained.state],
+            scaler=None if scaler is None else scaler.state_dict(),
+            values=self.progress.values,
+            stopped=self.progress.stopped,
+        )
 
     def result(self, progress: Progress, state: FullState | None, extra: Mapping[str, Any]) -> TrainingResult:
         """The outcome in this rank, after everything was undone.
@@ -601,47 +622,16 @@ class Session:
 def _loaders(setup: Setup, profiler: Profiler | None, losses: Losses) -> Loaders:
     """The loaders with their feeds, not divided yet."""
     parts = setup.parts
-    common: dict[str, Any] = {
-        "group": parts.column,
-        "row": parts.row,
-        "epochs": setup.training.epochs,
-        "loss": losses.latest,
-    }
-    train = Feed(name="train", pace=parts.pace, strategy=setup.strategy, profiler=profiler, **common)
-    evaluation = Feed(name="eval", **common)
-    return Loaders(setup.training, setup.trained, setup.group, train, evaluation)
+    evaluation = Role(name="eval", group=parts.column, row=parts.row, epochs=setup.training.epochs, loss=losses.latest)
+    train = dataclasses.replace(evaluation, name="train", pace=parts.pace, strategy=setup.strategy, profiler=profiler)
+    return Loaders(setup.training, setup.trained, setup.group, Feed(role=train), Feed(role=evaluation))
 
 
 def _control(setup: Setup, loaders: Loaders, callbacks: Callbacks) -> OptimizerControl:
-    """What decides about steps of the optimizer, not installed yet. Of several optimizers it takes the first."""
+    """Make the object that decides about steps of the optimizer, without installing it."""
     training, trained, group, pace = setup.training, setup.trained, setup.group, setup.parts.pace
-    needs_scaler = training.train_step is None and training.precision == "fp16"
-    return OptimizerControl(
-        trained.optimizers[0],
-        trained.model,
-        group,
-        pace,
-        setup.strategy,
-        Schedules(group=group, pace=pace, epochs=training.epochs, loaders=loaders),
-        clip_norm=training.clip_norm,
-        precision=training.precision,
-        scaler=torch.amp.GradScaler(group.device.type) if needs_scaler else None,
-        stepped=callbacks.stepped,
-    )
-
-
-def _captured(training: Training, trained: Trained, *steps: Any) -> Captured:
-    """Note the values of the names that the user's steps use, to find out later which of them changed."""
-    known = (*trained.parts(), *trained.loaders, trained.criterion)
-    given = {"train_args": training.train_args, "eval_args": training.eval_args}
-    return Captured(steps, known, given)
-
-
-def _made(settings: Settings, layout: Layout) -> Strategy:
-    """Import the module of the strategy that settings stand for, and make the strategy."""
-    module, _, name = settings.home.partition(".")
-    made: Strategy = getattr(importlib.import_module(f"kale_dist.worker.parallel.{module}"), name)(settings, layout)
-    return made
+    schedules = Schedules(group=group, pace=pace, epochs=training.epochs, loaders=loaders)
+    return OptimizerControl(trained, setup.strategy, schedules, training, callbacks.stepped)
 
 
 def _columns(layouts: Sequence[Layout]) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ import math
 import operator
 import traceback
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 from kale_dist.snapshot.identity import times_changed
 from kale_dist.wire import context
 from kale_dist.worker.training.group import Group, fingerprint
+from kale_dist.worker.training.settings import Training
+from kale_dist.worker.training.trained import Trained
 
 _NAMED = 5
 """At most this many names are listed."""
@@ -50,15 +52,14 @@ class Captured:
     Only counts of changes, addresses and lengths are kept, so that ten million numbers cost no more than ten.
 
     Args:
-        functions: The user's steps.
-        known: Objects that come back, or that are ours.
-        given: Further values that the steps get, by name.
+        training: Has the steps, and what they get.
+        trained: The objects that come back.
     """
 
-    def __init__(self, functions: Iterable[Any], known: Iterable[Any], given: Mapping[str, Any]) -> None:
-        self._functions = tuple(functions)
-        self._given = given
-        self._known = {id(value) for value in known}
+    def __init__(self, training: Training, trained: Trained) -> None:
+        self._functions = training.train_step, training.eval_step
+        self._given = {"train_args": training.train_args, "eval_args": training.eval_args}
+        self._known = {id(value) for value in (*trained.parts(), *trained.loaders, trained.criterion)}
         self._before = self._marks()
 
     @_harmless
@@ -149,7 +150,7 @@ class Losses:
         self._model = model
         self._latest: Tensor | None = None
         self._root: Tensor | None = None
-        self._is_told = False
+        self._has_warned = False
         self._copy: tuple[Tensor, Any] | None = None
         """Numbers on their way from the GPU, and the event that ends it."""
         self._numbers: list[float | None] = [None, None]
@@ -215,15 +216,15 @@ class Losses:
 
     @_harmless
     def _note_root(self, root: Tensor) -> None:
-        if root.numel() == 1 and not self._is_told:
+        if root.numel() == 1 and not self._has_warned:
             self._root = root.detach()
             if root.device.type == "cpu":
                 self._look(float(self._root))
 
     def _look(self, loss: float) -> None:
-        if self._is_told or not math.isnan(loss):
+        if self._has_warned or not math.isnan(loss):
             return
-        self._is_told = True
+        self._has_warned = True
         with torch.no_grad():
             made = [p for p in self._model.parameters() if not torch.nn.parameter.is_lazy(p)]
             is_spread = any(bool(p.isnan().any()) for p in made)

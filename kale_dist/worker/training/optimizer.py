@@ -25,11 +25,12 @@ from kale_dist.wire import context
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
 from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import Strategy
-from kale_dist.worker.training.trained import alter
+from kale_dist.worker.training.trained import Trained, alter
 
 _TOTALS = ("total_steps", "T_max", "total_iters")
-"""Where torch's schedulers keep the number of calls they are made for."""
+"""Attributes in which torch's schedulers keep the number of calls they are made for."""
 
 _WORDS = ("num_training_steps", "total_steps", "max_steps")
 """Names of that number in functions that `LambdaLR` calls, such as those of transformers."""
@@ -77,14 +78,14 @@ class Schedules:
 
     def mean(self, value: Any) -> float:
         """Average the ranks' values of a metric of the running step, weighted by their samples."""
-        everyone = self.group.meet("ReduceLROnPlateau.step()", (float(value), self.loaders.running.samples))
+        everyone = self.group.meet("ReduceLROnPlateau.step()", (float(value), self.loaders.running.counts.samples))
         if not any(weight for _, weight in everyone):
             everyone = [(one, 1) for one, _ in everyone]
         return float(sum(one * weight for one, weight in everyone) / sum(weight for _, weight in everyone))
 
 
 def total_of(scheduler: Any) -> int | None:
-    """Return how many steps a scheduler is made for; None where it does not say."""
+    """Return how many steps a scheduler is made for; None where that is not known."""
     parts, milestones = getattr(scheduler, SCHEDULERS, None), getattr(scheduler, MILESTONES, None)
     if parts and milestones:
         last = total_of(parts[-1])
@@ -114,47 +115,39 @@ class OptimizerControl:
     """Decides what a call of `optimizer.step()` does.
 
     Args:
-        optimizer: The user's optimizer.
-        model: The model, whose `zero_grad` is held back as well.
-        group: The ranks.
-        pace: The batch that the training loader has given last.
+        trained: Has the optimizer, of several the first, and the model, whose `zero_grad` is held back as well.
         strategy: Completes the gradients.
         schedules: Decides how far a scheduler moves in a batch.
-        clip_norm: Largest norm of all gradients together; None for no clipping.
-        precision: None, `bf16` or `fp16`.
-        scaler: The loss scaler of the ready-made step; None with a step of the user's.
+        training: The call's.
         stepped: Called after each real step.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        model: torch.nn.Module,
-        group: Group,
-        pace: Pace,
+        trained: Trained,
         strategy: Strategy,
         schedules: Schedules,
-        *,
-        clip_norm: float | None = None,
-        precision: str | None = None,
-        scaler: torch.amp.GradScaler | None = None,
+        training: Training,
         stepped: Callable[[], None],
     ) -> None:
-        self.optimizer = optimizer
-        self.scaler = scaler
+        self.optimizer: torch.optim.Optimizer = trained.optimizers[0]
+        is_half = training.precision == "fp16"
+        self.scaler = (
+            torch.amp.GradScaler(schedules.group.device.type) if is_half and training.train_step is None else None
+        )
+        """The loss scaler of the ready-made step; None with a step of the user's."""
         self.real_steps = 0
         self.other_steps = 0
         """Steps of optimizers for other parameters."""
         self.scheduler_calls: set[int] = set()
         """Identities of the schedulers that the user's step has stepped."""
-        self._model = model
-        self._group = group
-        self._pace = pace
+        self._model = trained.model
+        self._group, self._pace = schedules.group, schedules.pace
         self._strategy = strategy
         self._schedules = schedules
-        self._clip_norm = clip_norm
+        self._clip_norm = training.clip_norm
         self._stepped = stepped
-        self._needs_scaler = precision == "fp16" and scaler is None
+        self._needs_scaler = is_half and self.scaler is None
         self._in_step = False
         self._is_stepping = False
         self._in_scheduler = False
@@ -227,13 +220,13 @@ class OptimizerControl:
                 return None
         self._is_held = False
         if closure is None:
-            self.commit()
+            self._strategy.complete(self._pace.correction)
         self._is_stepping = True
         try:
             if closure is not None:
                 result = self._step(self._averaged(closure))
             elif self.scaler is not None:
-                result = self._scaled_step()
+                result = self._scaled_step(self.scaler)
             else:
                 self._clip()
                 result = self._real_step()
@@ -241,10 +234,6 @@ class OptimizerControl:
             self._is_stepping = False
         self._done()
         return result
-
-    def commit(self) -> None:
-        """Make the gradients those of the whole window on all ranks."""
-        self._strategy.complete(self._pace.correction)
 
     def flush(self) -> None:
         """Make the step that was held back in a window that the user's step has left. Called when that has returned.
@@ -279,10 +268,7 @@ class OptimizerControl:
         note_step(self.optimizer)
         return self._step()
 
-    def _scaled_step(self) -> Any:
-        scaler = self.scaler
-        if scaler is None:
-            return None
+    def _scaled_step(self, scaler: torch.amp.GradScaler) -> Any:
         self._in_step = True
         try:
             scaler.unscale_(self.optimizer)

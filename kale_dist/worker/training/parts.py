@@ -30,7 +30,8 @@ from kale_dist.errors import ConfigError, KaleDistError, StoreError
 from kale_dist.wire import blobs, context
 from kale_dist.wire.files import umask
 from kale_dist.worker.training import checkpoint
-from kale_dist.worker.training.checkpoint import Checkpoint
+from kale_dist.worker.training.checkpoint import Stored
+from kale_dist.worker.training.contents import Checkpoint
 from kale_dist.worker.training.data.generators import generator_states, seed_generators, set_generator_states
 from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.recipe import Recipe
@@ -42,10 +43,10 @@ REST = "rest"
 """The file in a checkpoint's folder of parts that holds all but the tensors of model and optimizer."""
 
 _OWNER = "owner"
-"""The file there that says which job has written it. Only that job removes it."""
+"""The file in a checkpoint's folder of parts that names the job that has written it. Only that job removes it."""
 
 _OWNER_CHARACTERS = 128
-"""So much of it is read: the rest of another user's may be anything."""
+"""How many characters of that file are read: the rest of another user's may be anything."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -115,7 +116,7 @@ def make(training: Training, group: Group) -> Made:
     before = generator_states()
     seed_generators(group.send(torch.initial_seed() if training.seed is None else training.seed))
     recipe = Recipe(training.model) if training.in_parts and not group.is_alone else None
-    made = dataclasses.replace(training, **objects_of(training, None if recipe is None else recipe.made))
+    made = with_objects(training, None if recipe is None else recipe.made)
     set_generator_states(before)
     place = context.context()
     conditions = strategies.Conditions(
@@ -134,8 +135,8 @@ def make(training: Training, group: Group) -> Made:
     return Made(training=made, recipe=recipe, folders=Folders(group, training.save_to, source))
 
 
-def objects_of(training: Training, model: Any = None) -> dict[str, Any]:
-    """Model, optimizer and scheduler by the functions of a call.
+def with_objects(training: Training, model: Any = None) -> Training:
+    """Replace the functions of a call by the model, optimizer and scheduler that they make.
 
     Args:
         training: The call's.
@@ -153,7 +154,7 @@ def objects_of(training: Training, model: Any = None) -> dict[str, Any]:
         problem = f"the function made a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         raise ConfigError("optimizer", problem, "Return the optimizer")
     scheduler = None if training.scheduler is None else training.scheduler(optimizer)
-    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    return dataclasses.replace(training, model=model, optimizer=optimizer, scheduler=scheduler)
 
 
 class Folders:
@@ -221,7 +222,7 @@ class Folders:
         load(folder, {**weights_of(model), **wanted}, self._group)
 
     def write_checkpoint(
-        self, trained: Trained, contents: Checkpoint, write: Callable[[dict[str, Any]], None]
+        self, trained: Trained, contents: Checkpoint, write: Callable[[Stored], None]
     ) -> tuple[str, ...]:
         """Write a checkpoint, and remove those before it.
 
@@ -260,8 +261,7 @@ class Folders:
             write(whole)
             self.rest = (folder / REST).read_bytes()
         _remove(mine)
-        left_out: tuple[str, ...] = whole["left_out"]
-        return left_out
+        return tuple(whole["left_out"])
 
     def save_model(self, model: torch.nn.Module) -> str:
         """Write the weights into the folder `model`, in the place of what a job has left there; returns its path."""
@@ -332,7 +332,7 @@ def _make(folder: pathlib.Path) -> None:
 
 
 def _open(folder: pathlib.Path) -> None:
-    """Let others read what is whole, as the umask says."""
+    """Let others read a folder that is whole, as far as the umask allows."""
     # Some file systems have no modes.
     with contextlib.suppress(OSError):
         folder.chmod((0o777 & ~umask()) | (folder.stat().st_mode & stat.S_ISGID))
@@ -408,7 +408,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def metadata(folder: pathlib.Path) -> Any:
-    """What `.metadata` says of a folder of parts. Only tensors count as there: torch unpickles all else, which may run code.
+    """Read the `.metadata` of a folder of parts, and leave out all but tensors: torch unpickles the rest, which may run code.
 
     Raises:
         StoreError: It cannot be read, or is not what `torch.distributed.checkpoint` writes.

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: in collectives always, and in all phases of some steps with a trace, if a profile is asked for.
+"""Measures where a rank's time goes: in collectives always, and in all phases of some steps with a trace, if a profile is asked for.
 
 Phases exclude each other: what is exchanged within the backward pass counts as exchange. What is in no other phase (the model's
 forward, the criterion, what the step does besides) is `forward`, so that they add up to the time of the steps.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import os
 import pathlib
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,6 @@ FIRST_STEP = 2
 _COLLECTIVE = "collective"
 _SILENT = "6"
 """A level above all of torch's tracer."""
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Clock:
@@ -91,7 +88,7 @@ class Clock:
             yield
             return
         kind: Any = dist.Work
-        before, kind.wait = kind.wait, timed(kind.wait)
+        before, kind.wait = kind.wait, self.phase(_COLLECTIVE)(kind.wait)
         try:
             yield
         finally:
@@ -102,15 +99,8 @@ CLOCK = Clock()
 """This rank's clock; a process is one rank."""
 
 
-def timed(function: F) -> F:
-    """Wrap a function so that its time counts as that of a collective."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with CLOCK.phase(_COLLECTIVE):
-            return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
+timed = CLOCK.phase(_COLLECTIVE)
+"""Decorates functions whose time counts as that of a collective."""
 
 
 def collective_s() -> float:
@@ -168,15 +158,12 @@ class Profiler:
             CLOCK.synchronise = torch.cuda.synchronize
         stack = self._stack
         before: Any = torch.autograd.backward
-
-        def backward(*args: Any, **kwargs: Any) -> None:
-            with CLOCK.phase("backward"):
-                before(*args, **kwargs)
-
-        torch.autograd.backward = backward
+        torch.autograd.backward = CLOCK.phase("backward")(before)
         stack.callback(setattr, torch.autograd, "backward", before)
         methods = ("complete", "stepped", "end_batch")
-        alter(self._strategy, stack, **{name: _exchanging(getattr(self._strategy, name)) for name in methods})
+        alter(
+            self._strategy, stack, **{name: CLOCK.phase("exchange")(getattr(self._strategy, name)) for name in methods}
+        )
         stack.callback(register_optimizer_step_pre_hook(lambda *_: CLOCK.enter("optimizer")).remove)
         stack.callback(register_optimizer_step_post_hook(lambda *_: CLOCK.leave()).remove)
         self._before = dict(CLOCK.totals)
@@ -202,12 +189,3 @@ class Profiler:
             self._profile.export_chrome_trace(str(file))
             self.trace = file.read_bytes()
         self._profile = None
-
-
-def _exchanging(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with CLOCK.phase("exchange"):
-            return method(*args, **kwargs)
-
-    return call

@@ -161,7 +161,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _schema(function: Any) -> Any:
-    """What an operation takes, and whether it writes into it."""
+    """The arguments of an operation, and whether it writes into them."""
     return function._schema  # noqa: SLF001
 
 

@@ -1,4 +1,4 @@
-"""What a training changes and gives back: models, optimizers and other state in one form, metrics averaged over ranks."""
+"""The objects that a training changes and gives back: models, optimizers and other state in one form, metrics averaged over ranks."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ class TrainingResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Structure:
-    """What must be equal for a state dict to fit into a module."""
+    """The properties of a module that must be equal for a state dict to fit into it."""
 
     tensors: dict[str, tuple[tuple[int, ...] | None, str]]
     """Shape (None while it has none) and dtype of each entry of the state dict."""
@@ -259,7 +259,7 @@ class Structure:
         return cls(tensors=tensors, classes={name: type(module) for name, module in model.named_modules()})
 
     def difference(self, later: Structure) -> str:
-        """Say what differs in a later structure, as a short sentence; empty if nothing does."""
+        """Describe what differs in a later structure, as a short sentence; empty if nothing does."""
         for name in (*later.tensors, *self.tensors):
             before, after = self.tensors.get(name), later.tensors.get(name)
             if before == after:

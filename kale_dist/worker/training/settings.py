@@ -1,4 +1,4 @@
-"""What a call of `distribute` trains, and how. It goes as one object from the call to the loop in each rank. No torch here."""
+"""The training of one call of `distribute`: its objects and its options. It goes as one object from the call to the loop in each rank. No torch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kale_dist import strategies
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """Arguments of `distribute`, whose docstring says what each means, by the same names and with the same defaults."""
+    """Arguments of `distribute`, whose docstring explains each, by the same names and with the same defaults."""
 
     model: Any
     train_data_loader: Any
@@ -40,7 +40,7 @@ class Training:
     callbacks: Sequence[Any] = ()
     profile: int | None = None
     save_to: Any = None
-    """As given; once it is checked, a path or a URL that rank 0 writes to, of a model in parts a folder, or None."""
+    """The call's own value; once it is checked, a path or a URL that rank 0 writes to, a folder for a model in parts, or None."""
 
     @property
     def makes_model(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the training loop asks of a strategy. All that ranks exchange because they train together is behind this.
+"""The interface between the training loop and a strategy. All that ranks exchange because they train together is behind this.
 
 To add a strategy: settings in `kale_dist.strategies` (one file, listed in its `ALL`), and a class with these methods in a
 module of `worker/parallel/`, which the settings name as their `home`. The class is made with `(settings, layout)`. It derives from `Strategy`,
@@ -22,12 +22,10 @@ from kale_dist.worker.training.data.sharding import Pace
 from kale_dist.worker.training.group import Buffers, Group
 from kale_dist.worker.training.recipe import Recipe
 
-__all__ = ["FullState", "Layout", "Parts", "Strategy"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a strategy is given to alter."""
+    """The objects that a strategy is given to alter."""
 
     model: torch.nn.Module
     """Several models are one `ModuleDict`."""
@@ -58,15 +56,15 @@ class FullState:
     """The states as one process would have them: names and order of the notebook's objects, plain tensors, ties kept."""
 
     model: dict[str, Any]
-    """As `model.state_dict()`."""
+    """The same names and order as in `model.state_dict()`."""
     optimizer: dict[str, Any]
-    """As `optimizer.state_dict()`."""
+    """The same form as `optimizer.state_dict()`."""
 
 
 class Strategy:
     """One way in which ranks share a training. This class alone exchanges buffers, and no gradients.
 
-    All ranks call a method at the same place, unless its docstring says "Local".
+    All ranks call a method at the same place, unless its docstring has the word "Local".
 
     Args:
         settings: The strategy's.

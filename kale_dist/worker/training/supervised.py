@@ -108,6 +108,7 @@ class Totals:
 
 def _forward(model: Any, criterion: Any, batch: Any, device: Any) -> tuple[Any, Any, Any]:
     """Run the model on a batch; return loss, outputs and targets."""
+    device = torch.device(device)
     if criterion is not None:
         inputs, targets = _pair(batch, device)
         outputs = _call(model, inputs)
@@ -125,7 +126,7 @@ def _forward(model: Any, criterion: Any, batch: Any, device: Any) -> tuple[Any, 
         if isinstance(batch, Mapping)
         else {}
     )
-    given = _on(given, device)
+    given = move(given, device)
     outputs = model(**given) if "labels" in given else None
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor):
@@ -144,9 +145,9 @@ def _pair(batch: Any, device: Any) -> tuple[Any, Any]:
         for name in ("labels", "label", "targets", "target"):
             if name in batch:
                 inputs = {key: value for key, value in batch.items() if key != name}
-                return _on(inputs, device), _on(batch[name], device)
+                return move(inputs, device), move(batch[name], device)
     elif isinstance(batch, tuple | list) and len(batch) == 2:  # noqa: PLR2004 - a pair
-        return _on(batch[0], device), _on(batch[1], device)
+        return move(batch[0], device), move(batch[1], device)
     shown = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
     if isinstance(batch, Mapping):
         shown = f"dicts with {', '.join(map(repr, batch))}, of which none is 'labels' or 'target'"
@@ -161,7 +162,3 @@ def _call(model: Any, inputs: Any) -> Any:
     if not isinstance(inputs, Mapping):
         return model(inputs)
     return model(next(iter(inputs.values()))) if len(inputs) == 1 else model(**inputs)
-
-
-def _on(value: Any, device: Any) -> Any:
-    return move(value, torch.device(device))

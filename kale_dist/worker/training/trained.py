@@ -1,4 +1,4 @@
-"""The objects that a training alters, taken together, and how far the training is."""
+"""The objects that a training alters, taken together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kale_dist.strategies.tensor import parameters_of
-from kale_dist.worker.training.position import Position
 from kale_dist.worker.training.result import one_model, one_optimizer, optimizers_of
 from kale_dist.worker.training.settings import Training
 
@@ -96,20 +95,6 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     return [_moved(one, device) for one in value] if type(value) is list else value
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a training is."""
-
-    epochs: int = 0
-    """Finished epochs."""
-    values: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Metrics of the last finished epoch."""
-    stopped: bool = False
-    """Whether a step or a callback ended the training in that epoch."""
-    position: Position | None = None
-    """Where the next epoch is, if it has begun."""
 
 
 def own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:

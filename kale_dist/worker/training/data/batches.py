@@ -13,12 +13,15 @@ from torch.utils.data import DataLoader
 
 from kale_dist.errors import KaleDistError
 from kale_dist.wire import EventKind, context
+from kale_dist.worker.training.contents import Position, RankPosition
 from kale_dist.worker.training.data.dealing import length
 from kale_dist.worker.training.data.generators import (
     OwnGenerators,
     advance_generators,
     generator_states,
     set_generator_states,
+    set_torch_states,
+    torch_states,
 )
 from kale_dist.worker.training.data.moving import count, move
 from kale_dist.worker.training.data.sharding import Pace, Portion
@@ -27,22 +30,8 @@ from kale_dist.worker.training.profiling import CLOCK, Profiler
 from kale_dist.worker.training.strategy import Strategy
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
-    """Where the first pass of a resumed epoch begins."""
-
-    items: int
-    """After so many items of the sampler,"""
-    order: str
-    """if their order has this digest; empty for any."""
-    samples: int
-    """So many of them this rank has had."""
-    before: Any
-    """Generators before a batch that was read ahead; None where that does not matter."""
-
-
 class Meeting(Protocol):
-    """What happens between two batches of a training, in all ranks."""
+    """Called at the batches of a training, in all ranks."""
 
     def begin(self, batches: Batches) -> None:
         """Called when the step requests the first batch of the epoch's first pass, whose data is at its position."""
@@ -54,9 +43,9 @@ class Meeting(Protocol):
         """Called when the step asks its loader for another iterator in the same epoch."""
 
 
-@dataclasses.dataclass(kw_only=True)
-class Feed:
-    """What one loader and its passes have in common."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Role:
+    """The use that a training makes of a loader, and the ranks that take part."""
 
     name: str
     """`train` or `eval`."""
@@ -64,45 +53,14 @@ class Feed:
     """The ranks that have different data, in the order of their shards."""
     row: Group
     """The ranks that have the same data as this one. The first reads it and sends it to the others."""
+    epochs: int
+    loss: Callable[[], float | None]
+    """Returns the latest loss, for progress events."""
     pace: Pace | None = None
     """None for a loader that is not trained on."""
     strategy: Strategy | None = None
     profiler: Profiler | None = None
     """None where no profile is wanted."""
-    loss: Callable[[], float | None] = lambda: None
-    """Returns the latest loss, for progress events."""
-    epoch: int = 1
-    epochs: int = 1
-    sentence: str = ""
-    """How the data is divided, for the log."""
-    queue_of: Any = None
-    """The `Deal` or `Counter` that notes the samples of each batch; None for a stream."""
-    seed: int = 0
-    """From this, epoch, pass and batch workers' seeds are made."""
-    start: Start | None = None
-    """Where the first pass of the epoch begins, once; None for its start."""
-    from_batch: int = 0
-    """The first batch that the step's own numbers are of, where the epoch has resumed; 0 for all."""
-    was_read: bool = False
-    """Whether passes were made before the training resumed."""
-    within: Meeting | None = None
-    """Called between the batches of a loader that is trained on."""
-    first: Batches | None = None
-    """The first pass of the epoch."""
-    is_stream: bool = False
-    is_agreed: bool = False
-    """Whether ranks ask each other before each batch, because their number is not known."""
-    counts_items: bool = False
-    """Whether a stream's batches are collated from items, which are then counted."""
-    shares_seeds: bool = False
-    """Whether the workers of all ranks must start from the same seeds."""
-    samples: int = 0
-    """Samples given to this rank since `begin`."""
-    rate: float | None = None
-    """Samples a second of this rank, as last known; None where another rank reads its batches and counts them."""
-    passes: int = 0
-    current: Batches | None = None
-    """The pass that gave the latest batch, unless it is exhausted."""
 
     @property
     def argument(self) -> str:
@@ -110,47 +68,96 @@ class Feed:
         return f"{self.name}_data_loader"
 
     @property
-    def step(self) -> int:
-        """The number of the batch in its pass, from 1."""
-        return self.current.index if self.current is not None else 0
-
-    @property
     def reads(self) -> bool:
         """Whether this rank reads data, rather than gets it from the first of its peers."""
         return not self.row.rank
-
-    def end_batch(self, *, left: bool = False) -> None:
-        """Called when the step has finished its batch: join what other ranks have exchanged in that batch."""
-        if self.strategy is not None and self.pace is not None and self.pace.portion is not None:
-            self.strategy.end_batch(left=left)
-
-    def begin_batch(self) -> None:
-        """Tell the strategy of the batch that `pace` has taken, or that there is none."""
-        if self.strategy is not None and self.pace is not None:
-            self.strategy.begin_batch(weight=self.pace.factor, due=self.pace.is_due)
 
     @property
     def is_training(self) -> bool:
         """Whether gradients follow from the batches."""
         return self.pace is not None
 
+    @property
+    def portion(self) -> Portion | None:
+        """The batch that the step trains on; None where there is none."""
+        return None if self.pace is None else self.pace.portion
+
+    def end_batch(self, *, left: bool = False) -> None:
+        """Called when the step has finished its batch: join what other ranks have exchanged in that batch."""
+        if self.strategy is not None and self.portion is not None:
+            self.strategy.end_batch(left=left)
+
+    def begin_batch(self) -> None:
+        """Pass the batch that `pace` has taken on to the strategy, or that there is none."""
+        if self.strategy is not None and self.pace is not None:
+            self.strategy.begin_batch(weight=self.pace.factor, due=self.pace.is_due)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """How a loader was altered to give this rank its share."""
+
+    sentence: str
+    """How the data is divided, for the log."""
+    queue: Any = None
+    """The `Deal` or `Counter` that notes the samples of each batch; None for a stream."""
+    is_agreed: bool = False
+    """Whether ranks ask each other before each batch, because their number is not known."""
+    shares_seeds: bool = False
+    """Whether the workers of all ranks must start from the same seeds."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Counts:
+    """Counts what one epoch has had of a loader, in this rank."""
+
+    epoch: int
+    samples: int = 0
+    passes: int = 0
+    first: Batches | None = None
+    """The first pass of the epoch."""
+    from_batch: int = 0
+    """The first batch that the step's own numbers are of, where the epoch has resumed; 0 for all."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Feed:
+    """The state that all passes over one loader have in common."""
+
+    role: Role
+    share: Share = Share(sentence="")
+    """Replaced when the loader is divided."""
+    seed: int = 0
+    """Workers' seeds are made from this, epoch, pass and batch."""
+    was_read: bool = False
+    """Whether passes were made before the training resumed."""
+    start: Position | None = None
+    """The place where the first pass of a resumed epoch begins, once; None for its start."""
+    mine: RankPosition | None = None
+    """This rank's part of `start`, if it has one."""
+    within: Meeting | None = None
+    """Called between the batches of a loader that is trained on."""
+    counts: Counts = dataclasses.field(default_factory=lambda: Counts(epoch=1))
+    """Made by `begin` for each epoch."""
+    rate: float | None = None
+    """Samples a second of this rank, as last known; None where another rank reads its batches and counts them."""
+    current: Batches | None = None
+    """The pass that gave the latest batch, unless it is exhausted."""
+
+    @property
+    def step(self) -> int:
+        """The number of the batch in its pass, from 1."""
+        return self.current.index if self.current is not None else 0
+
     def begin(self, epoch: int) -> None:
         """Called before the user's step."""
-        self.epoch = epoch
-        self.samples = 0
-        self.passes = 0
-        self.first = None
-        self.from_batch = 0
+        self.counts = Counts(epoch=epoch)
         self.begin_at(self.start)
 
-    def begin_at(self, start: Start | None) -> None:
+    def begin_at(self, start: Position | None) -> None:
         """Have the next pass begin there; None for its beginning."""
-        if self.queue_of is not None:
-            self.queue_of.begin_at(*((0, "") if start is None else (start.items, start.order)))
-
-    def end(self) -> None:
-        """Called after the user's step: leave a pass that was not finished. An iterator that the step keeps continues later."""
-        self.change_to(None)
+        if self.share.queue is not None:
+            self.share.queue.begin_at(*((0, "") if start is None else (start.items, start.order)))
 
     def change_to(self, batches: Batches | None) -> None:
         """Take the next batch from another pass, or from none. The pass before may continue later: loops may be nested.
@@ -163,7 +170,7 @@ class Feed:
         if self.current is not None:
             self.current.pause()
         self.current = batches
-        self.passes += batches is not None
+        self.counts.passes += batches is not None
 
 
 class Batches:
@@ -178,32 +185,32 @@ class Batches:
     def __init__(self, loader: DataLoader[Any], feed: Feed, make_iterator: Callable[[], Any]) -> None:
         self._loader = loader
         self._feed = feed
-        # Worker processes are fed at once, and the order is drawn together.
-        feed.change_to(None)
         self._place()
-        self._inner = _make(loader, feed, make_iterator) if feed.reads else iter(())
+        self._inner = _make(loader, feed, make_iterator) if feed.role.reads else iter(())
         self._begin()
 
     def _place(self) -> None:
-        """Have the sampler begin where the feed says, if this is the epoch's first pass."""
-        feed, self._start = self._feed, None
-        if feed.first is None:
-            feed.first, self._start, feed.start = self, feed.start, None
+        """Leave the pass before, and have the sampler begin at the place of the feed, if this is the epoch's first pass."""
+        feed, queue, self._start = self._feed, self._feed.share.queue, None
+        # Worker processes are fed at once, and the order is drawn together.
+        feed.change_to(None)
+        if feed.counts.first is None:
+            feed.counts.first, self._start, feed.start = self, feed.start, None
         else:
             feed.begin_at(None)
             if feed.within is not None:
                 feed.within.pass_again()
-        if feed.queue_of is not None and feed.reads:
+        if queue is not None and feed.role.reads:
             # Ranks may have been seeded alike by code of the user's.
-            place = (feed.seed, feed.group.rank, feed.epoch, feed.passes)
-            feed.queue_of.place = place if self._loader.num_workers else ()
+            place = (feed.seed, feed.role.group.rank, feed.counts.epoch, feed.counts.passes)
+            queue.place = place if self._loader.num_workers else ()
 
     def _begin(self) -> None:
-        feed = self._feed
-        feed.change_to(self)
-        self._queue = None if feed.queue_of is None else feed.queue_of.portions
-        self._started = self._told = time.monotonic()
-        self._told_index = self._told_in_hand = 0
+        self._feed.change_to(self)
+        queue = self._feed.share.queue
+        self._queue = None if queue is None else queue.portions
+        self._started = self._reported = time.monotonic()
+        self._reported_index = self._reported_in_hand = 0
         self.samples = 0
         self._skipped = 0
         self._part = 0
@@ -221,9 +228,8 @@ class Batches:
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's
         """Begin the next pass of persistent workers; torch calls this."""
-        self._feed.change_to(None)
         self._place()
-        if self._feed.reads:
+        if self._feed.role.reads:
             self._inner._reset(loader, first_iter)  # noqa: SLF001
         self._begin()
 
@@ -241,9 +247,9 @@ class Batches:
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
-        feed = self._feed
+        feed, role, counts = self._feed, self._feed.role, self._feed.counts
         if feed.current is self:
-            feed.end_batch()
+            role.end_batch()
             if feed.within is not None:
                 feed.within.meet_between(self)
         else:
@@ -251,27 +257,27 @@ class Batches:
         if not self._has_begun:
             self._has_begun = True
             self._go_to_start()
-        if feed.profiler is not None:
-            feed.profiler.begin_step(feed.epoch)
+        if role.profiler is not None:
+            role.profiler.begin_step(counts.epoch)
         with CLOCK.phase("data"):
             try:
-                portion, batch = self._next() if feed.row.is_alone else self._next_of_peers()
+                portion, batch = self._next() if role.row.is_alone else self._next_of_peers()
             except StopIteration:
                 self._finish()
                 raise
-            batch = move(batch, feed.group.device)
-        if feed.profiler is not None:
-            feed.profiler.took_batch()
+            batch = move(batch, role.group.device)
+        if role.profiler is not None:
+            role.profiler.took_batch()
         self.index += 1
         self.samples += portion.local
-        feed.samples += portion.local
-        if feed.pace is not None:
-            feed.pace.take(portion)
-            feed.begin_batch()
+        counts.samples += portion.local
+        if role.pace is not None:
+            role.pace.take(portion)
+            role.begin_batch()
         context.mark_progress()
         now = time.monotonic()
-        if now - self._told >= context.context().interval_s or self.index in (1, self._steps):
-            self._tell(now, in_hand=portion.local)
+        if now - self._reported >= context.context().interval_s or self.index in (1, self._steps):
+            self._report(now, in_hand=portion.local)
         return batch
 
     # -- within an epoch -------------------------------------------------------------------------------------------
@@ -283,26 +289,28 @@ class Batches:
 
     @property
     def _per_chunk(self) -> int:
-        return 1 if self._feed.queue_of is None else int(self._feed.queue_of.per_chunk)
+        queue = self._feed.share.queue
+        return 1 if queue is None else int(queue.per_chunk)
 
     @property
     def order(self) -> str:
         """A digest of the order of this pass; empty where it is not known."""
-        return "" if self._feed.queue_of is None else str(self._feed.queue_of.order)
+        queue = self._feed.share.queue
+        return "" if queue is None else str(queue.order)
 
     @property
     def obstacle(self) -> str:
         """Why a pass could not begin here again, as the end of a sentence about the step; empty if it can."""
-        feed, loader = self._feed, self._loader
-        if feed.queue_of is not None and feed.queue_of.draws:
-            return "has a sampler that draws random numbers as it goes"
-        if feed.is_stream and loader.num_workers and loader.persistent_workers and feed.epoch > 1:
+        queue, loader = self._feed.share.queue, self._loader
+        if queue is not None:
+            return "has a sampler that draws random numbers as it goes" if queue.draws else ""
+        if loader.num_workers and loader.persistent_workers and self._feed.counts.epoch > 1:
             return "reads an iterable dataset with persistent workers, whose random numbers no checkpoint holds"
         return ""
 
     def _length(self) -> int | None:
         """Steps of this pass, with those that it leaves out; None where that is not known."""
-        left, queue = length(self._loader), self._feed.queue_of
+        left, queue = length(self._loader), self._feed.share.queue
         return None if left is None or queue is None else left + queue.start // queue.per_chunk
 
     def begin_again(self) -> None:
@@ -313,26 +321,26 @@ class Batches:
 
     def _go_to_start(self) -> None:
         """Bring the data to its position, before the first batch."""
-        feed, start = self._feed, self._start
-        if start is not None and feed.reads and feed.queue_of is not None:
+        feed, share, start = self._feed, self._feed.share, self._start
+        if start is not None and feed.role.reads and share.queue is not None:
             if not self._loader.num_workers:
-                feed.queue_of.draw()
-            if not feed.queue_of.is_expected:
+                share.queue.draw()
+            if not share.queue.is_expected:
                 start = None
         if start is not None:
             # With another number of ranks, the first chunk may begin within what was one.
             self.index, self._part = divmod(start.items, self._per_chunk)
-            self.samples = self._skipped = start.samples
-            if feed.reads and feed.is_agreed:
-                for _ in range(self.index if feed.is_stream else 0):
+            self.samples = self._skipped = 0 if feed.mine is None else feed.mine.samples
+            if feed.role.reads and share.is_agreed:
+                for _ in range(self.index if share.queue is None else 0):
                     if self._fetch() is None:
                         break
-                if start.before is not None:
-                    set_generator_states(start.before)
+                if feed.mine is not None and feed.mine.before is not None:
+                    set_generator_states(feed.mine.before.states())
                 self._ahead = self._fetch()
                 self._counts = self._agree(self._ahead)
                 self._borrow()
-        if feed.within is not None and feed.first is self:
+        if feed.within is not None and feed.counts.first is self:
             feed.within.begin(self)
 
     def _apart(self) -> contextlib.AbstractContextManager[None]:
@@ -345,16 +353,17 @@ class Batches:
 
     def _finish(self) -> None:
         self._is_over = True
-        self._tell_rest()
+        self._report_rest()
         self._feed.current = None
 
-    def _tell_rest(self) -> None:
+    def _report_rest(self) -> None:
         """Send the last progress and end the current batch: this pass gives no batch for now."""
-        if self.index and (self._told_index != self.index or self._told_in_hand):
-            self._tell(time.monotonic(), in_hand=0)
-        if self._feed.pace is not None:
-            self._feed.pace.leave()
-            self._feed.begin_batch()
+        if self.index and (self._reported_index != self.index or self._reported_in_hand):
+            self._report(time.monotonic(), in_hand=0)
+        role = self._feed.role
+        if role.pace is not None:
+            role.pace.leave()
+            role.begin_batch()
 
     def pause(self) -> None:
         """Called when the step leaves this pass, or begins another, before the loader is exhausted.
@@ -362,32 +371,30 @@ class Batches:
         Raises:
             KaleDistError: Only some ranks left it after this batch.
         """
-        feed = self._feed
-        portion = feed.pace.portion if feed.pace is not None else None
-        if feed.strategy is not None and portion is not None:
-            is_early = not portion.last
+        feed, role, is_agreed = self._feed, self._feed.role, self._feed.share.is_agreed
+        if role.portion is not None:
+            is_early = not role.portion.last
             if is_early and feed.within is not None:
                 feed.within.meet_between(self, left=True)
-            feed.end_batch(left=is_early and not feed.is_agreed)
-            if is_early and feed.is_agreed and feed.reads:
+            role.end_batch(left=is_early and not is_agreed)
+            if is_early and is_agreed and role.reads:
                 self._agree(None, left=True)
-        self._tell_rest()
+        self._report_rest()
 
     def _next(self) -> tuple[Portion, Any]:
-        return self._next_agreed() if self._feed.is_agreed else self._next_planned()
+        return self._next_agreed() if self._feed.share.is_agreed else self._next_planned()
 
     def _next_of_peers(self) -> tuple[Portion, Any]:
         """Take the batch that the first of the peers reads, and its generator's state: dropout must be equal on all peers."""
-        feed, sent = self._feed, None
-        if feed.reads:
+        role, sent = self._feed.role, None
+        if role.reads:
             with contextlib.suppress(StopIteration):
-                portion, batch = self._next()
-                sent = portion, batch, rng_states(feed.group.device)
-        sent = feed.row.send(sent)
+                sent = *self._next(), torch_states(role.group.device)
+        sent = role.row.send(sent)
         if sent is None:
             raise StopIteration
         portion, batch, random = sent
-        set_rng_states(random, feed.group.device)
+        set_torch_states(random, role.group.device)
         return portion, batch
 
     # -- where every rank knows what comes -------------------------------------------------------------------------
@@ -408,7 +415,7 @@ class Batches:
             self._ahead = self._fetch()
             self._counts = self._agree(self._ahead)
             self._borrow()
-        if not self._feed.is_training:
+        if not self._feed.role.is_training:
             return self._next_unaligned()
         counts, current = self._counts, self._ahead
         if not sum(counts):
@@ -438,24 +445,24 @@ class Batches:
 
     def _fetch(self) -> tuple[int, Any] | None:
         """Return the next batch of this rank's own loader with its number of samples; None at the end."""
-        feed, is_here = self._feed, not self._loader.num_workers and self._feed.is_training
-        if is_here and not feed.is_stream:
+        is_stream, is_here = self._queue is None, not self._loader.num_workers and self._feed.role.is_training
+        if is_here and not is_stream:
             self.before = generator_states()
         try:
-            with self._apart() if is_here and feed.is_stream else contextlib.nullcontext():
+            with self._apart() if is_here and is_stream else contextlib.nullcontext():
                 batch = next(self._inner)
         except StopIteration:
             return None
         if self._queue is not None:
             return self._queue.popleft(), batch
-        if self._feed.counts_items:
+        if self._loader.batch_size is not None:
             local, batch = batch
             return int(local), batch
         return count(batch), batch
 
     def _agree(self, ahead: tuple[int, Any] | None, *, left: bool = False) -> list[int]:
         """Return how many samples each rank has in its next batch."""
-        group = self._feed.group
+        group = self._feed.role.group
         numbers = [0] * (2 * group.world_size)
         if ahead is not None:
             # A batch without samples is still a batch that must be taken.
@@ -475,7 +482,7 @@ class Batches:
 
         A batch of their own would not do: it may use parameters that none of the samples use, which then get a gradient.
         """
-        counts, group = self._counts, self._feed.group
+        counts, group = self._counts, self._feed.role.group
         if counts and any(counts) and not all(counts):
             giver = next(rank for rank, number in enumerate(counts) if number)
             lent = group.send(None if self._ahead is None else self._ahead[1], source=giver)
@@ -484,26 +491,26 @@ class Batches:
 
     # -- progress --------------------------------------------------------------------------------------------------
 
-    def _tell(self, now: float, *, in_hand: int) -> None:
+    def _report(self, now: float, *, in_hand: int) -> None:
         """Send a progress event; the step has not yet worked on the `in_hand` samples."""
         # Reading a loss from a GPU waits for it, so this is not done for every batch.
-        self._told, self._told_index, self._told_in_hand = now, self.index, in_hand
-        feed = self._feed
+        self._reported, self._reported_index, self._reported_in_hand = now, self.index, in_hand
+        feed, role = self._feed, self._feed.role
         steps = self._steps if self._steps is not None and self.index <= self._steps else None
         seconds, done = now - self._started, self.samples - in_hand - self._skipped
         # Peers have the same samples: only the rank that reads them counts them, so that every sum over ranks is right.
-        if feed.reads and done and seconds > 0:
+        if role.reads and done and seconds > 0:
             feed.rate = round(done / seconds, 1)
         context.emit(
             EventKind.PROGRESS,
-            phase=feed.name,
-            epoch=feed.epoch,
-            epochs=feed.epochs,
+            phase=role.name,
+            epoch=feed.counts.epoch,
+            epochs=role.epochs,
             step=self.index,
             steps=steps,
-            samples=self.samples if feed.reads else None,
+            samples=self.samples if role.reads else None,
             samples_per_s=feed.rate,
-            loss=feed.loss(),
+            loss=role.loss(),
         )
 
 
@@ -512,14 +519,14 @@ def _make(loader: DataLoader[Any], feed: Feed, make_iterator: Callable[[], Any])
     state = loader.__dict__
     kept = {name: state[name] for name in ("collate_fn", "generator")}
     try:
-        if feed.counts_items:
+        if feed.share.queue is None and loader.batch_size is not None:
             state["collate_fn"] = CountedCollate(loader.collate_fn)
         if loader.persistent_workers and feed.was_read:
             # Without the restart these workers would have the seeds that they got in an earlier epoch.
             state["generator"] = torch.Generator()
             feed.was_read = False
-        elif feed.shares_seeds:
-            state["generator"] = _shared_generator(loader, feed.group)
+        elif feed.share.shares_seeds:
+            state["generator"] = _shared_generator(loader, feed.role.group)
         return make_iterator()
     finally:
         state.update(kept)
@@ -549,15 +556,3 @@ class CountedCollate:
     def __call__(self, items: Any) -> tuple[int, Any]:
         """Collate items."""
         return len(items), self.collate(items)
-
-
-def rng_states(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The states of torch's generators, on the CPU and on a rank's GPU if it has one."""
-    return torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-
-def set_rng_states(states: tuple[torch.Tensor, ...], device: torch.device) -> None:
-    """Set torch's generators to what `rng_states` returned."""
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state, device)

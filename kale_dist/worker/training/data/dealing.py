@@ -141,7 +141,7 @@ class SeededView(View):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Passes(Shown):
-    """Behind a sampler or batch sampler: where the next pass begins, and what is known of the latest one."""
+    """Stands behind a sampler or batch sampler: where the next pass begins, and what is known of the latest one."""
 
     start: int = 0
     """Items of the sampler that the next pass leaves out, if its order is the `expected` one."""
@@ -245,7 +245,7 @@ _DRAWN_WHOLE = 1 << 24
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Deal(Passes):
-    """Behind a loader's sampler or batch sampler: gives this rank's part of every chunk.
+    """Stands behind a loader's sampler or batch sampler, and gives this rank's part of every chunk.
 
     Rank 0 draws the order of a pass once, at the first batch (so rank 0's generators are used as one process would use
     them), and sends it to all ranks. Without a length it draws and sends chunk by chunk.
@@ -268,7 +268,7 @@ class Deal(Passes):
     accumulate: int = 1
     """Steps in an accumulation window."""
     portions: collections.deque[Portion] = dataclasses.field(default_factory=collections.deque)
-    """What each batch of the latest pass holds, until `Batches` takes it."""
+    """The samples of each batch of the latest pass, until `Batches` takes it."""
     _drawn: Any = None
     samples: int | None = None
     """Samples dealt to this rank so far in the latest pass; None before the first one."""
@@ -286,7 +286,7 @@ class Deal(Passes):
         return int(max(1, steps - (not has_last)))
 
     def begin_at(self, start: int, order: str) -> None:
-        """As for all passes; the digest begins with the number of items."""
+        """Have the next pass begin there; the digest begins with the number of items."""
         count = length(self.source)
         is_other = bool(order) and count is not None and order.split(maxsplit=1)[0] != str(count)
         super().begin_at(0 if is_other else start, order)
@@ -390,7 +390,7 @@ def _drawn_ahead(source: Iterator[Any], size: int, group: Group) -> Iterator[tup
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Counter(Passes):
-    """Behind a sampler or batch sampler that is used as it is: notes the size of each batch."""
+    """Stands behind a sampler or batch sampler that is used as it is, and notes the size of each batch."""
 
     single: bool
     """Whether the sampler gives bare indices instead of lists of them."""
@@ -403,7 +403,7 @@ class Counter(Passes):
         return max(min(1, self.start), super().__len__() - self.start)
 
     def begin_at(self, start: int, order: str) -> None:
-        """As for all passes. Here items have no digest: one is of samples that are dealt."""
+        """Have the next pass begin there. Items have no digest here: a digest belongs to samples that are dealt."""
         super().begin_at(0 if order else start, order)
 
     def __iter__(self) -> Iterator[Any]:

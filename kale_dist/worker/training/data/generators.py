@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 
 class OwnGenerators:
@@ -66,47 +68,69 @@ def advance_generators() -> None:
     torch.rand((), device="cpu")
 
 
-def random_states(device: torch.device, loaders: Iterable[Any]) -> dict[str, Any]:
-    """Return the states of this rank's generators: of random, torch, NumPy if it is imported, and the loaders."""
-    return {
-        **packed(generator_states()),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "loaders": [generator.get_state() for generator in _generators(loaders)],
-    }
+def torch_states(device: torch.device) -> tuple[Tensor, ...]:
+    """The states of torch's generators, on the CPU and on a rank's GPU if it has one."""
+    return torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
-def packed(states: Any) -> dict[str, Any]:
-    """Return what `generator_states` returned as values that a checkpoint can hold."""
-    (version, numbers, gauss), numpy_state, torch_state = states
-    name, keys, *rest = numpy_state if numpy_state is not None else ("", torch.zeros(0, device="cpu"))
-    return {
-        "random": (version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss),
-        "torch": torch_state,
-        "numpy": None
-        if numpy_state is None
-        else (name, torch.tensor(keys.tolist(), dtype=torch.int64, device="cpu"), *rest),
-    }
+def set_torch_states(states: tuple[Tensor, ...], device: torch.device) -> None:
+    """Set torch's generators to what `torch_states` returned."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
 
 
-def unpacked(states: Mapping[str, Any]) -> Any:
-    """Return what `set_generator_states` takes."""
-    version, numbers, gauss = states["random"]
-    numpy_state = states["numpy"]
-    if numpy_state is not None:
-        import numpy as np
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalStates:
+    """The states that `generator_states` returns, as values that a checkpoint can hold."""
 
-        name, keys, *rest = numpy_state
-        numpy_state = (name, keys.numpy().astype(np.uint32), *rest)
-    return (version, tuple(numbers.tolist()), gauss), numpy_state, states["torch"]
+    random: tuple[int, Tensor, float | None]
+    torch: Tensor
+    numpy: tuple[Any, ...] | None
+
+    @classmethod
+    def of(cls, states: Any, **others: Any) -> Self:
+        """Convert what `generator_states` returned; `others` are the fields of a subclass."""
+        (version, numbers, gauss), numpy_state, torch_state = states
+        if numpy_state is not None:
+            name, keys, *rest = numpy_state
+            numpy_state = (name, torch.tensor(keys.tolist(), dtype=torch.int64, device="cpu"), *rest)
+        python = (version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss)
+        return cls(random=python, torch=torch_state, numpy=numpy_state, **others)
+
+    def states(self) -> Any:
+        """Return what `set_generator_states` takes."""
+        version, numbers, gauss = self.random
+        numpy_state = self.numpy
+        if numpy_state is not None:
+            import numpy as np
+
+            name, keys, *rest = numpy_state
+            numpy_state = (name, keys.numpy().astype(np.uint32), *rest)
+        return (version, tuple(numbers.tolist()), gauss), numpy_state, self.torch
 
 
-def set_random_states(device: torch.device, loaders: Iterable[Any], states: Mapping[str, Any]) -> None:
-    """Set this rank's generators to what `random_states` returned."""
-    set_generator_states(unpacked(states))
-    if states["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
-    for generator, state in zip(_generators(loaders), states["loaders"], strict=False):
-        generator.set_state(state)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RandomStates(GlobalStates):
+    """The states of all generators of a rank: the global ones, its GPU's, and those of its loaders."""
+
+    cuda: Tensor | None
+    loaders: Sequence[Tensor]
+
+    @classmethod
+    def now(cls, device: torch.device, loaders: Iterable[Any]) -> RandomStates:
+        """The states at this moment."""
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        own = [generator.get_state() for generator in _generators(loaders)]
+        return cls.of(generator_states(), cuda=cuda, loaders=own)
+
+    def restore(self, device: torch.device, loaders: Iterable[Any]) -> None:
+        """Set this rank's generators to these states."""
+        set_generator_states(self.states())
+        if self.cuda is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.cuda, device)
+        for generator, state in zip(_generators(loaders), self.loaders, strict=False):
+            generator.set_state(state)
 
 
 def _generators(loaders: Iterable[Any]) -> Iterator[torch.Generator]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import types
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from kale_dist.errors import ConfigError
 from kale_dist.snapshot.reducers import LOADERS_ITERATOR
 from kale_dist.worker.training.data import sharding
-from kale_dist.worker.training.data.batches import Batches, Feed
+from kale_dist.worker.training.data.batches import Batches, Feed, Role, Share
 from kale_dist.worker.training.data.dealing import (
     Counter,
     Deal,
@@ -63,17 +64,17 @@ class Loaders:
         """
         self.restore()
         training, train_loader, eval_loader = self._training, self._trained.train_loader, self._trained.eval_loader
-        if self.train.pace is not None:
-            self.train.pace.world_size = self.train.group.world_size
-        split = training.split_batches
-        _prepare(train_loader, self.train, self._divided, shard=training.shard, split=split)
+        role = self.train.role
+        if role.pace is not None:
+            role.pace.world_size = role.group.world_size
+        _prepare(train_loader, self.train, training, self._divided, shard=training.shard)
         self.batches = length(train_loader)
-        self._group.say(self.train.sentence)
+        self._group.say(self.train.share.sentence)
         if eval_loader is not None:
             shard = training.eval_sharding == "samples"
-            _prepare(eval_loader, self.evaluation, self._divided, shard=shard, split=split)
+            _prepare(eval_loader, self.evaluation, training, self._divided, shard=shard)
             note = "metrics are averaged by samples" if shard else "for metrics that are not means"
-            self._group.say(f"{self.evaluation.sentence}; {note}")
+            self._group.say(f"{self.evaluation.share.sentence}; {note}")
 
     def restore(self) -> None:
         """Make the loaders what they were before `divide`."""
@@ -97,32 +98,34 @@ class Loaders:
                     method(epoch)
 
 
-def _prepare(loader: DataLoader[Any], feed: Feed, stack: contextlib.ExitStack, *, shard: bool, split: bool) -> None:
+def _prepare(
+    loader: DataLoader[Any], feed: Feed, training: Training, stack: contextlib.ExitStack, *, shard: bool
+) -> None:
     """Alter a loader in place so that its iterators are `Batches` of this rank's share; the stack restores it.
 
     Args:
         loader: The loader.
-        feed: The iterators report to it; its fields on the kind of data are set here.
+        feed: The iterators report to it; it gets the share.
+        training: The call's.
         stack: Undoes it.
         shard: Whether to divide the data at all.
-        split: Whether the loader's batch size is that of all ranks together.
     """
     before = dict(loader.__dict__)
-    group, state = feed.group, loader.__dict__
+    role, state = feed.role, loader.__dict__
     # Out of order, batches would be weighed with each other's numbers of samples.
     state["in_order"] = True
     if isinstance(loader.dataset, IterableDataset):
-        _prepare_stream(loader, feed, shard=shard, split=split)
+        feed.share = _share_of_stream(loader, role, shard=shard, split=training.split_batches)
     else:
-        sampler = _undistributed(loader, feed)
+        sampler = _undistributed(loader, role)
         if shard and sampler is not None:
-            _prepare_map(loader, feed, sampler, split=split)
+            feed.share = _share_of_map(loader, role, training, sampler)
         else:
-            _prepare_whole(loader, feed, shards_itself=shard)
-    if group.rank and loader.generator is not None:
+            feed.share = _share_of_whole(loader, role, shards_itself=shard)
+    if role.group.rank and loader.generator is not None:
         # Only rank 0 draws the order. From equal seeds, workers of all ranks would augment alike.
         derived = torch.Generator()
-        derived.manual_seed((loader.generator.initial_seed() + group.rank) % 2**63)
+        derived.manual_seed((loader.generator.initial_seed() + role.group.rank) % 2**63)
         state["generator"] = derived
     make_iterator = loader._get_iterator  # noqa: SLF001 - the seam: the class itself stays
     state[LOADERS_ITERATOR] = None
@@ -140,13 +143,13 @@ def _prepare(loader: DataLoader[Any], feed: Feed, stack: contextlib.ExitStack, *
     stack.callback(restore)
 
 
-def _undistributed(loader: DataLoader[Any], feed: Feed) -> Any:
+def _undistributed(loader: DataLoader[Any], role: Role) -> Any:
     """The sampler or batch sampler to draw from; None where it gives each rank a part by itself.
 
     Torch's own DistributedSampler is made to give everything, in the order and by the seed it has: ranks then share
     it like any other, without its padding.
     """
-    group, batch_sampler, sampler = feed.group, loader.batch_sampler, loader.sampler
+    group, batch_sampler, sampler = role.group, loader.batch_sampler, loader.sampler
     inner = getattr(batch_sampler, "sampler", None)
     candidates: tuple[Any, ...] = (sampler, batch_sampler, inner)
     for candidate in candidates:
@@ -163,23 +166,24 @@ def _undistributed(loader: DataLoader[Any], feed: Feed) -> Any:
             return None
         elif replicas != 1:
             raise ConfigError(
-                feed.argument,
+                role.argument,
                 f"its {type(candidate).__name__} is made for {replicas} ranks, and there are {group.world_size}",
                 f"Make it with num_replicas={group.world_size}, or use a plain sampler, which is shared out for you",
             )
     return sampler if loader.batch_sampler is None or loader.batch_size is not None else batch_sampler
 
 
-def _prepare_map(loader: DataLoader[Any], feed: Feed, sampler: Any, *, split: bool) -> None:
+def _share_of_map(loader: DataLoader[Any], role: Role, training: Training, sampler: Any) -> Share:
     """Alter a map-style loader so that a `Deal` divides what its sampler or batch sampler gives."""
-    group, state, aligned = feed.group, loader.__dict__, feed.is_training
+    group, state, aligned, split = role.group, loader.__dict__, role.is_training, training.split_batches
     world = group.world_size
     total = length(sampler)
-    common: dict[str, Any] = {"aligned": aligned, "accumulate": 1 if feed.pace is None else feed.pace.accumulate}
+    accumulate = training.accumulate if aligned else 1
+    dealt = functools.partial(Deal, source=sampler, group=group, aligned=aligned, accumulate=accumulate)
     if loader.batch_sampler is not None and loader.batch_size is None:
         items = "split" if split else "batches"
-        deal = Deal(sampler, source=sampler, group=group, per_chunk=1 if split else world, items=items, **common)
-        feed.sentence = _describe_batches(feed.name, total, world, split=split)
+        deal = dealt(sampler, per_chunk=1 if split else world, items=items)
+        sentence = _describe_batches(role.name, total, world, split=split)
         known = length(loader.dataset)
         estimate = max(1, ((total or 0) if known is None else known) // world)
         counted = lambda: estimate if deal.samples is None else max(1, deal.samples)  # noqa: E731
@@ -192,48 +196,40 @@ def _prepare_map(loader: DataLoader[Any], feed: Feed, sampler: Any, *, split: bo
         unit = 1
         share, fits = None, length(loader.dataset) == total
         if total is not None:
-            drop = bool(loader.drop_last)
-            options: dict[str, bool] = {"aligned": aligned, "split": chunk == size}
-            used = sharding.divide(feed.argument, total, size, world, drop_last=drop, **options)
-            whole = sharding.divide(feed.argument, total, size, world, drop_last=False, **options)
-            unit = (used.chunk if aligned else size) if drop else 1
+            used = sharding.divide(
+                role.argument, total, size, world, drop_last=loader.drop_last, aligned=aligned, split=chunk == size
+            )
+            unit = (used.chunk if aligned else size) if loader.drop_last else 1
 
             def share() -> int:
-                left = dataclasses.replace(whole, samples=(length(sampler) or 0) - deal.start)
+                left = dataclasses.replace(used, samples=(length(sampler) or 0) - deal.start)
                 return max(1, left.share(group.rank)) if total else 0
 
-            feed.sentence = sharding.describe(feed.name, used, dropped=total - used.samples)
+            sentence = sharding.describe(role.name, used, dropped=total - used.samples)
             if loader.batch_size is None and world > 1:
-                feed.sentence += (
+                sentence += (
                     f"; batch_size=None: each rank gets every {sharding.ordinal(world)} item, so a step that carries"
                     " state from one item to the next (a hidden state) needs shard=False"
                 )
         else:
-            feed.sentence = (
-                f"{feed.name}: samples without a known end, drawn by rank 0 in chunks of {chunk} for"
+            sentence = (
+                f"{role.name}: samples without a known end, drawn by rank 0 in chunks of {chunk} for"
                 f" {sharding.ranks(world)}"
             )
-        deal = Deal(
-            loader.batch_sampler if loader.batch_size else sampler,
-            source=sampler,
-            group=group,
-            per_chunk=chunk,
-            single=loader.batch_size is None,
-            drop_unit=unit,
-            **common,
-        )
+        source = loader.batch_sampler if loader.batch_size else sampler
+        deal = dealt(source, per_chunk=chunk, single=loader.batch_size is None, drop_unit=unit)
         name, shown = "batch_sampler" if loader.batch_size else "sampler", sampler
-    feed.queue_of = deal
     state["sampler"] = View(Shown(shown, share))
     state[name] = View(deal)
     made = SeededView if loader.num_workers else View
     state["dataset"] = made(Shown(loader.dataset, _dataset_share(loader.dataset, share, group, fits=fits)))
+    return Share(sentence=sentence, queue=deal)
 
 
 def _dataset_share(dataset: Any, share: Any, group: Group, *, fits: bool) -> Any:
     """The length that a rank's dataset shows: a sum over the rank's samples divided by it is a mean, as on one process.
 
-    None for the dataset's own length; `fits` says that the loader's share is the dataset's.
+    None for the dataset's own length; `fits` is whether the loader's share is the dataset's.
     """
     size = length(dataset)
     if size is None or (group.is_alone and not fits):
@@ -254,7 +250,7 @@ def _describe_batches(name: str, batches: int | None, world: int, *, split: bool
     return text
 
 
-def _prepare_whole(loader: DataLoader[Any], feed: Feed, *, shards_itself: bool) -> None:
+def _share_of_whole(loader: DataLoader[Any], role: Role, *, shards_itself: bool) -> Share:
     """Alter a map-style loader whose sampler each rank uses as it is: only count the samples of its batches."""
     single = loader.batch_sampler is None
     name = "sampler" if single else "batch_sampler"
@@ -263,34 +259,28 @@ def _prepare_whole(loader: DataLoader[Any], feed: Feed, *, shards_itself: bool) 
     loader.__dict__[name] = View(counter)
     if loader.num_workers:
         loader.__dict__["dataset"] = SeededView(Shown(loader.dataset))
-    feed.queue_of = counter
-    feed.is_agreed = feed.is_training
+    sentence = f"{role.name}: not sharded, every rank takes all samples its loader gives"
     if shards_itself:
-        feed.sentence = f"{feed.name}: {kind} is already distributed and is taken as it is"
-    else:
-        feed.sentence = f"{feed.name}: not sharded, every rank takes all samples its loader gives"
+        sentence = f"{role.name}: {kind} is already distributed and is taken as it is"
+    return Share(sentence=sentence, queue=counter, is_agreed=role.is_training)
 
 
-def _prepare_stream(loader: DataLoader[Any], feed: Feed, *, shard: bool, split: bool) -> None:
+def _share_of_stream(loader: DataLoader[Any], role: Role, *, shard: bool, split: bool) -> Share:
     """Alter a loader of an iterable dataset so that this rank gets its share of the stream."""
-    group, state = feed.group, loader.__dict__
+    group, state = role.group, loader.__dict__
     if split and loader.batch_size:
         if loader.batch_size % group.world_size:
             # Ranks take the items of a stream in turn, so that unequal parts would be of other batches and end apart.
             raise ConfigError(
-                feed.argument,
+                role.argument,
                 f"a stream's batches of {loader.batch_size} cannot be split equally over {group.world_size} ranks",
                 f"Use a batch size that is a multiple of {group.world_size}, or leave split_batches out",
             )
         size = loader.batch_size // group.world_size
         state["batch_size"] = size
         state["batch_sampler"] = type(loader.batch_sampler)(loader.sampler, size, loader.drop_last)  # type: ignore[call-arg, misc]
-    feed.is_stream = True
-    feed.is_agreed = True
-    feed.counts_items = loader.batch_size is not None
     sharing = shard and not isinstance(loader.dataset, IterDataPipe)
     if sharing and not group.is_alone:
-        feed.shares_seeds = True
         draw = None if loader.num_workers else lambda: _shared_states(group)
         stream = loader.dataset
         share = StreamShare(stream, rank=group.rank, world_size=group.world_size, share_randomness=draw)
@@ -305,7 +295,8 @@ def _prepare_stream(loader: DataLoader[Any], feed: Feed, *, shard: bool, split: 
     else:
         taken = "the dataset shards itself"
     batch = "ready-made batches" if loader.batch_size is None else f"batch {loader.batch_size} a rank"
-    feed.sentence = f"{feed.name}: iterable dataset, {sharding.ranks(group.world_size)}, {taken}, {batch}"
+    sentence = f"{role.name}: iterable dataset, {sharding.ranks(group.world_size)}, {taken}, {batch}"
+    return Share(sentence=sentence, is_agreed=True, shares_seeds=sharing and not group.is_alone)
 
 
 def _asks_for_rank(dataset: Any) -> bool:

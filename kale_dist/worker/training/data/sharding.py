@@ -1,4 +1,4 @@
-"""How samples are divided over ranks, and the sentence that says so. Pure: takes sizes, not tensors.
+"""How samples are divided over ranks, and the sentence that describes it. Pure: takes sizes, not tensors.
 
 A pass over n samples is cut into chunks, one for each step of all ranks: `batch_size` x ranks samples in the order of
 the sampler. Each chunk is divided as evenly as possible, so all ranks take the same number of steps and only the last
@@ -91,7 +91,7 @@ def divide(
     return Division(samples=used, chunk=chunk, world_size=world_size, aligned=aligned)
 
 
-def describe(name: str, division: Division, *, repeats: bool = True, dropped: int = 0) -> str:
+def describe(name: str, division: Division, *, dropped: int = 0) -> str:
     """Describe a pass of known length in a sentence.
 
     For 1,437 samples, 2 ranks and batches of 32: "train: 1,437 samples, 2 ranks x 719/718, batch 32 x 2 = 64, last
@@ -100,7 +100,6 @@ def describe(name: str, division: Division, *, repeats: bool = True, dropped: in
     Args:
         name: `train` or `eval`.
         division: How the samples are divided.
-        repeats: Whether to mention repeated samples.
         dropped: Samples that `drop_last` leaves out.
     """
     world = division.world_size
@@ -115,7 +114,7 @@ def describe(name: str, division: Division, *, repeats: bool = True, dropped: in
         shown = " + ".join(map(str, parts)) if world <= 8 else f"{last} ({extremes(parts)} a rank)"  # noqa: PLR2004
         words.append(f"last batch {shown}")
         idle = parts.count(0)
-        if idle and repeats and (division.aligned or division.steps == 1):
+        if idle and (division.aligned or division.steps == 1):
             words.append(f"{ranks(idle)} without one repeat{'s' if idle == 1 else ''} a sample with weight 0")
     if dropped:
         words.append(f"{dropped:,} left out by drop_last")
@@ -140,7 +139,7 @@ def extremes(numbers: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Portion:
-    """What one rank gets in one step."""
+    """The part of one rank in one step."""
 
     index: int
     """Number of the step within the pass over the data, from 0."""

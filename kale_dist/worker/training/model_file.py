@@ -1,4 +1,4 @@
-"""Saves the trained weights where the call's `save_to` says: a path that the rank sees, or a URL that fsspec opens."""
+"""Saves the trained weights at the call's `save_to`: a path that the rank sees, or a URL that fsspec opens."""
 
 from __future__ import annotations
 

@@ -1,94 +1,71 @@
-"""What a call sets, kept in its checkpoints: a call that resumes from one finds out by it what it sets otherwise.
+"""Compares a call with the checkpoint that it resumes from: whether it can resume, and what it sets otherwise.
 
-What the later call sets otherwise wins. Everything else continues as the earlier training left it.
+The later call's settings win. Everything else continues as the earlier training left it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kale_dist import callbacks, strategies
-from kale_dist.worker.training.checkpoint import Checkpoint
-from kale_dist.worker.training.result import Optimizers, state_of
-from kale_dist.worker.training.settings import Training
+from kale_dist.worker.training.contents import Checkpoint, Given, Resume
 from kale_dist.worker.training.trained import Trained
 
 _SCHEDULED = frozenset(("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"))
 """Options of an optimizer that schedulers set."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
-    """What a call sets, before anything is restored or trained. Its values are plain, so that a checkpoint can hold them."""
+def misfit(found: Checkpoint, trained: Trained, given: Given, *, is_in_parts: bool = False) -> str:
+    """Return why a training cannot resume from a checkpoint, as the end of a sentence; empty if it can.
 
-    optimizer: tuple[str, ...]
-    """Name of its class; of several, after their own names."""
-    options: tuple[dict[str, Any], ...]
-    """Options of the parameter groups."""
-    scheduler: tuple[str, ...]
-    """Name of the scheduler's class, if there is one."""
-    schedule: dict[str, Any]
-    """The scheduler's state."""
-    frozen: tuple[str, ...]
-    """Names of the parameters that are not trained."""
-    strategy: str
-    """Its settings as JSON."""
-    world_size: int
-    batch: str
-    """How much data a step takes, for people."""
-    state: tuple[str, ...]
-    """Names of the classes of `state=`, and of a criterion that is trained."""
-    callbacks: tuple[str, ...]
-    """Names of the callbacks that keep something, each with the metric that it watches."""
+    Args:
+        found: The checkpoint.
+        trained: The objects of the call that is to resume.
+        given: What this call sets.
+        is_in_parts: Whether this call's checkpoints are folders of parts.
+    """
+    if found.resume is None:
+        return "it holds only what a result needs"
+    if bool(found.parts) != is_in_parts:
+        return f"it is {'a folder of parts' if found.parts else 'one file'}, and those of this call are not"
+    if found.parts and not pathlib.Path(found.parts, ".metadata").exists():
+        return f"its parts are not at {found.parts}"
+    modules = [("model", trained.model, found.model)]
+    if isinstance(trained.criterion, torch.nn.Module):
+        modules.append(("criterion", trained.criterion, found.resume.criterion or {}))
+    for what, module, state in modules:
+        mine = module.state_dict(keep_vars=True)
+        if mine.keys() != state.keys():
+            name = min(mine.keys() ^ state.keys())
+            return f"{name} of the {what} is {'only in the checkpoint' if name in state else 'not in the checkpoint'}"
+        for name, value in mine.items():
+            is_tensor = isinstance(value, Tensor) and not torch.nn.parameter.is_lazy(value)
+            if is_tensor and value.shape != (saved := getattr(state[name], "shape", None)):
+                return (
+                    f"{name} of the {what} has the shape {_shape(value.shape)}, and {_shape(saved)} in the checkpoint"
+                )
+    counts = [len(group["params"]) for group in trained.optimizer.param_groups]
+    saved_counts = [len(group["params"]) for group in (found.optimizer or {}).get("param_groups", [])]
+    if counts != saved_counts and found.resume.given.optimizer == given.optimizer:
+        return f"the optimizer has other parameters: {_count(counts)}, and {_count(saved_counts)} in the checkpoint"
+    return ""
 
-    @classmethod
-    def of(cls, training: Training, trained: Trained, world_size: int) -> Given:
-        """Read the objects of a call.
 
-        Args:
-            training: What is trained, and how.
-            trained: Its objects.
-            world_size: Of the ranks.
-        """
-        optimizer, scheduler = trained.optimizer, trained.scheduler
-        named = optimizer.named if isinstance(optimizer, Optimizers) else {"": optimizer}
-        kept = [one for one in training.callbacks if isinstance(one, callbacks.Callback)]
-        shards, size = training.strategy.layout(0, world_size).shards, training.train_data_loader.batch_size
-        factors = [1 if training.split_batches and size is not None else shards, size or 1, training.accumulate]
-        product, shown = math.prod(factors), " x ".join(str(one) for one in factors if one > 1)
-        batch = f"{shown} = {product}" if " x " in shown else f"{product}"
-        nouns = ("batch", "batches") if size is None else ("sample", "samples")
-        batch += f" {nouns[product > 1]}"
-        return cls(
-            optimizer=tuple(f"{name} {type(one).__name__}".strip() for name, one in named.items()),
-            options=tuple(
-                {
-                    name: value.detach().clone() if isinstance(value, Tensor) else value
-                    for name, value in group.items()
-                    if name != "params"
-                }
-                for group in optimizer.param_groups
-            ),
-            scheduler=() if scheduler is None else (type(scheduler).__name__,),
-            schedule=state_of(scheduler) if callable(getattr(scheduler, "state_dict", None)) else {},
-            frozen=tuple(name for name, one in trained.model.named_parameters() if not one.requires_grad),
-            strategy=json.dumps(strategies.to_json(training.strategy), sort_keys=True),
-            world_size=world_size,
-            batch=batch,
-            state=tuple(type(one).__name__ for one in trained.state),
-            callbacks=tuple(f"{type(one).__name__} {getattr(one, 'monitor', '')}".strip() for one in kept),
-        )
+def _shape(shape: Any) -> str:
+    return str(tuple(shape or ()))
+
+
+def _count(groups: list[int]) -> str:
+    return f"{' + '.join(map(str, groups))} in {len(groups)} groups" if len(groups) > 1 else f"{sum(groups)}"
 
 
 class Differences:
-    """What a call sets otherwise than the one that has written a checkpoint, and what of the checkpoint is restored.
+    """The settings in which a call differs from the one that has written a checkpoint, and what of the checkpoint is restored.
 
     Args:
         found: The checkpoint.
@@ -96,55 +73,58 @@ class Differences:
     """
 
     def __init__(self, found: Checkpoint, now: Given) -> None:
-        resume = found.resume or {}
-        before = Given(**resume["given"])
+        resume = found.resume or Resume(given=now)
+        before = resume.given
         self._before, self._now = before, now
         self.sentences: list[str] = []
-        """What does not continue as the earlier training left it, for the user."""
+        """Sentences for the user about all that does not continue as the earlier training left it."""
         self.has_optimizer = self._is_alike("optimizer", "It begins without a state, and a scheduler from its start")
         self.has_scheduler = self._is_alike("scheduler", "It begins from its start") and self.has_optimizer
         self.has_state = self._is_alike("state", "These objects begin as this call gives them")
         self.has_callbacks = self._is_alike("callbacks", "They begin without what earlier epochs were like")
         """Whether the states of these objects are restored."""
         self.has_frozen = before.frozen == now.frozen
-        """Whether the checkpoint says which parameters are frozen, and not the call."""
+        """Whether parameters are frozen as in the checkpoint, and not as in the call."""
         self.has_same_ranks = (before.strategy, before.world_size) == (now.strategy, now.world_size)
+        """Whether there are as many ranks, with the same strategy."""
+        self.has_same_batches = before.batch == now.batch
+        """Whether a step takes as much data."""
         self.has_ranks = self.has_same_ranks and self.has_optimizer
         """Whether each rank gets back what it had of its own."""
         words = [json.loads(one.strategy)["strategy"] for one in (now, before)]
         self.has_average = self.has_same_ranks or words == ["ddp", "ddp"]
         """Whether the average of the weights is restored: one of all ranks, or the part of each rank."""
         if before.strategy != now.strategy:
-            self._say(
+            self._add(
                 f"The strategy is {words[0]!r}{' with other settings' * (words[0] == words[1])}, and was {words[1]!r}"
             )
-        if any(resume["strategy"]) and not self.has_ranks:
-            self._say("What each rank had of its own (residuals, states of its own optimizer) is left out")
+        if any(resume.strategy) and not self.has_ranks:
+            self._add("What each rank had of its own (residuals, states of its own optimizer) is left out")
         if (found.callbacks.get("average") or {}).get("parts") and not self.has_average:
-            self._say("The average of the weights begins again: the ranks have other parts of it")
+            self._add("The average of the weights begins again: the ranks have other parts of it")
         if before.batch.rpartition("= ")[2] != now.batch.rpartition("= ")[2]:
-            self._say(
+            self._add(
                 f"A step takes {now.batch} instead of {before.batch.removesuffix(' samples')}. The learning rate stays"
             )
         self.schedule = self._schedule(found.scheduler or {}) if self.has_scheduler else {}
         """The scheduler's state to be restored."""
         groups = (found.optimizer or {}).get("param_groups", ()) if self.has_optimizer else ()
         self.options = [self._options(*each) for each in zip(groups, before.options, now.options, strict=False)]
-        """Of each parameter group, the options that this call sets otherwise."""
+        """The options of each parameter group that this call sets otherwise."""
 
     def apply(self, optimizer: Any) -> None:
         """Set the options that this call sets otherwise; needed after all that loads the optimizer's state."""
         for group, options in zip(optimizer.param_groups, self.options, strict=False):
             group.update(options)
 
-    def _say(self, sentence: str) -> None:
+    def _add(self, sentence: str) -> None:
         if f"{sentence}." not in self.sentences:
             self.sentences.append(f"{sentence}.")
 
     def _is_alike(self, field: str, otherwise: str) -> bool:
         before, now = (getattr(one, field) for one in (self._before, self._now))
         if before != now and now:
-            self._say(
+            self._add(
                 f"{field}: {', '.join(now)} here, and {', '.join(before) or 'none'} in the checkpoint. {otherwise}"
             )
         return bool(before == now)
@@ -156,7 +136,7 @@ class Differences:
             if not _is_equal(now[name], before[name]) and _is_equal(before[name], saved[name]):
                 schedule[name] = now[name]
                 if not name.startswith("_"):
-                    self._say(f"The scheduler's {name} is {now[name]} instead of {saved[name]}, as this call sets it")
+                    self._add(f"The scheduler's {name} is {now[name]} instead of {saved[name]}, as this call sets it")
         return schedule
 
     def _options(self, saved: dict[str, Any], before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -170,13 +150,13 @@ class Differences:
             is_other = name not in saved or not _is_equal(value, saved[name])
             if name in scheduled and self.has_scheduler:
                 if is_set and is_other and name == "lr":
-                    self._say(
+                    self._add(
                         f"lr stays {saved[name]}, and {value} of this call is not used: the scheduler's state decides"
                     )
             elif is_other and (is_set or name in scheduled):
                 wins[name] = value
                 if name in saved and name not in scheduled:
-                    self._say(f"{name} is {value} instead of {saved[name]}, as this call sets it")
+                    self._add(f"{name} is {value} instead of {saved[name]}, as this call sets it")
         return wins
 
 
