@@ -22,7 +22,7 @@ from kale_dist.errors import ConfigError, StoreError
 from kale_dist.job import records
 from kale_dist.job.view import facts
 from kale_dist.places import gpus
-from kale_dist.places.checkup import Check, Verdict, failed, ok, warning
+from kale_dist.places.checkup import Check, Grade, failed, ok, warning
 from kale_dist.snapshot import loading
 from kale_dist.wording import install
 
@@ -75,7 +75,7 @@ def _doctor(options: argparse.Namespace) -> int:
                 print(f"{'':7}  {'':{width}}  -> {first}")
                 # A Role can be copied from here.
                 print("".join(f"{line}\n" for line in more), end="")
-    return 1 if any(check.verdict is Verdict.FAILED for check in found) else 0
+    return 1 if any(check.verdict is Grade.FAILED for check in found) else 0
 
 
 def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tuple[Check, ...]:

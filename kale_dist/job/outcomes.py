@@ -96,7 +96,8 @@ class OutcomeReader:
         """
         path = self.files.outcome(attempt, rank)
         self._bring(path)
-        signer = outcome.Signer(key=self._verified_key(), job=f"{self._spec.name} {name}", attempt=attempt, rank=rank)
+        at_head = attempt - records.life(self.files).first_attempt
+        signer = outcome.Signer(key=self._verified_key(), job=f"{self._spec.name} {name}", attempt=at_head, rank=rank)
         return outcome.read_outcome(path, signer=signer, resolve=originals.resolve).value
 
     def trained(self, attempt: int) -> Any:

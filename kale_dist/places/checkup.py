@@ -8,7 +8,7 @@ import enum
 from kale_dist.errors import BackendError
 
 
-class Verdict(enum.StrEnum):
+class Grade(enum.StrEnum):
     """The result of a check."""
 
     OK = "ok"
@@ -23,7 +23,7 @@ class Check:
     """One check and its result."""
 
     name: str
-    verdict: Verdict
+    verdict: Grade
     sentence: str
     """What the check found."""
     remedy: str = ""
@@ -32,17 +32,17 @@ class Check:
 
 def ok(name: str, sentence: str) -> Check:
     """A check that has found nothing wrong."""
-    return Check(name=name, verdict=Verdict.OK, sentence=sentence)
+    return Check(name=name, verdict=Grade.OK, sentence=sentence)
 
 
 def warning(name: str, sentence: str, remedy: str) -> Check:
     """A check that has found something without which jobs run, but slower or with less."""
-    return Check(name=name, verdict=Verdict.WARNING, sentence=sentence, remedy=remedy)
+    return Check(name=name, verdict=Grade.WARNING, sentence=sentence, remedy=remedy)
 
 
 def failed(name: str, sentence: str, remedy: str) -> Check:
     """A check that has found why jobs cannot run."""
-    return Check(name=name, verdict=Verdict.FAILED, sentence=sentence, remedy=remedy)
+    return Check(name=name, verdict=Grade.FAILED, sentence=sentence, remedy=remedy)
 
 
 def broken(name: str, error: BackendError, remedy: str) -> Check:

@@ -155,7 +155,7 @@ class BatchLoss:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """How an attempt, a run or a job ended.
+    """How an attempt or a job ended.
 
     A head's verdict is the fields of its final state event and, where nothing else comes through, its termination message.
     A follower judges only what a head cannot know: how a head ended that said nothing, and what became of a lost pod.
@@ -172,7 +172,7 @@ class Verdict:
     next_line: int = 0
     """The number that the log's next line would have, as the writer of the events knows it."""
     may_restart: bool = False
-    """Whether another attempt or run could end otherwise: a rank or pod was lost, and memory did not run out. Not sent."""
+    """Whether another attempt could end otherwise: a rank or pod was lost, and memory did not run out. Not sent."""
 
     def fields(self) -> dict[str, Any]:
         """The fields of the event."""

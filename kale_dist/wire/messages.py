@@ -266,7 +266,10 @@ def parse(record: object) -> Any:
     ((name, fields),) = record.items()
     if (kind := _CLASSES.get(name)) is None or not isinstance(fields, Mapping):
         raise ValueError(f"There is no message {name!r}")
-    message = decode(kind, fields)
+    try:
+        message = decode(kind, fields)
+    except RecursionError:
+        raise ValueError("Its fields are nested too deeply") from None
     for name, hint in hints_of(kind).items():
         if not _fits(hint, getattr(message, name)):
             raise TypeError(f"{name} of {kind.__name__} cannot be {getattr(message, name)!r}")

@@ -16,7 +16,7 @@ from own_files import own_files
 from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import EventKind, Op, decode, messages
-from kale_dist.wire.messages import Answer, Cell, EndLive, Interrupt, Load, Repair, Restart, Typed
+from kale_dist.wire.messages import Answer, Cell, EndLive, Give, Interrupt, Load, Repair, Restart, Typed
 from kale_dist.worker.rank import live_rank
 
 
@@ -276,8 +276,8 @@ def test_names_are_loaded_and_values_are_given(live, jobs):
     snapshot = capture(max, (), {"lr": 0.5, "table": {"a": [1, 2]}}, store=jobs.store, label="names")
     assert all(answer.ok for answer in ranks.wait(ranks.send(Load(snapshot=snapshot.digest))))
     assert ranks.values("lr * scale, table") == ["(5.0, {'a': [1, 2]})"] * 2
-    number = ranks.send([1], give="[rank, table]")
-    name = next(iter(ranks.job.until(lambda: ranks.answers(number)).values()))["name"]
+    number = ranks.send(Give(ranks=(1,), expression="[rank, table]"))
+    name = next(iter(ranks.job.until(lambda: ranks.answers(number)).values())).name
     signer = outcome.Signer(
         key=bytes.fromhex(ranks.job.order.key), job=f"{ranks.job.order.job} {name}", attempt=0, rank=1
     )

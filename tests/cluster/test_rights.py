@@ -21,6 +21,11 @@ LARGE = 2_000_000
 PORT_FORWARD = "create, get pods/portforward"
 
 
+def words(right):
+    """Such as `get pods/log`."""
+    return f"{', '.join(right.verbs)} {right.resource}"
+
+
 @pytest.fixture
 def on(plain):
     return plain
@@ -31,7 +36,7 @@ def become(namespace, make_user, monkeypatch):
     """A function that goes on as a user with the least Role but for some of its rights."""
 
     def change(*missing):
-        lost = [right for right in RIGHTS if f"{', '.join(right.verbs)} {right.resource}" in missing]
+        lost = [right for right in RIGHTS if words(right) in missing]
         assert len(lost) == len(missing)
         kept = [right for right in RIGHTS if right not in lost]
 
@@ -44,9 +49,9 @@ def become(namespace, make_user, monkeypatch):
     return change
 
 
-@pytest.mark.parametrize("missing", [right for right in RIGHTS if right.is_needed], ids=str)
+@pytest.mark.parametrize("missing", [right for right in RIGHTS if right.is_needed], ids=words)
 def test_without_these_the_call_is_refused_and_says_who_has_to_grant_what(become, on, namespace, missing):
-    become(str(missing))
+    become(words(missing))
     with pytest.raises(BackendError) as caught:
         kd.launch(bytes_of, 1, number_of_processes=1, on=on)
     text = str(caught.value)

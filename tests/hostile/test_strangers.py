@@ -201,7 +201,7 @@ def test_a_local_agent_and_its_job_outlive_2_000_odd_messages_at_its_socket(tmp_
     while not running.metrics:
         time.sleep(0.1)
     orders = [
-        {"op": "take", "order": {"job": "x", "folder": str(tmp_path / "none"), "run": 1}},
+        {"op": "take", "order": {"job": "x", "folder": str(tmp_path / "none"), "port": 1}},
         {"op": "cancel", "job": "x", "grace_s": 1.0, "save": True},
         {"op": "tell", "job": running.name, "rank": 0, "message": {"Typed": {"prompt": "p", "text": "n"}}},
     ]

@@ -138,27 +138,35 @@ def test_every_so_many_steps(started):
     assert [one["step"] for one in events(job, EventKind.CHECKPOINT)] == [3, 6, 9, 10]
 
 
-def test_ranks_that_leave_the_loop_alone_are_named(started):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
+@pytest.mark.parametrize("where", ["before forward", "before backward", "after the step"])
+def test_ranks_that_leave_the_loop_alone_are_named(where, strategy):
     with pytest.raises(kd.KaleDistError, match=r"left the loop"):
-        broken().result()
+        broken(where, strategy).result()
 
 
 def leaving(model, loader, criterion, optimizer, device, args):
     for i, (x, y) in enumerate(loader):
+        leaves = i == 5 and kd.context().rank
+        if leaves and args == "before forward":
+            break
         optimizer.zero_grad()
-        criterion(model(x), y).backward()
+        loss = criterion(model(x), y)
+        if leaves and args == "before backward":
+            break
+        loss.backward()
         optimizer.step()
-        if i == 5 and kd.context().rank:
+        if leaves:
             break
     return {"loss": 0.0}
 
 
-def broken():
+def broken(where, strategy):
     model = nn.Linear(4, 2)
     loader = DataLoader(TensorDataset(torch.randn(160, 4), torch.randint(2, (160,))), 8)
     return kd.distribute(
-        model, loader, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), leaving,
-        number_of_processes=2, threads=1, checkpoint_every="1 steps",
+        model, loader, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), leaving, train_args=where,
+        number_of_processes=2, strategy=strategy, checkpoint_every="1 steps", stall_timeout_s=20.0,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.status import JobStatus
 from kale_dist.places.following import verdict
 from kale_dist.places.following.follower import Follower
-from kale_dist.places.following.life import handle_of
+from kale_dist.places.following.life import handle_of, handles_of
 from kale_dist.places.following.warm import WarmPlace
 from kale_dist.wire import CANCEL_GRACE_S
 from kale_dist.wire.messages import ToAgent
@@ -98,7 +98,9 @@ class FollowedBackend(FolderBackend):
         # No follower, in this process or in another one, renews a cancelled job.
         records.mark_cancelled(records.files(ref.record_name))
         self._forget(ref)
-        self.place.remove(self._handle(ref))
+        record, life = records.read(ref.record_name), records.life(records.files(ref.record_name))
+        for handle in handles_of(self.place, record, life):
+            self.place.remove(handle)
         records.delete(ref.record_name)
         self._notify(ref)
 

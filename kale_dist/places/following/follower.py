@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -25,12 +26,12 @@ from kale_dist.job.records import Life, Record
 from kale_dist.job.spec.job_spec import WARM
 from kale_dist.places.following.client import HeadClient
 from kale_dist.places.following.copy import Clock
-from kale_dist.places.following.life import CANCEL_MARGIN_S, Followed, FollowedLife, HeadReach, next_life
+from kale_dist.places.following.life import CANCEL_MARGIN_S, Followed, FollowedLife, HeadReach, handles_of, next_life
 from kale_dist.places.following.sight import LOOK_S, Sight
 from kale_dist.places.following.verdict import closing_events
 from kale_dist.wire import SAVE_LIMIT_S, VERSION, EventKind, FailureCause, StateName, Verdict
 from kale_dist.wire.blobs import FolderStore
-from kale_dist.wire.messages import ToAgent
+from kale_dist.wire.messages import Restart, ToAgent, ToLive
 
 FIRST_LOOK_S = 10.0
 """How long the first status of a job waits for the place."""
@@ -75,6 +76,7 @@ class Follower:
         self._reach = HeadReach(self._job, records.life(self._job.files))
         self._kill_at: float | None = None
         self._unsubscribe: Callable[[], None] = lambda: None
+        self._listens_to: PlacedJob | None = None
         self._woken = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"kale_dist follow {record.name}", daemon=True)
@@ -118,6 +120,8 @@ class Follower:
 
     def tell(self, rank: int, message: ToAgent, blobs: Iterable[str]) -> bool:
         """Have the head pass a message on to a rank, once it has some blobs; returns whether the head has it."""
+        if isinstance(message, ToLive | Restart) and message.attempt is not None:
+            message = dataclasses.replace(message, attempt=message.attempt - self._reach.handle.first_attempt)
 
         def tell(head: HeadClient) -> None:
             head.upload(FolderStore(records.blobs_dir()), blobs)
@@ -162,6 +166,8 @@ class Follower:
 
     def _follow_life(self) -> bool:
         """Follow the job's present life to its end; whether it has another one after it."""
+        if self._job.status.status().is_final:
+            return False
         life = FollowedLife(self._job, records.life(self._job.files), self.sight, self._woken.set)
         self._reach = life.reach
         self._listen()
@@ -176,6 +182,7 @@ class Follower:
     def _attend(self, life: FollowedLife) -> bool:
         """Follow a life that has its object; whether the job has another one after it."""
         for look in self._looks():
+            life.check()
             if life.has_another_head:
                 if life.is_read:
                     return self._take_next_head(life)
@@ -200,10 +207,14 @@ class Follower:
         self._woken.clear()
 
     def _listen(self) -> None:
+        """Have the place call for looks at the present object, if it does not do so already."""
+        if self._listens_to == self._reach.handle:
+            return
         self._unsubscribe()
-        self._unsubscribe = lambda: None
+        self._unsubscribe, self._listens_to = lambda: None, None
         with contextlib.suppress(BackendError):
             self._unsubscribe = self._job.place.listen(self._reach.handle, self._woken.set)
+            self._listens_to = self._reach.handle
 
     def _kill_if_due(self) -> None:
         if self._kill_at is not None and self._clock.monotonic() > self._kill_at:
@@ -232,10 +243,7 @@ class Follower:
         if verdict.may_restart and self._may_renew(life):
             self._renew(life, verdict)
             return True
-        for _ in self._looks():
-            if life.fetch_results(verdict) and (left := life.end_pods(verdict)) is not None:
-                break
-        else:
+        if (left := self._clear_up(life, verdict)) is None:
             return False
         # A command exits once the job has ended; the head, and in warm pods the next job, waits to hear that the results are here.
         atexit.register(self._thread.join, _ACK_S)
@@ -249,6 +257,23 @@ class Follower:
             life.reach.ask(HeadClient.ack)
         atexit.unregister(self._thread.join)
         return False
+
+    def _clear_up(self, life: FollowedLife, verdict: Verdict) -> str | None:
+        """Fetch the results of a job that has ended, and end its pods.
+
+        Returns:
+            A sentence for the status, which may be empty; None if the thread is to end before.
+        """
+        if not life.record.is_started:
+            # The lost object may be there still, and the next one, if a process that was killed since has made it.
+            for handle in handles_of(self._job.place, self._job.record, life.record):
+                with contextlib.suppress(BackendError):
+                    self._job.place.kill(handle, 0.0)
+            return ""
+        for _ in self._looks():
+            if life.fetch_results(verdict) and (left := life.end_pods(verdict)) is not None:
+                return left
+        return None
 
     def _may_renew(self, life: FollowedLife) -> bool:
         job, spec = self._job, self._job.record.spec

@@ -51,6 +51,17 @@ _NAMED = 5
 _MIB = 1 << 20
 
 
+def handles_of(place: Place, record: Record, life: Life) -> list[PlacedJob]:
+    """The handles of all objects that there may be of a job: while it is renewed, of the lost one and of the next."""
+    there = handle_of(place, record, life)
+    if life.is_started:
+        return [there]
+    return [
+        there,
+        dataclasses.replace(there, life=life.number, object=place.object_name(record.spec.name, life.number)),
+    ]
+
+
 def handle_of(place: Place, record: Record, life: Life) -> PlacedJob:
     """The handle by which a place finds a recorded job: the object that there is, until a renewal is through the one before."""
     number = life.number if life.is_started else life.number - 1
@@ -202,15 +213,18 @@ class FollowedLife:
         self.reader.hurry()
         return False
 
-    def attend(self) -> None:
-        """Connect to the head, and send it what it needs, as soon as it runs.
+    def check(self) -> None:
+        """Check that what the head sends can be written.
 
         Raises:
-            StoreError: What the head says could not be written.
+            StoreError: It could not be.
         """
-        look, head = self._sight.look, self._sight.look.head
         if self.reader is not None and self.reader.error is not None:
             raise self.reader.error
+
+    def attend(self) -> None:
+        """Connect to the head, and send it what it needs, as soon as it runs."""
+        look, head = self._sight.look, self._sight.look.head
         if head is not None:
             if not self.record.uid:
                 self.write(uid=head.uid)

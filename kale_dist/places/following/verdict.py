@@ -196,7 +196,7 @@ def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float
 
 
 def _explained(verdict: Verdict, look: Look, status: JobStatus) -> Verdict:
-    """A head's verdict, with the place's reason why a pod or the whole run is gone, which a head cannot know."""
+    """A head's verdict, with the place's reason why a pod or the whole object is gone, which a head cannot know."""
     head, part = look.head, lost_part(look, is_over=True)
     if verdict.cause is FailureCause.SUSPENDED:
         if look.suspended:

@@ -48,7 +48,7 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
     job, is_fresh, kind = view.job, view.is_complete and not view.problem, kind_of(spec)
     state = ObjectState() if job is None else kind.state(job)
     replaces = kind.replaces_pods(spec)
-    current, replaced = pods_of_run(view, state, replaces=replaces)
+    current, replaced = pods_of_object(view, state, replaces=replaces)
     pods = [(pod, _trouble_of(pod, view)) for pod in current]
     parts = tuple(_part(pod, found) for pod, found in pods)
     if view.is_deleted:
@@ -88,7 +88,7 @@ def _annotation(job: Mapping[str, Any], name: str) -> str:
     return str(((job.get("metadata") or {}).get("annotations") or {}).get(name) or "")
 
 
-def pods_of_run(view: JobView, state: ObjectState, *, replaces: bool) -> tuple[Sequence[PodView], Sequence[PodView]]:
+def pods_of_object(view: JobView, state: ObjectState, *, replaces: bool) -> tuple[Sequence[PodView], Sequence[PodView]]:
     """One pod of each number: the newest since the job was started or resumed, as a suspension ended those before.
 
     Args:

@@ -250,7 +250,7 @@ class KubernetesPlace:
             raise JobNotFoundError(
                 f"There is no job {name!r} in the namespace {namespace!r} of {cluster.server}. {listing(self.name)}"
             )
-        kind, job = max(found, key=lambda item: _run_of(item[1]))
+        kind, job = max(found, key=lambda item: _life_of(item[1]))
         annotations = job["metadata"].get("annotations") or {}
         ref = JobRef(self.name, f"{namespace}/{name}")
         try:
@@ -263,7 +263,7 @@ class KubernetesPlace:
             spec = dataclasses.replace(spec, store="", cluster=dataclasses.replace(spec.cluster, patch=""))
             if trust is not None:
                 warn(untrusted(ref))
-            return self._handle(cluster, spec, job, Source.INPUT, _run_of(job)), None
+            return self._handle(cluster, spec, job, Source.INPUT, _life_of(job)), None
         data = objects.read_input(cluster, namespace, job["metadata"]["name"])
         key, source = data.get(InputFiles.KEY) or None, Source.INPUT
         if InputFiles.ORDER in data:
@@ -272,7 +272,7 @@ class KubernetesPlace:
             # The model can then be built again from here.
             with records.keeping_blobs():
                 blobs.unpack_blobs(data[InputFiles.SNAPSHOT], records.blobs_dir())
-        return self._handle(cluster, spec, job, source, _run_of(job)), key
+        return self._handle(cluster, spec, job, source, _life_of(job)), key
 
     def describe(self, handle: PlacedJob) -> dict[str, Any]:
         """The object.
@@ -359,7 +359,7 @@ def _write(target: pathlib.Path, data: bytes) -> None:
         file.write(data)
 
 
-def _run_of(job: Mapping[str, Any]) -> int:
+def _life_of(job: Mapping[str, Any]) -> int:
     number = str((job["metadata"].get("labels") or {}).get(RUN_LABEL, "1"))
     return int(number) if re.fullmatch("[1-9][0-9]{0,3}", number, re.ASCII) else 1
 

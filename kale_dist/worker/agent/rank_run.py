@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -79,8 +78,6 @@ class Rank:
         """Processor time that the rank had used at that answer, in clock ticks."""
         self.exchanges: tuple[int, ...] = ()
         """Collectives of each backend in which the rank has taken part; empty where it does not count them (CPUs)."""
-        self.output: Callable[[bytes, int], None] = functools.partial(writer.lines, rank)
-        """Called with the rank's lines, and how many they are."""
         self.prompt = ""
         """At a breakpoint, what the debugger's next answer has to name, also while a step runs; else empty."""
         self.attended_at = 0.0
@@ -170,6 +167,10 @@ class Rank:
         """The rank has a process, which has its assignment."""
         self.pid = pid
         self._set_state(RankStateName.STARTING)
+
+    def output(self, body: bytes, count: int) -> None:
+        """The rank has written lines."""
+        self._writer.lines(self.rank, body, count)
 
     def events(self, data: bytes) -> None:
         """The rank has sent events."""

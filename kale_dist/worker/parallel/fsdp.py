@@ -215,6 +215,11 @@ class FullySharded(Replica):
 
     # -- a batch ---------------------------------------------------------------------------------------------------
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the other ranks may be in a forward or backward pass of this batch without this rank."""
+        return bool(self._units) and not self._reductions_of_batch
+
     def end_batch(self, *, left: bool) -> None:
         """Tell ranks that have made a backward pass that this rank has not, or has left the loop: they raise an error."""
         if self._units and (left or not self._reductions_of_batch):

@@ -181,6 +181,11 @@ class Replica(Strategy):
         # A repeated sample may well give nan, which no factor removes.
         return gradient * weight if weight else torch.zeros_like(gradient)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the other ranks may be exchanging gradients in this batch without this rank."""
+        return self._exchanges and self._due and not self._reductions_of_batch
+
     def end_batch(self, *, left: bool) -> None:
         """Join the exchange that other ranks have made, if this rank made no backward pass or left the loop."""
         skipped = self._due and not self._reductions_of_batch

@@ -181,14 +181,16 @@ def put_into_store(pod: Pod, path: pathlib.Path) -> None:
 
 
 def put_checkpoint_into_store(pod: Pod) -> None:
-    """Put the last checkpoint into the store, and beside it whose it is: a later job of this name must not resume from it.
+    """Put the last checkpoint into the store, and beside it whose it is, and from which object of the job.
+
+    A later job of this name must not resume from it.
 
     Raises:
         OSError, StoreError: It cannot be put there.
     """
     put_into_store(pod, pod.files.checkpoint)
     owner = pod.files.folder / "checkpoint.owner"
-    owner.write_text(_owner(pod))
+    owner.write_text(f"{_owner(pod)} {pod.order.object}")
     put_into_store(pod, owner)
 
 
@@ -226,8 +228,10 @@ def bring_checkpoint(pod: Pod) -> None:
     try:
         if pod.order.store:
             is_there = _read(pod, f"{folder}/checkpoint.owner", target)
-            is_ours = is_there and target.read_bytes() == _owner(pod).encode()
-            if is_ours and _read(pod, f"{folder}/{target.name}", target):
+            owner, _, written_by = (target.read_bytes() if is_there else b"").partition(b" ")
+            # What an earlier object has left there may be older than what the notebook has fetched from its head.
+            is_newest = written_by == pod.order.object.encode() or not given.exists()
+            if owner == _owner(pod).encode() and is_newest and _read(pod, f"{folder}/{target.name}", target):
                 return
             target.unlink(missing_ok=True)
         if given.exists():

@@ -141,7 +141,7 @@ class LiveRank:
             case Interrupt():
                 with self._lock:
                     self._stopped = max(self._stopped, message.number)
-                    if self._running == message.number:
+                    if self._running and self._running == message.number:
                         self._interrupt(CUT_AFTER_S)
 
     def _look(self) -> None:

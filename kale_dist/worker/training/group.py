@@ -19,8 +19,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Torch's function by its name since 2.13, or by the one before."""
 
-_NOT_OF_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
-"""Dtypes that NCCL does not send, and gloo does."""
+_AS_BYTES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes that neither NCCL nor gloo sends."""
 
 STEP_ENDS = "the end of the step"
 """The place where ranks meet after the user's step."""
@@ -174,8 +174,9 @@ class Group:
             tensor.detach().copy_(self.send(tensor.detach().cpu(), source))
         elif not self.is_alone:
             data = tensor.detach()
-            whole = (data.cpu() if data.is_cuda and data.dtype in _NOT_OF_NCCL else data).contiguous()
-            dist.broadcast(whole, group_src=source, group=self.world)
+            whole = data.contiguous()
+            sent = whole.reshape(-1).view(torch.uint8) if data.dtype in _AS_BYTES else whole
+            dist.broadcast(sent, group_src=source, group=self.world)
             if whole.data_ptr() != data.data_ptr():
                 data.copy_(whole)
 

@@ -116,6 +116,11 @@ class Strategy:
             due: Whether the optimizer's step after this batch is real; else gradients are held back.
         """
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the other ranks may wait in a collective of this batch that this rank has not joined."""
+        return False
+
     def end_batch(self, *, left: bool) -> None:
         """Called before this rank takes the next batch: join the collectives that other ranks made in the last one.
 

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import http.client
 import itertools
+import json
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ from kale_dist.job.records import FIRST_LIFE
 from kale_dist.job.spec.job_spec import JobSpec, Policy, Settled, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.following.copy import Clock
-from kale_dist.wire import EventKind, FailureCause, StateName, Stream
+from kale_dist.wire import EventKind, FailureCause, StateName, Stream, messages
 
 KEY = b"k" * 32
 _numbers = itertools.count()
@@ -66,6 +67,7 @@ class ScriptedHead:
         self.next_line = self.next_event = 0
         self.attempt = 0
         self.acks = 0
+        self.told = []
         self.cancelled = threading.Event()
         self.streams = 0
         self.is_cut_off = False
@@ -150,6 +152,9 @@ class ScriptedHead:
                 self._answer(peer, 404 if data is None else 200, data or b"")
             elif path == "/ack":
                 self.acks += 1
+                self._answer(peer, 200, b"{}")
+            elif path.startswith("/tell"):
+                self.told.append(messages.parse(json.loads(body)))
                 self._answer(peer, 200, b"{}")
             elif path == "/cancel":
                 self.cancelled.set()

@@ -1,5 +1,6 @@
 """Following a job whose ranks are elsewhere, with a scripted place and a clock of its own."""
 
+import contextlib
 import json
 import time
 
@@ -21,9 +22,11 @@ from kale_dist.job import records
 from kale_dist.job.backend import JobRef, Part, Trouble
 from kale_dist.job.spec.place_settings import PENDING_TIMEOUT_S
 from kale_dist.places.following import backend as followed
+from kale_dist.places.following import copy
 from kale_dist.places.following.backend import FollowedBackend
 from kale_dist.places.following.follower import Follower
 from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName, Verdict
+from kale_dist.wire.messages import Interrupt, Restart
 
 
 @pytest.fixture
@@ -779,6 +782,97 @@ def test_a_follower_that_was_killed_while_it_renews_is_gone_on_from(backend, sub
     wait_for(lambda: backend.status(ref) and 2 in place.runs)
     place.head(2).succeed()
     assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+
+
+def renewing(ref):
+    """Write down what a process leaves that is killed while it renews a job, before it knows of the next object."""
+    record = records.read(ref.record_name)
+    files = records.files(ref.record_name)
+    records.write_life(files, records.Life(number=2, is_started=False, used_restarts=1, first_attempt=1))
+    return record
+
+
+def test_a_job_that_could_not_be_renewed_stays_so(backend, submit, place, monkeypatch):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    refused = BackendError("You may not create pods")
+    monkeypatch.setattr(place, "start", lambda *_: (_ for _ in ()).throw(refused))
+    lost_head(head)
+    assert "could not be renewed: You may not create pods" in wait_for_end(backend, ref).reason
+    monkeypatch.undo()
+    # Whoever fetches something of it makes a follower.
+    with contextlib.suppress(BackendError):
+        backend.fetch(ref, "checkpoint")
+    time.sleep(0.2)
+    assert 2 not in place.runs
+    assert backend.status(ref).state is StateName.FAILED
+
+
+@pytest.mark.parametrize("way", ["delete", "cancel"])
+def test_the_object_of_a_renewal_that_was_killed_does_not_stay(backend, submit, place, way):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    backend.close()
+    record = renewing(ref)
+    place.start(record.spec, KEY, records.life(records.files(ref.record_name)))
+    records.mark_cancelled(records.files(ref.record_name))
+    if way == "delete":
+        backend.delete(ref)
+        assert not place.runs
+    else:
+        assert wait_for_end(backend, ref).state is StateName.CANCELLED
+        assert place.killed[-1] == (2, 0.0)
+
+
+def test_a_cancel_of_a_job_that_is_being_renewed_needs_no_answer_of_the_place(backend, submit, place, monkeypatch):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    down = BackendError("The cluster does not answer.", retryable=True)
+    monkeypatch.setattr(place, "remove", lambda *_: (_ for _ in ()).throw(down))
+    lost_head(head)
+    wait_for(lambda: not records.life(records.files(ref.record_name)).is_started)
+    place.is_down, place.refusal = True, down
+    with contextlib.suppress(BackendError):
+        backend.cancel(ref)
+    assert wait_for_end(backend, ref).state is StateName.CANCELLED
+
+
+def test_a_new_head_does_not_hide_that_the_disk_is_full(backend, submit, place, monkeypatch):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    head.lines(0, "before")
+    wait_for(lambda: texts(backend, ref) == ["before"])
+    full = {"is": True}
+    write = copy._write_all
+
+    def full_disk(file, data):
+        if full["is"]:
+            raise OSError(28, "No space left on device")
+        write(file, data)
+
+    monkeypatch.setattr(copy, "_write_all", full_disk)
+    head.lines(0, "lost for a while")
+    place.runs[1].heads.append(resumed := ScriptedHead())
+    place.runs[1].returns_head = True
+    head.end(137, lost="evicted")
+    wait_for(lambda: "No space left" in backend.status(ref).reason)
+    full["is"] = False
+    resumed.run()
+    resumed.succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+
+
+def test_a_message_to_the_ranks_names_the_attempt_as_their_head_counts_it(backend, submit, place):
+    ref, head = submit(max_restarts=1)
+    head.run()
+    lost_head(head)
+    second = wait_for(lambda: 2 in place.runs and place.head(2))
+    second.run()
+    wait_for(lambda: backend.status(ref).attempt == 1)
+    backend.tell(ref, -1, Interrupt(number=3, attempt=1))
+    backend.tell(ref, -1, Restart(attempt=1))
+    assert second.told == [Interrupt(number=3, attempt=0), Restart(attempt=0)]
 
 
 def test_a_suspended_job_resumes_with_its_next_head_at_no_cost(backend, submit, place):

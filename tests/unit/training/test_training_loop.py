@@ -222,6 +222,25 @@ def test_buffers_are_averaged_before_the_evaluation(ranks):
     assert batches == 3
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int16", "uint16", "uint32", "uint64"])
+def test_buffers_of_whole_numbers_are_rank_0s_after_an_epoch(ranks, dtype):
+    def job():
+        import torch.distributed as dist
+
+        model = net()
+        model.register_buffer("mine", torch.zeros(2, 3).to(getattr(torch, dtype)).t())
+
+        def step(model, loader, criterion, optimizer, device, args):
+            for x, _ in loader:
+                model(x)
+            model.mine = torch.full((3, 2), 1.0 - dist.get_rank()).to(getattr(torch, dtype)).contiguous()
+
+        fit(model, loader=DataLoader(labelled(24), 4), train_step=step)
+        return model.mine.tolist()
+
+    assert ranks(2, job) == [[[1, 1]] * 3] * 2
+
+
 def test_one_loader_for_both(ranks):
     def job():
         loader = DataLoader(labelled(24), 4)

@@ -374,9 +374,14 @@ class Batches:
         feed, role, is_agreed = self._feed, self._feed.role, self._feed.share.is_agreed
         if role.portion is not None:
             is_early = not role.portion.last
+            # Ranks that are in this batch are met there, and those that are done with it between two batches.
+            joins_first = is_early and role.strategy is not None and role.strategy.is_awaited
+            if joins_first:
+                role.end_batch(left=not is_agreed)
             if is_early and feed.within is not None:
                 feed.within.meet_between(self, left=True)
-            role.end_batch(left=is_early and not is_agreed)
+            if not joins_first:
+                role.end_batch(left=is_early and not is_agreed)
             if is_early and is_agreed and role.reads:
                 self._agree(None, left=True)
         self._report_rest()

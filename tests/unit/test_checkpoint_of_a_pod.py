@@ -1,0 +1,56 @@
+"""The checkpoint that a head begins from: one in the store, or the one that the notebook has given it."""
+
+from __future__ import annotations
+
+import itertools
+import types
+
+import pytest
+
+from kale_dist.wire import InputFiles, JobFiles
+from kale_dist.worker.pod import pod_input
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def head(tmp_path):
+    def make(name="job", key=b"k", given=None):
+        """A head's pod: of an object, with or without a checkpoint that the notebook has sent."""
+        own = tmp_path / f"pod-{next(_numbers)}"
+        for folder in (own / "input", own / "job", tmp_path / "store"):
+            folder.mkdir(parents=True, exist_ok=True)
+        if given is not None:
+            (own / "input" / InputFiles.CHECKPOINT).write_text(given)
+        order = types.SimpleNamespace(store=str(tmp_path / "store"), job="job", object=name)
+        place = types.SimpleNamespace(input=own / "input")
+        return types.SimpleNamespace(order=order, place=place, files=JobFiles(own / "job"), key=key)
+
+    return make
+
+
+def write(pod, text):
+    pod.files.checkpoint.write_text(text)
+    pod_input.put_checkpoint_into_store(pod)
+
+
+def begins_from(pod):
+    pod_input.bring_checkpoint(pod)
+    return pod.files.checkpoint.read_text() if pod.files.checkpoint.exists() else None
+
+
+def test_a_head_that_is_made_again_takes_what_it_has_left_itself(head):
+    write(head(given="epoch 1"), "epoch 2")
+    assert begins_from(head(given="epoch 1")) == "epoch 2"
+
+
+def test_a_new_object_takes_what_the_notebook_has_fetched_since(head):
+    write(head(), "epoch 2")
+    assert begins_from(head("job-2", given="epoch 3")) == "epoch 3"
+    assert begins_from(head("job-2")) == "epoch 2"
+
+
+def test_another_job_of_the_name_takes_nothing(head):
+    write(head(), "epoch 2")
+    assert begins_from(head(key=b"other")) is None
+    assert begins_from(head(key=b"other", given="its own")) == "its own"
