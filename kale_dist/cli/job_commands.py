@@ -36,12 +36,7 @@ def add_commands(commands: Commands) -> None:
     command("status", "show a job's status", _status)
     logs = command("logs", "print a job's log, with the rank before each line", _logs)
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing until the job has ended")
-    logs.add_argument(
-        "--ranks",
-        type=lambda text: [*map(_count, map(str.strip, text.split(",")))],
-        metavar="N,...",
-        help="only the lines of these ranks",
-    )
+    logs.add_argument("--ranks", type=_counts, metavar="N,...", help="only the lines of these ranks")
     logs.add_argument("--tail", type=_count, metavar="N", help="only the last N lines")
     command("events", "print the cluster's events of a job and its pods", _events)
     fetch = command("fetch", "write the trained weights to a file, or what a function returned", _fetch)
@@ -204,3 +199,7 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part.strip()) for part in text.split(",")]

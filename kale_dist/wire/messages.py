@@ -229,10 +229,11 @@ ToAgent = Restart | Visit | Typed | ToLive
 ToRank = Go | Save | Typed | PassOver | ToLive
 FromRank = Received | Running | Done | AtPrompt | PassedOver | Answer
 
-_LIVE = Cell | Load | Repair | Give | Interrupt | CellFailed | EndLive
-_CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in typing.get_args(ToAgent | ToRank | FromRank | _LIVE) if kind is not ToLive
-}
+_ALL = (
+    Restart, Visit, Go, Save, Typed, PassOver, Cell, Load, Repair, Give, Interrupt, CellFailed, EndLive, Received, Running, Done,
+    AtPrompt, PassedOver, Answer,
+)  # fmt: skip
+_CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in _ALL}
 
 
 def encode(message: ToRank | ToAgent | FromRank) -> bytes:

@@ -76,7 +76,6 @@ class Follower:
         self._reach = HeadReach(self._job, records.life(self._job.files))
         self._kill_at: float | None = None
         self._unsubscribe: Callable[[], None] = lambda: None
-        self._listens_to: PlacedJob | None = None
         self._woken = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"kale_dist follow {record.name}", daemon=True)
@@ -136,7 +135,6 @@ class Follower:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        self._listen()
         try:
             with records.opened_lock(self._job.files) as lock:
                 if not self._wait_for_lock(lock):
@@ -154,6 +152,9 @@ class Follower:
 
     def _wait_for_lock(self, lock: Any) -> bool:
         """Wait until no other process follows the job; whether there is something to follow then."""
+        if records.try_lock(lock):
+            return True
+        self._listen()
         while not records.try_lock(lock):
             # This one only looks, for the status that it shows.
             self._reach = HeadReach(self._job, records.life(self._job.files))
@@ -207,14 +208,11 @@ class Follower:
         self._woken.clear()
 
     def _listen(self) -> None:
-        """Have the place call for looks at the present object, if it does not do so already."""
-        if self._listens_to == self._reach.handle:
-            return
+        """Have the place call for looks at the present object."""
         self._unsubscribe()
-        self._unsubscribe, self._listens_to = lambda: None, None
+        self._unsubscribe = lambda: None
         with contextlib.suppress(BackendError):
             self._unsubscribe = self._job.place.listen(self._reach.handle, self._woken.set)
-            self._listens_to = self._reach.handle
 
     def _kill_if_due(self) -> None:
         if self._kill_at is not None and self._clock.monotonic() > self._kill_at:

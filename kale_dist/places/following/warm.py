@@ -65,13 +65,9 @@ class WarmPlace:
         self.name, self.noun = place.name, place.noun
         self._backend = backend
         # What asks for nothing of a job's pods is the place's own.
-        self.settle, self.render, self.object_name, self.order = (
-            place.settle,
-            place.render,
-            place.object_name,
-            place.order,
-        )
-        self.fetch, self.adopt, self.volumes, self.close = place.fetch, place.adopt, place.volumes, place.close
+        self.settle, self.render, self.object_name = place.settle, place.render, place.object_name
+        self.order, self.fetch, self.adopt = place.order, place.fetch, place.adopt
+        self.volumes, self.close = place.volumes, place.close
 
     def look(self, handle: PlacedJob) -> Look:
         """Report on the pods that a job is in."""

@@ -192,14 +192,15 @@ class Within:
             sums: What the ready-made step adds up; None with a step of the user's.
         """
         device, loaders = self._group.device, self._trained.loaders
-        restored = RandomStates.now(device, loaders)
+        restored = began = RandomStates.now(device, loaders)
         if self._resumed is not None:
             # Without a part of its own, each rank as rank 0, which draws the order.
             (self._mine or self._resumed.ranks[0]).began.restore(device, loaders)
+            began = RandomStates.now(device, loaders)
         self._epoch = _Epoch(
             sums=sums,
             restored=restored,
-            began=RandomStates.now(device, loaders),
+            began=began,
             marks=[] if self._schedule is None else self._mark(),
             buffers={name: _changes(buffer) for name, buffer in self._trained.model.named_buffers()},
         )
