@@ -128,7 +128,7 @@ def serving(folder: pathlib.Path) -> Iterator[Index]:
 def make_layer(recipe: Recipe) -> float:
     """Make a recipe's image without a build; seconds until it is in the registry."""
     start = time.perf_counter()
-    found = resolve(recipe, base=BASE, registry=f"{HOST}/bench-images", say=lambda _line: None)
+    found = resolve(recipe, base=BASE, registry=f"{HOST}/bench-images", log=lambda _line: None)
     seconds = time.perf_counter() - start
     if not found.was_built:
         raise RuntimeError(f"{found.reference} was there before it was made")

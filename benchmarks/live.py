@@ -53,7 +53,7 @@ def stress(live: live_job.LiveJob, cells: int, ranks: int) -> str:
         source = FEW[drawn.randrange(len(FEW))] if number % 12 else "dist.all_reduce(torch.ones(1))"
         # The stop button sends this, at a moment of its own.
         told = Interrupt(number=live._number + 1)  # noqa: SLF001 - as the handle itself
-        timer = threading.Timer(drawn.random() * 0.03, live._backend.tell, (live._ref, -1, told))  # noqa: SLF001 - likewise
+        timer = threading.Timer(drawn.random() * 0.03, live._backend.send, (live._ref, -1, told))  # noqa: SLF001 - likewise
         timer.start()
         try:
             restarts += restarted(live, source)[1]

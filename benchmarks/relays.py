@@ -415,7 +415,7 @@ class Players:
             began = time.monotonic()
             with contextlib.suppress(OSError):
                 channel = await Channel.connect(HOST, self.asked.port + 1)
-                channel.say(Op.HELLO, agent=1, version=wire.VERSION, nonce="n")
+                channel.send_message(Op.HELLO, agent=1, version=wire.VERSION, nonce="n")
                 if await channel.read_from_stranger() and self.spawned:
                     self.longest_pause = max(self.longest_pause, time.monotonic() - began)
                 channel.close()
@@ -464,9 +464,9 @@ class PlayedRelay:
         except OSError:
             # Before the head listens, or after it has left.
             return self._attempt >= 0
-        channel.say(Op.HELLO, agent=self._agent, version=wire.VERSION, nonce="n")
+        channel.send_message(Op.HELLO, agent=self._agent, version=wire.VERSION, nonce="n")
         challenge = await channel.read_from_stranger()
-        channel.say(Op.PROOF, mac=sign(KEY, "relay", self._agent, "n", str(challenge.get("nonce"))))
+        channel.send_message(Op.PROOF, mac=sign(KEY, "relay", self._agent, "n", str(challenge.get("nonce"))))
         if (answer := (await channel.read_from_stranger()).get("op")) != Op.WELCOME:
             return answer == Op.OVER
         while (frame := await channel.read()) is not None:
@@ -488,7 +488,7 @@ class PlayedRelay:
         if op == Op.ROOM:
             channel.may_send = bool(message["is_there"])
         elif op == Op.FETCH:
-            channel.say(Op.READY)
+            channel.send_message(Op.READY)
         elif op == Op.SPAWN:
             self._spawn(channel, wire.decode(Attempt, message["attempt"]))
         elif op == Op.SIGNAL:
@@ -502,7 +502,7 @@ class PlayedRelay:
         if rank in self._alive:
             self._alive.discard(rank)
             end = End(exit_code=None if name else 0, signal=name)
-            channel.say(Op.ENDED, rank, end=dataclasses.asdict(end))
+            channel.send_message(Op.ENDED, rank, end=dataclasses.asdict(end))
 
     def _spawn(self, channel: Channel, attempt: Attempt) -> None:
         self._players.spawn(attempt.number)
@@ -510,7 +510,7 @@ class PlayedRelay:
         ranks = list(next(member for member in attempt.members if member.agent == self._agent).ranks)
         self._alive = set(ranks)
         for rank in ranks:
-            channel.say(Op.FORKED, rank, pid=1000 + rank)
+            channel.send_message(Op.FORKED, rank, pid=1000 + rank)
             channel.send(b"R", rank, messages.encode(Received()))
             channel.send(b"R", rank, messages.encode(Running()))
         if self._asked.early and self._agent == 1:
@@ -561,7 +561,7 @@ class PlayedRelay:
 
     def _finish(self, channel: Channel, rank: int) -> None:
         channel.send(b"F", rank, OUTCOME)
-        channel.say(Op.OUTCOME, rank, bytes=len(OUTCOME))
+        channel.send_message(Op.OUTCOME, rank, bytes=len(OUTCOME))
         channel.send(b"R", rank, messages.encode(Done()))
         self._players.done_at = time.monotonic()
 

@@ -451,7 +451,7 @@ class Sweep:
                 self._best_job = one.job
 
     def _fail(self, number: int, reason: str) -> None:
-        self._tell_failed(number, reason)
+        self._mark_failed(number, reason)
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= _FAILURES:
             raise SweepError(f"{self.name}: {_FAILURES} trials in a row have failed, the last because {reason}")
@@ -459,10 +459,10 @@ class Sweep:
     def _again(self, number: int, reason: str) -> None:
         """Mark a trial as lost, and queue its parameters again."""
         self._note(number, _AGAIN, value=True)
-        self._tell_failed(number, reason)
+        self._mark_failed(number, reason)
         self.study.enqueue_trial(self._frozen(number).params)
 
-    def _tell_failed(self, number: int, reason: str) -> None:
+    def _mark_failed(self, number: int, reason: str) -> None:
         self._forget(number)
         self._note(number, _REASON, reason)
         self.study.tell(number, state=_optuna().trial.TrialState.FAIL)

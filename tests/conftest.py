@@ -250,7 +250,7 @@ def image(engine):
     from kale_dist.image.engine import ensure_image
 
     try:
-        ensure_image(engine, IMAGE, say=print)
+        ensure_image(engine, IMAGE, log=print)
     except BackendError as error:
         lacking(f"the engine cannot have {IMAGE} ({error})")
     return IMAGE

@@ -267,7 +267,7 @@ class LauncherForm(anywidget.AnyWidget):
     advice = traitlets.Unicode().tag(sync=True)
     """Which strategy suits the model."""
     claims: traitlets.List[str] = traitlets.List().tag(sync=True)
-    claims_said = traitlets.Unicode().tag(sync=True)
+    claims_note = traitlets.Unicode().tag(sync=True)
     """In the place of claims: that they are asked for, that there are none, or why they are not known."""
     job_view = traitlets.Unicode().tag(sync=True)
 
@@ -331,7 +331,7 @@ class LauncherForm(anywidget.AnyWidget):
 
     def _ask_for_claims(self) -> None:
         self._asked_for_claims = True
-        self.claims_said = "Asking the cluster"
+        self.claims_note = "Asking the cluster"
         threading.Thread(target=self._list_claims, name="kale_dist claims", daemon=True).start()
 
     def _list_claims(self) -> None:
@@ -342,7 +342,7 @@ class LauncherForm(anywidget.AnyWidget):
         except KaleDistError as error:
             found, said = [], str(error)
         with self.hold_sync():
-            self.claims, self.claims_said = found, said
+            self.claims, self.claims_note = found, said
 
     def _receive(self, _widget: Any, message: Mapping[str, Any], _buffers: Any) -> None:
         actions: dict[Any, Callable[[], str]] = {"look": self._look, "run": self._run}

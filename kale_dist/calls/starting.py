@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kale_dist.calls.request import Call, Function
-from kale_dist.errors import BackendError, KaleDistError, SnapshotError, say, users_line, warn
+from kale_dist.errors import BackendError, KaleDistError, SnapshotError, log, users_line, warn
 from kale_dist.job import arguments, interrupts, records, tracking, weights
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.handle import Job, inside
@@ -74,7 +74,7 @@ def start(call: Call) -> Job[Any]:
         store = FolderStore(records.blobs_dir())
         snapshot, spec, notes = specify(call, name or _free_name(call.request.label), store, submit=True)
         for note in call.notes:
-            say(note)
+            log(note)
         # Before the submission: if warnings are errors, no job is submitted without a handle.
         data = _data_warnings(what, backend.name, spec) if isinstance(what, Training) else ()
         for warning in (*call.warnings, *snapshot.notes, *notes, *data, *_disk_warnings()):
@@ -86,8 +86,8 @@ def start(call: Call) -> Job[Any]:
             targets = weights.remember(together(models), None)
         ref = backend.submit(spec, key)
     records.sync(ref.record_name)
-    _say_started(ref, spec)
-    _say_what_runs(targets)
+    _log_started(ref, spec)
+    _log_what_runs(targets)
     job = handle(backend, ref, spec, key, targets=targets, originals=snapshot.originals)
     if (run := interrupts.running_cell()) is not None:
         _runs_of_cells[job] = users_line(), run
@@ -125,7 +125,7 @@ def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snaps
         from kale_dist.image import for_job
 
         imports = snapshot.imports if call.auto_packages else None
-        recipe, notes = for_job.freeze(recipe, store, imports=imports, say=for_job.say)
+        recipe, notes = for_job.freeze(recipe, store, imports=imports, log=for_job.log)
         if not recipe.adds_something:
             image, recipe = recipe.base, None
     settled = backend.settle(request, name=name, image=image, recipe=recipe, submit=submit)
@@ -205,7 +205,7 @@ def _again(backend: Backend, job: Job[Any], checkpoint: pathlib.Path | None) -> 
         spec = spec if checkpoint is None else _resuming(spec, checkpoint, store)
         ref = backend.submit(spec, key)
     records.sync(ref.record_name)
-    _say_started(ref, spec)
+    _log_started(ref, spec)
     with contextlib.suppress(OSError, ValueError):
         given = inside(job).files.arguments.read_text()
         if checkpoint is not None:
@@ -214,15 +214,15 @@ def _again(backend: Backend, job: Job[Any], checkpoint: pathlib.Path | None) -> 
     return handle(backend, ref, spec, key, targets=inside(job).targets)
 
 
-def _say_started(ref: JobRef, spec: JobSpec) -> None:
+def _log_started(ref: JobRef, spec: JobSpec) -> None:
     """A script would be silent until its first rank speaks; a notebook shows the job."""
     ipython = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:
         ranks = spec.topology.number_of_processes
-        say(f"{ref} starts on {ranks} rank{'' if ranks == 1 else 's'}")
+        log(f"{ref} starts on {ranks} rank{'' if ranks == 1 else 's'}")
 
 
-def _say_what_runs(targets: weights.Targets | None) -> None:
+def _log_what_runs(targets: weights.Targets | None) -> None:
     """Name the jobs that still run and that the user may think of as replaced: those of the same model or the same cell."""
     run, model = interrupts.running_cell(), targets.model if targets is not None else None
     with _jobs_lock:
@@ -238,7 +238,7 @@ def _say_what_runs(targets: weights.Targets | None) -> None:
                 same_cell.append(job.ref)
     for refs, what in ((same_model, "the same model"), (same_cell, "this cell's last run")):
         if refs:
-            say(f"A job of {what} still runs, too: {', '.join(refs)}. To cancel it: kd.attach('{refs[0]}').cancel()")
+            log(f"A job of {what} still runs, too: {', '.join(refs)}. To cancel it: kd.attach('{refs[0]}').cancel()")
 
 
 def _free_name(label: str) -> str:

@@ -61,9 +61,9 @@ def _build(options: argparse.Namespace) -> int:
         resolved = resolve(
             for_job.keep_files(wanted.recipe, FolderStore(records.blobs_dir())), base=settings.image, registry=home,
             pull=settings.registry_pull if options.registry is None else "", python=loading.python_version(),
-            shared=settings.registry_tags == "shared", say=for_job.say, progress=for_job.ProgressBar(),
+            shared=settings.registry_tags == "shared", log=for_job.log, progress=for_job.ProgressBar(),
         )  # fmt: skip
-    for_job.say(f"{'Made' if resolved.was_built else 'It exists already'}: {resolved.tag}")
+    for_job.log(f"{'Made' if resolved.was_built else 'It exists already'}: {resolved.tag}")
     print(resolved.reference)
     return 0
 

@@ -86,7 +86,7 @@ def _users_frame() -> tuple[types.FrameType | None, int]:
     return frame, level
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Print a line of this library on stderr."""
     # In one write, because another thread may print, too.
     print(f"[kale-dist] {line}\n", end="", file=sys.stderr, flush=True)  # noqa: T201 - for the user
@@ -104,7 +104,7 @@ def warnings_as_lines() -> Iterator[None]:
         yield
     for warning in caught:
         if issubclass(warning.category, KaleDistWarning):
-            say(str(warning.message))
+            log(str(warning.message))
         else:
             warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
 

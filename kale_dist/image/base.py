@@ -215,7 +215,7 @@ def pin(recipe: Recipe, named: Reference, reachable: Reference, registry: Regist
     return pinned(digest)
 
 
-def facts_of(base: Base, recipe: Recipe, *, ask: Ask | None, python: str = "", say: Callable[[str], None]) -> Facts:
+def facts_of(base: Base, recipe: Recipe, *, ask: Ask | None, python: str = "", log: Callable[[str], None]) -> Facts:
     """Inspect a base, once on this machine, and refuse a base on which the job could not run.
 
     Args:
@@ -223,7 +223,7 @@ def facts_of(base: Base, recipe: Recipe, *, ask: Ask | None, python: str = "", s
         recipe: What is built on the base, and for which platform.
         ask: Runs the base to inspect it; None uses this machine's Docker engine.
         python: The minor version that the base's Python must have, such as `3.11`; empty for any.
-        say: Takes a line for the user.
+        log: Takes a line for the user.
 
     Raises:
         ImageError: The base has no python3, no torch, another processor, the wrong Python, or cannot be inspected.
@@ -234,8 +234,8 @@ def facts_of(base: Base, recipe: Recipe, *, ask: Ask | None, python: str = "", s
     try:
         facts = parse_answer(kept.read_bytes(), base.named)
     except (OSError, ImageError):
-        say(f"Inspecting the base image {base.reference}, once on this machine.")
-        said = ask(base.named) if ask is not None else ask_engine(str(base.reference), recipe.platform, say)
+        log(f"Inspecting the base image {base.reference}, once on this machine.")
+        said = ask(base.named) if ask is not None else ask_engine(str(base.reference), recipe.platform, log)
         facts = parse_answer(said, base.named)
         cache.write(kept, said)
     _check(facts, base, recipe, python)
@@ -334,7 +334,7 @@ def connected(recipe: Recipe | None = None) -> Iterator[Engine]:
                 answer.close()
 
 
-def ask_engine(image: str, platform: str, say: Callable[[str], None]) -> bytes:
+def ask_engine(image: str, platform: str, log: Callable[[str], None]) -> bytes:
     """Inspect an image in a container of this machine's Docker engine, which pulls the image first if needed.
 
     Raises:
@@ -344,7 +344,7 @@ def ask_engine(image: str, platform: str, say: Callable[[str], None]) -> bytes:
 
     try:
         with connected() as engine, engines.explained(f"inspecting the image {image}"):
-            have(engine, image, platform=platform, say=say)
+            have(engine, image, platform=platform, log=log)
             container = engine.api.create_container_from_config(
                 {
                     "Image": image, "Entrypoint": list(COMMAND), "Cmd": [],
@@ -379,7 +379,7 @@ def _run(engine: Engine, container: str) -> bytes:
     return bytes(engine.api.logs(container))
 
 
-def have(engine: Engine, image: str, *, platform: str = "", say: Callable[[str], None]) -> dict[str, Any]:
+def have(engine: Engine, image: str, *, platform: str = "", log: Callable[[str], None]) -> dict[str, Any]:
     """The engine's description of an image, which it pulls first if needed, with this user's credentials.
 
     Raises:
@@ -388,7 +388,7 @@ def have(engine: Engine, image: str, *, platform: str = "", say: Callable[[str],
     from kale_dist.image.engine import ensure_image
 
     shown = auth.for_engine(Reference.parse(image))
-    return ensure_image(engine, image, platform=platform, auth_config=shown, say=say)
+    return ensure_image(engine, image, platform=platform, auth_config=shown, log=log)
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------

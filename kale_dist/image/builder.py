@@ -61,7 +61,7 @@ def build(
     base: Base,
     base_registry: Registry,
     facts: Callable[[], Facts],
-    say: Say,
+    log: Say,
     progress: Progress,
 ) -> str:
     """Build the recipe's image and push it; returns its manifest's digest, the same for the same recipe and base.
@@ -73,7 +73,7 @@ def build(
         base: The base image.
         base_registry: The registry of the base; may be `registry`.
         facts: Inspects the base; called after the registry has found its image for the recipe's platform.
-        say: Takes a line for the user.
+        log: Takes a line for the user.
         progress: Called with the bytes done and the total bytes of the transfer in progress.
 
     Raises:
@@ -99,7 +99,7 @@ def build(
 
         below = {str(layer["digest"]): int(layer["size"]) for layer in image.manifest["layers"]}
         brought = {digest: threads.submit(bring, digest) for digest in below}
-        contents, known = _contents(recipe, known, folder, say)
+        contents, known = _contents(recipe, known, folder, log)
         layers, pushed = list[Layer](), list[Future[tuple[str, int]]]()
         for entries, name in contents:
             if sum(entry.size for entry in entries) < _SMALL_BYTES:
@@ -109,7 +109,7 @@ def build(
                 layers.append(Layer(digest=digest, size=len(data), diff_id=f"sha256:{hasher.hexdigest()}"))
                 pushed.append(threads.submit(registry.upload, repository, data))
             else:
-                layers.append(_pushed(entries, name, registry, repository, say, progress))
+                layers.append(_pushed(entries, name, registry, repository, log, progress))
         has = manifest.variables(image.config.get("config") or {})
         manifest_bytes, config_bytes = manifest.put_on_top(
             image.manifest, image.config, layers, history=_HISTORY, environment=_environment(recipe, known, has),
@@ -118,7 +118,7 @@ def build(
         pushed.append(threads.submit(registry.upload, repository, config_bytes))
         for digest, size in below.items():
             if not brought[digest].result():
-                say(
+                log(
                     f"Copying a layer of the base ({size / _MIB:.1f} MiB) from {base_registry.host} to {registry.host}."
                 )
                 registry.upload(
@@ -131,7 +131,7 @@ def build(
         return registry.put_manifest(repository, target.tag, manifest_bytes, kind)
 
 
-def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts, tag: str, say: Say) -> str:
+def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts, tag: str, log: Say) -> str:
     """Build the recipe's image in a Docker engine; returns the engine's image ID.
 
     Raises:
@@ -142,8 +142,8 @@ def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts,
     from kale_dist.image.engine import explained
 
     with _working_folder() as folder, explained(f"making the image {tag}"):
-        contents, facts = _contents(recipe, facts, folder, say)
-        found = bases.have(engine, str(base.reference), platform=recipe.platform, say=say)
+        contents, facts = _contents(recipe, facts, folder, log)
+        found = bases.have(engine, str(base.reference), platform=recipe.platform, log=log)
         settings = found.get("Config") or {}
         there = manifest.variables(settings)
         made = {
@@ -159,7 +159,7 @@ def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts,
         try:
             if recipe.apt:
                 engine.api.start(container)
-                _install_debian(engine, container, recipe.apt, tag, say)
+                _install_debian(engine, container, recipe.apt, tag, log)
             for entries, _ in contents:
                 engine.api.put_archive(container, "/", tar(entries))
             return str(engine.api.commit(container, repository=name, tag=version, conf=kept)["Id"])
@@ -167,7 +167,7 @@ def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts,
             engine.api.remove_container(container, force=True, v=True)
 
 
-def push(engine: Engine, target: Reference, say: Say) -> str:
+def push(engine: Engine, target: Reference, log: Say) -> str:
     """Push an image from the engine; returns the digest of its manifest.
 
     Raises:
@@ -178,7 +178,7 @@ def push(engine: Engine, target: Reference, say: Say) -> str:
     from kale_dist.image import engine as engines
 
     shown = auth.for_engine(target) or {}
-    say(f"Pushing {target}.")
+    log(f"Pushing {target}.")
     doing, digest = f"pushing {target}", ""
     with engines.explained(doing):
         for event in engine.api.push(target.name, tag=target.tag, stream=True, decode=True, auth_config=shown):
@@ -191,7 +191,7 @@ def push(engine: Engine, target: Reference, say: Say) -> str:
     return digest
 
 
-def _install_debian(engine: Engine, container: str, packages: Sequence[str], tag: str, say: Say) -> None:
+def _install_debian(engine: Engine, container: str, packages: Sequence[str], tag: str, log: Say) -> None:
     """Run apt-get as root in a running container."""
     # As variables of the command alone, the user's proxies (with their passwords) do not become the image's.
     proxies = engine.api._proxy_configs.get_environment() if engine.api._proxy_configs else {}  # noqa: SLF001 - docker-py's own builds ask it so
@@ -202,7 +202,7 @@ def _install_debian(engine: Engine, container: str, packages: Sequence[str], tag
         *whole, rest = (rest + piece).split(b"\n")
         for line in filter(None, (text.decode(errors="replace").strip() for text in whole)):
             lines.append(line)
-            say(line)
+            log(line)
     if engine.api.exec_inspect(made)["ExitCode"]:
         said = "".join(f"\n  {line}" for line in [*lines, rest.decode(errors="replace")][-_SHOWN_LINES:])
         raise ImageError(
@@ -217,12 +217,12 @@ def _working_folder() -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(dir=cache.folder(), prefix="building-")
 
 
-def _contents(recipe: Recipe, facts: Facts, folder: str, say: Say) -> tuple[list[tuple[list[Entry], str]], Facts]:
+def _contents(recipe: Recipe, facts: Facts, folder: str, log: Say) -> tuple[list[tuple[list[Entry], str]], Facts]:
     """The new layers as (entries, hash of the content), the packages' first; and the facts about the image with them."""
     contents = []
     if recipe.packages:
         with cache.writing(Path(folder)):
-            installed = packages.install(recipe, facts, Path(folder), say=say)
+            installed = packages.install(recipe, facts, Path(folder), log=log)
         if installed is not None:
             contents.append((in_order(installed.entries), installed.key))
             facts = installed.facts
@@ -233,7 +233,7 @@ def _contents(recipe: Recipe, facts: Facts, folder: str, say: Say) -> tuple[list
 
 
 def _pushed(
-    entries: Sequence[Entry], name: str, registry: Registry, repository: str, say: Say, progress: Progress
+    entries: Sequence[Entry], name: str, registry: Registry, repository: str, log: Say, progress: Progress
 ) -> Layer:
     """Push a layer of these entries, packed while it is sent, unless the registry has it from an earlier build."""
     place = cache.folder("packed") / f"{name}.json"
@@ -248,7 +248,7 @@ def _pushed(
         hasher = hashlib.sha256()
         return ahead(packed(_with_progress(tar(entries), size, progress), hasher))
 
-    say(f"Pushing a layer of {size / _MIB:.1f} MiB to {registry.host}/{repository}; it is packed while it is sent.")
+    log(f"Pushing a layer of {size / _MIB:.1f} MiB to {registry.host}/{repository}; it is packed while it is sent.")
     digest, length = registry.upload(repository, blocks)
     layer = Layer(digest=digest, size=length, diff_id=f"sha256:{hasher.hexdigest()}")
     cache.write(place, json.dumps(dataclasses.asdict(layer)).encode())

@@ -57,13 +57,13 @@ def write(path: pathlib.Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def alone(image: Reference, say: Callable[[str], None]) -> Iterator[None]:
+def alone(image: Reference, log: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of an image's tag, so that other processes of this user do not build the same image meanwhile."""
     path = folder("locks") / image.tag
     with writing(path):
         file = path.open("a")
     with file:
         if not records.try_lock(file):
-            say(f"Another process on this machine makes the image {image}; waiting for it.")
+            log(f"Another process on this machine makes the image {image}; waiting for it.")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

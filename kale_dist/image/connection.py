@@ -318,7 +318,7 @@ class Connection:
             data = b""
         finally:
             answer.close()
-        code, said = _said(data)
+        code, said = _error_of(data)
         status = answer.status
         remedy = {
             401: f"The credentials in use are wrong or do not allow it. {login_remedy(self.host)}"
@@ -398,7 +398,7 @@ def _reason(error: HTTPError) -> str:
     return _plain(re.sub(pattern, "", str(error.args[-1] if error.args else error)))
 
 
-def _said(data: bytes) -> tuple[str, str]:
+def _error_of(data: bytes) -> tuple[str, str]:
     """Code and message of a registry's error; the start of the body if it is not such an error."""
     with contextlib.suppress(ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         first = json.loads(data)["errors"][0]

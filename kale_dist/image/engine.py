@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 """An engine that sends nothing for so long during a request counts as lost."""
 
 _MIB = 1 << 20
-_SAY_EACH_S = 2.0
+_LOG_EACH_S = 2.0
 """Seconds between two lines about a pull's progress."""
 
 _POOL = 64
@@ -175,7 +175,7 @@ def explain(error: BaseException, doing: str) -> BackendError:
 
     if isinstance(error, BackendError):
         return error
-    text = _said(error)
+    text = _text_of(error)
     status = error.status_code or 0 if isinstance(error, docker.errors.APIError) else None
     if status is None and isinstance(error, requests.RequestException | urllib3.exceptions.HTTPError | OSError):
         return BackendUnavailableError(
@@ -224,7 +224,7 @@ def ensure_image(
     *,
     platform: str = "",
     auth_config: dict[str, str] | None = None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Pull an image unless the engine has it, as `docker run` does.
 
@@ -233,7 +233,7 @@ def ensure_image(
         image: The image's reference.
         platform: Operating system and processor; empty for the engine's own.
         auth_config: Credentials for the registry; None for those that `docker login` has kept.
-        say: Called with a line when the pull begins, and every two seconds while it lasts.
+        log: Called with a line when the pull begins, and every two seconds while it lasts.
 
     Returns:
         The engine's description of the image.
@@ -247,7 +247,7 @@ def ensure_image(
     if there is not None:
         return there
     doing, said = f"pulling the image {image}", time.monotonic()
-    say(f"The engine does not have the image {image} yet: it is pulled")
+    log(f"The engine does not have the image {image} yet: it is pulled")
     sizes: dict[str, tuple[int, int]] = {}
     with explained(doing):
         for event in engine.api.pull(
@@ -261,10 +261,10 @@ def ensure_image(
             elif event.get("status") == "Download complete" and str(event.get("id")) in sizes:
                 total = sizes[str(event["id"])][1]
                 sizes[str(event["id"])] = total, total
-            if sizes and time.monotonic() - said > _SAY_EACH_S:
+            if sizes and time.monotonic() - said > _LOG_EACH_S:
                 said = time.monotonic()
                 done, total = (sum(values) for values in zip(*sizes.values(), strict=True))
-                say(f"{image}: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
+                log(f"{image}: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
         return dict(engine.api.inspect_image(image))
 
 
@@ -313,7 +313,7 @@ def _sockets() -> tuple[str, ...]:
 
 
 def _unreachable(error: BaseException, url: str) -> BackendUnavailableError:
-    text, path = _said(error), url.removeprefix("unix://")
+    text, path = _text_of(error), url.removeprefix("unix://")
     sentence, retryable = next(
         (sentence, retryable)
         for pattern, sentence, retryable in _UNREACHABLE
@@ -325,7 +325,7 @@ def _unreachable(error: BaseException, url: str) -> BackendUnavailableError:
     return BackendUnavailableError(sentence.format(path=path, url=url, text=text, remedy=remedy), retryable)
 
 
-def _said(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     """The engine's own message, without the HTTP around it."""
     explanation = getattr(error, "explanation", None)
     if isinstance(explanation, bytes):

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from kale_dist.image.base import Ask
 
 _MIB = 1 << 20
-_SAY_EACH_S = 2.0
+_LOG_EACH_S = 2.0
 _BAR_LENGTH = 24
 _READING_S = 3.0
 
 
 def freeze(
-    recipe: Recipe, store: Store, *, imports: Iterable[str] | None, say: Callable[[str], None]
+    recipe: Recipe, store: Store, *, imports: Iterable[str] | None, log: Callable[[str], None]
 ) -> tuple[Recipe, tuple[str, ...]]:
     """Copy everything that the recipe names on this machine, so that later changes there cannot alter the image.
 
@@ -36,7 +36,7 @@ def freeze(
         recipe: A checked recipe (`image_checks.check`).
         store: Keeps the bytes of the recipe's files.
         imports: Modules that the call imports, whose packages are added to the recipe (`packages="auto"`); None adds none.
-        say: Called with each line for the user, such as the packages found for the imports.
+        log: Called with each line for the user, such as the packages found for the imports.
 
     Returns:
         The recipe, and notes for the user of a sentence or two each.
@@ -50,7 +50,7 @@ def freeze(
 
     report = auto.find_packages(imports)
     for line in report.lines:
-        say(line)
+        log(line)
     return keep_files(auto.with_packages(recipe, report.packages), store), report.notes
 
 
@@ -111,7 +111,7 @@ def make(
 
     def in_registry(made_of: Recipe, base: str) -> str:
         return resolve.resolve(
-            made_of, base=base, registry=settings.registry, pull=settings.registry_pull, python=python, say=say,
+            made_of, base=base, registry=settings.registry, pull=settings.registry_pull, python=python, log=log,
             shared=settings.registry_tags == "shared",
             progress=ProgressBar(), pull_secret_jsons=pull_secret_jsons, ask=ask,
         ).reference  # fmt: skip
@@ -120,7 +120,7 @@ def make(
         torch = importlib.metadata.version("torch") if adds_torch else ""
         return in_registry(resolve.standard_recipe(recipe or Recipe(), python=python, torch=torch, cuda=cuda), "")
     if in_engine and not settings.registry:
-        return resolve.resolve_in_engine(recipe, base=image, python=python, say=say).reference
+        return resolve.resolve_in_engine(recipe, base=image, python=python, log=log).reference
     return in_registry(recipe, image)
 
 
@@ -156,7 +156,7 @@ def describe(recipe: Recipe, image: str) -> str:
     return f"The image is made first: {recipe.base or image or 'an image like this Python'} with {', '.join(parts)}"
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print a line about the build's progress on stderr, beside the cell's own output, as pip does."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
@@ -166,12 +166,12 @@ class ProgressBar:
     """Prints a progress bar of one build step every two seconds, as a line of its own among the build's other lines."""
 
     def __init__(self) -> None:
-        self._said = time.monotonic()
+        self._logged_at = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         """Print the bar if two seconds have passed: `done` of `total` bytes."""
-        if total > _MIB and time.monotonic() - self._said > _SAY_EACH_S:
-            self._said = time.monotonic()
+        if total > _MIB and time.monotonic() - self._logged_at > _LOG_EACH_S:
+            self._logged_at = time.monotonic()
             full = min(_BAR_LENGTH, _BAR_LENGTH * done // max(total, 1))
             bar = f"{'#' * full}{'.' * (_BAR_LENGTH - full)}"
-            say(f"  [{bar}] {done / _MIB:,.1f} of {total / _MIB:,.1f} MiB")
+            log(f"  [{bar}] {done / _MIB:,.1f} of {total / _MIB:,.1f} MiB")

@@ -83,14 +83,14 @@ class Packages:
     """The facts about the image with the packages installed."""
 
 
-def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, say: Callable[[str], None]) -> Packages | None:
+def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, log: Callable[[str], None]) -> Packages | None:
     """Resolve, download and unpack the recipe's packages and their requirements, except those that the base has.
 
     Args:
         recipe: The packages, index URLs, and whether torch may change.
         facts: The inspected base.
         folder: An empty folder to unpack into, which has to stay until the layer is packed.
-        say: Takes a line for the user.
+        log: Takes a line for the user.
 
     Returns:
         The packages; None if the base has all of them.
@@ -105,21 +105,21 @@ def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, say: Callable
     constraints = folder / "constraints.txt"
     lines = (f"{one.name}=={one.version}\n" for one in kept if _KEPT.fullmatch(one.name))
     constraints.write_text("".join(lines), encoding="utf-8")
-    _run_uv(recipe, facts, constraints, target, say, fresh=recipe.rebuild)
+    _run_uv(recipe, facts, constraints, target, log, fresh=recipe.rebuild)
     replaced = {name for name, place in stubs.items() if not place.exists()}
     for name in stubs.keys() - replaced:
         shutil.rmtree(stubs[name])
     found = sorted(_added(target, facts), key=lambda one: one.name)
     if not found:
-        say("The base image has all packages that were asked for.")
+        log("The base image has all packages that were asked for.")
         return None
-    say("Packages for the image: " + ", ".join(f"{one.name} {one.version}" for one in found))
+    log("Packages for the image: " + ", ".join(f"{one.name} {one.version}" for one in found))
     had = {one.name: one.version for one in facts.distributions if one.name in replaced}
     if had:
         pairs = (f"{one.name} {had[one.name]} by {one.version}" for one in found if one.name in had)
-        say(f"They come before those of the base image: {', '.join(pairs)}.")
+        log(f"They come before those of the base image: {', '.join(pairs)}.")
     for note in _broken(facts, found):
-        say(note)
+        log(note)
     number = len(facts.folders) + 1
     name = "site-packages" if number == 1 else f"site-packages-{number}"
     folders = (*facts.folders, name)
@@ -177,7 +177,7 @@ def _run_uv(
     facts: Facts,
     constraints: pathlib.Path,
     target: pathlib.Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     fresh: bool = False,
 ) -> None:
@@ -204,12 +204,12 @@ def _run_uv(
             for line in process.stdout or ():
                 lines.append(hide_credentials(line.rstrip()))
                 if _WORTH_SHOWING.match(line):
-                    say(lines[-1].strip())
+                    log(lines[-1].strip())
         except BaseException:
             process.kill()
             raise
     if process.returncode and not fresh and any("No solution found" in line for line in lines):
-        _run_uv(recipe, facts, constraints, target, say, fresh=True)
+        _run_uv(recipe, facts, constraints, target, log, fresh=True)
     elif process.returncode:
         raise _explain("\n".join(lines), facts, recipe)
 

@@ -48,7 +48,7 @@ def resolve(
     shared: bool = False,
     pull_secret_jsons: tuple[str, ...] = (),
     ask: Ask | None = None,
-    say: Say,
+    log: Say,
     progress: Progress = lambda _done, _total: None,
 ) -> Resolved:
     """Find the recipe's image in the registry, or make it and push it there.
@@ -62,7 +62,7 @@ def resolve(
         shared: Whether to use the image that the registry has for the recipe's tag, also if this user has not made it.
         pull_secret_jsons: Texts of Kubernetes pull secrets, for the registries of base and image.
         ask: Runs the base to inspect it; None uses this machine's Docker engine.
-        say: Takes a line for the user.
+        log: Takes a line for the user.
         progress: Called with the bytes done and the total bytes of the transfer in progress.
 
     Raises:
@@ -81,29 +81,29 @@ def resolve(
         pinned = bases.pin(recipe, named, reachable, theirs)
         target = home.with_tag(recipe.tag(pinned.digest, python))
 
-        with cache.alone(target, say), records.keeping_blobs():
-            there = "" if recipe.rebuild else _there(ours, target, say, shared=shared)
+        with cache.alone(target, log), records.keeping_blobs():
+            there = "" if recipe.rebuild else _there(ours, target, log, shared=shared)
             if there:
                 digest = there
             elif recipe.apt:
-                say(f"Making the image {target} on {pinned.reference}.")
+                log(f"Making the image {target} on {pinned.reference}.")
                 with bases.connected(recipe) as engine:
                     # The engine inspects the base, because only the engine may have it.
-                    facts = bases.facts_of(pinned, recipe, ask=None, python=python, say=say)
-                    builder.build_in_engine(engine, recipe, base=pinned, facts=facts, tag=str(target), say=say)
-                    digest = builder.push(engine, target, say)
+                    facts = bases.facts_of(pinned, recipe, ask=None, python=python, log=log)
+                    builder.build_in_engine(engine, recipe, base=pinned, facts=facts, tag=str(target), log=log)
+                    digest = builder.push(engine, target, log)
             else:
-                say(f"Making the image {target} on {pinned.reference}.")
+                log(f"Making the image {target} on {pinned.reference}.")
                 digest = builder.build(
-                    recipe, target=target, registry=ours, base=pinned, base_registry=theirs, say=say, progress=progress,
-                    facts=lambda: bases.facts_of(pinned, recipe, ask=ask, python=python, say=say),
+                    recipe, target=target, registry=ours, base=pinned, base_registry=theirs, log=log, progress=progress,
+                    facts=lambda: bases.facts_of(pinned, recipe, ask=ask, python=python, log=log),
                 )  # fmt: skip
             if not there:
                 cache.write(cache.folder("made") / target.tag, digest.encode())
     return Resolved(reference=str(pulled.with_digest(digest)), was_built=not there, tag=target.tag)
 
 
-def _there(registry: Registry, target: Reference, say: Say, *, shared: bool) -> str:
+def _there(registry: Registry, target: Reference, log: Say, *, shared: bool) -> str:
     """The digest of the image that the registry has for a tag, and that may be used; empty if it has to be made."""
     with contextlib.suppress(OSError):
         made = (cache.folder("made") / target.tag).read_text()
@@ -111,13 +111,13 @@ def _there(registry: Registry, target: Reference, say: Say, *, shared: bool) -> 
             return made
     there = registry.head(target.repository, target.tag)
     if there and not shared:
-        say(
+        log(
             f"{target} was not made by you on this machine, and is made again. registry_tags = 'shared' uses what others made."
         )
     return there if shared else ""
 
 
-def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", say: Say) -> Resolved:
+def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", log: Say) -> Resolved:
     """Find the recipe's image in the Docker engine, or make it there: for jobs of that engine, without a registry.
 
     Arguments and errors are those of `resolve`.
@@ -130,13 +130,13 @@ def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", say: Say) 
     tag = recipe.tag(pinned.digest, python)
     target = Reference(registry="docker.io", repository=f"library/{NAME}", tag=tag)
 
-    with cache.alone(target, say), records.keeping_blobs(), bases.connected() as engine:
+    with cache.alone(target, log), records.keeping_blobs(), bases.connected() as engine:
         there = None if recipe.rebuild else find_image(engine, f"{NAME}:{tag}")
         if there is not None:
             return Resolved(reference=str(there["Id"]), was_built=False, tag=tag)
-        say(f"Making the image {NAME}:{tag} on {pinned.reference}.")
-        facts = bases.facts_of(pinned, recipe, ask=None, python=python, say=say)
-        image = builder.build_in_engine(engine, recipe, base=pinned, facts=facts, tag=f"{NAME}:{tag}", say=say)
+        log(f"Making the image {NAME}:{tag} on {pinned.reference}.")
+        facts = bases.facts_of(pinned, recipe, ask=None, python=python, log=log)
+        image = builder.build_in_engine(engine, recipe, base=pinned, facts=facts, tag=f"{NAME}:{tag}", log=log)
         return Resolved(reference=image, was_built=True, tag=tag)
 
 

@@ -187,7 +187,7 @@ class Backend(abc.ABC):
             JobNotFoundError: No such job.
         """
 
-    def tell(self, ref: JobRef, rank: int, message: ToAgent, blobs: Iterable[str] = ()) -> None:
+    def send(self, ref: JobRef, rank: int, message: ToAgent, blobs: Iterable[str] = ()) -> None:
         """Send a message to the debugger of a rank, or to live ranks. One that it does not expect has no effect.
 
         Args:

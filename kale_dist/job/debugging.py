@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Sequence
 
-from kale_dist.errors import BackendError, say
+from kale_dist.errors import BackendError, log
 from kale_dist.job import interrupts, watch
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.status import Breakpoint, JobStatus
@@ -72,7 +72,7 @@ class Prompts:
             except KeyboardInterrupt:
                 if not (is_wait and interrupts.ends_job()):
                     how = f"job.debug(rank={waiting[0]}) or `kale-dist debug {self._ref}` opens it"
-                    say(f"Rank {waiting[0]} still waits in breakpoint(): {how}")
+                    log(f"Rank {waiting[0]} still waits in breakpoint(): {how}")
                 raise
 
     def _debug(self, rank: int) -> JobStatus:
@@ -93,16 +93,16 @@ class Prompts:
                 if there.prompt == answered:
                     continue
                 if not answered:
-                    say(f"Debugger of rank {rank}: {self._help}")
-                    self._backend.tell(self._ref, rank, Visit())
+                    log(f"Debugger of rank {rank}: {self._help}")
+                    self._backend.send(self._ref, rank, Visit())
                 elif there.typed != line:
-                    say(f"Another debugger of rank {rank} was first, and typed {there.typed!r}")
+                    log(f"Another debugger of rank {rank} was first, and typed {there.typed!r}")
                 typed = self._ask(there)
                 answered, line = there.prompt, there.typed if typed is None else typed
                 if typed is not None:
-                    self._backend.tell(self._ref, rank, Typed(prompt=there.prompt, text=typed))
+                    self._backend.send(self._ref, rank, Typed(prompt=there.prompt, text=typed))
         except BackendError as error:
-            say(f"Rank {rank} cannot be debugged from here: {error}")
+            log(f"Rank {rank} cannot be debugged from here: {error}")
             self._unreachable.add(there.prompt if there is not None else "")
         finally:
             unsubscribe()

@@ -432,7 +432,7 @@ class Job(Generic[R]):
         printing = threading.Lock()
         shown = 0
 
-        def say(line: object) -> None:
+        def log(line: object) -> None:
             # In one piece: another thread prints, too.
             print(f"{facts.clean_lines(str(line), keeps_colours=True)}\n", end="", flush=True)  # noqa: T201 - this is what it is for
 
@@ -441,7 +441,7 @@ class Job(Generic[R]):
             with printing:
                 for row in status.metrics[shown:]:
                     if row.source in ("train", "eval", "averaged"):
-                        say(plain.metrics_line(row))
+                        log(plain.metrics_line(row))
                 # Fewer than before where a restart has taken some back.
                 shown = len(status.metrics)
 
@@ -449,7 +449,7 @@ class Job(Generic[R]):
         try:
             with self._interruptible(), self._inside.reasons.printed():
                 for line in self._inside.lines():
-                    say(line)
+                    log(line)
             show(self.status)
         finally:
             unsubscribe()

@@ -72,15 +72,15 @@ def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
     except KeyboardInterrupt as error:
         shorten(error)
         if is_interactive() and not _is_second():
-            _say(
+            _log(
                 f"{ref} keeps running. To cancel it, interrupt again within {SECOND_WITHIN_S:.0f} s, or call job.cancel()"
             )
             raise
         try:
             cancel()
-            _say(f"{ref} is cancelled")
+            _log(f"{ref} is cancelled")
         except KaleDistError as error:
-            _say(f"{ref} could not be cancelled: {error}")
+            _log(f"{ref} could not be cancelled: {error}")
         raise
 
 
@@ -103,5 +103,5 @@ def _is_second() -> bool:
     return second
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # noqa: T201 - for the person who pressed the key

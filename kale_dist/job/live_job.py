@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from kale_dist.errors import CellError, ConfigError, JobFailedError, WaitTimeoutError, note, say, short_refusals, warn
+from kale_dist.errors import CellError, ConfigError, JobFailedError, WaitTimeoutError, log, note, short_refusals, warn
 from kale_dist.job import interrupts, records
 from kale_dist.job.backend import JobRef
 from kale_dist.job.handle import Job, check_lines, inside
@@ -116,7 +116,7 @@ class LiveJob(Job[None]):
         """Names that cells have bound: those of the ranks win."""
         self._sent: dict[str, tuple[str, object]] = {}
         """Names that came from the notebook: the fingerprint and the object of each."""
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
         self._references = References()
         # An Event breaks where two interrupts come at once.
         self._woken = queue.SimpleQueue[None]()
@@ -162,7 +162,7 @@ class LiveJob(Job[None]):
         self._send_what_is_read(tree)
         cell = Cell(ranks=wanted, source=source, file=f"<live {self._number + 1}>", label=_label())
         if self._interrupted_at > float("-inf"):
-            say("The cell was interrupted before it ran")
+            log("The cell was interrupted before it ran")
             raise KeyboardInterrupt
         answers = self._ask(cell)
         self._check_cell(answers)
@@ -217,7 +217,7 @@ class LiveJob(Job[None]):
         """
         status = self.status
         if not status.is_final:
-            self._backend.tell(self._ref, -1, Restart(attempt=status.attempt))
+            self._backend.send(self._ref, -1, Restart(attempt=status.attempt))
             # A job that was cancelled just before ends.
             self._until(lambda now: now.is_final or (now.attempt > status.attempt and now.state is StateName.RUNNING))
         if not self.done():
@@ -232,7 +232,7 @@ class LiveJob(Job[None]):
         """End the ranks, and return the job's last status. A cell that still runs in another thread is ended, too."""
         # Ranks that are starting hear nothing.
         if self.status.state is StateName.RUNNING:
-            self._backend.tell(self._ref, -1, EndLive(attempt=self.status.attempt))
+            self._backend.send(self._ref, -1, EndLive(attempt=self.status.attempt))
             with contextlib.suppress(WaitTimeoutError):
                 self._watcher.wait(self._ref, _STOP_S)
         if not self.done():
@@ -264,10 +264,10 @@ class LiveJob(Job[None]):
         found = self._answers[name] = {}
         is_stopped = False
         try:
-            self._backend.tell(self._ref, -1, numbered, blobs)
+            self._backend.send(self._ref, -1, numbered, blobs)
         except KeyboardInterrupt:
             # It may not have been sent; one that comes twice does nothing.
-            self._backend.tell(self._ref, -1, numbered, blobs)
+            self._backend.send(self._ref, -1, numbered, blobs)
             is_stopped = True
         attempt = self._attempt
 
@@ -296,7 +296,7 @@ class LiveJob(Job[None]):
             JobFailedError: The ranks have ended before.
             KeyboardInterrupt: A second interrupt has ended them.
         """
-        told_at = float("-inf")
+        logged_at = float("-inf")
         while True:
             try:
                 if is_stopped and self._pass_on_interrupt():
@@ -310,9 +310,9 @@ class LiveJob(Job[None]):
                 if status.is_final:
                     raise self._ended(status)
                 self._attend(status)
-                if time.monotonic() - _DEAF_S > self._interrupted_at > told_at:
-                    told_at = self._interrupted_at
-                    say(
+                if time.monotonic() - _DEAF_S > self._interrupted_at > logged_at:
+                    logged_at = self._interrupted_at
+                    log(
                         "The cell has not ended: C code cannot be interrupted. Stop it twice within 10 s to end the ranks"
                     )
                 with contextlib.suppress(queue.Empty):
@@ -330,14 +330,14 @@ class LiveJob(Job[None]):
         status = self.status
         if now - self._interrupted_at < interrupts.SECOND_WITHIN_S or status.state is not StateName.RUNNING:
             self.cancel()
-            say(f"{self.ref} is cancelled")
+            log(f"{self.ref} is cancelled")
             return True
         waiting = {replica.rank: replica.breakpoint for replica in status.at_breakpoints if replica.breakpoint}
         for replica in status.replicas:
             if (at := waiting.get(replica.rank)) is not None:
-                self._backend.tell(self._ref, replica.rank, Typed(prompt=at.prompt, text="q"))
+                self._backend.send(self._ref, replica.rank, Typed(prompt=at.prompt, text="q"))
             else:
-                self._backend.tell(self._ref, replica.rank, Interrupt(number=self._number, attempt=self._attempt))
+                self._backend.send(self._ref, replica.rank, Interrupt(number=self._number, attempt=self._attempt))
         self._interrupted_at = now
         return False
 
@@ -436,9 +436,9 @@ class LiveJob(Job[None]):
             if name[:1] != "_" and name not in _OF_RANKS and not (name in hidden or hasattr(builtins, name))
         )
         for name in known:
-            if name in self._owned and name not in self._told and not isinstance(namespace[name], types.ModuleType):
-                self._told.add(name)
-                say(f"`{name}` is the ranks' own; the notebook's is put there with live.push({name}={name})")
+            if name in self._owned and name not in self._noted and not isinstance(namespace[name], types.ModuleType):
+                self._noted.add(name)
+                log(f"`{name}` is the ranks' own; the notebook's is put there with live.push({name}={name})")
         prints = {name: _fingerprint(namespace[name]) for name in known if name not in self._owned}
         if new := {name: namespace[name] for name in prints if self._sent.get(name, ("",))[0] != prints[name]}:
             self._send(new, prints)
@@ -470,7 +470,7 @@ class LiveJob(Job[None]):
         own = {rank: answer for rank, answer in failed.items() if not answer.is_freed} or failed
         if all(answer.is_interrupted for answer in own.values()) or self._interrupted_at > float("-inf"):
             self._interrupted_at = float("-inf")
-            say(f"The cell was interrupted in {_named(failed)}. The ranks and their variables stay")
+            log(f"The cell was interrupted in {_named(failed)}. The ranks and their variables stay")
             raise KeyboardInterrupt
         # The answers stand in the order in which they came.
         first, texts = next(iter(own)), {rank: answer.traceback.rstrip() for rank, answer in own.items()}

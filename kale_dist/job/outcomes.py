@@ -18,7 +18,7 @@ from kale_dist.errors import (
     ResultUnavailableError,
     SnapshotDamagedError,
     StoreError,
-    say,
+    log,
 )
 from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.job import records, weights
@@ -197,7 +197,7 @@ class OutcomeReader:
             with contextlib.suppress(SnapshotDamagedError, OSError):
                 checkpoint.read(path)
                 if path != found[0]:
-                    say(f"{found[0]} is damaged. The checkpoint before it is used")
+                    log(f"{found[0]} is damaged. The checkpoint before it is used")
                 return path
         if found:
             raise ResultUnavailableError(f"The checkpoint of {self._ref} is damaged: {found[0]}", self._ref)
@@ -245,7 +245,7 @@ class OutcomeReader:
         folder = seen_here(parts, self._spec.volumes) or pathlib.Path(parts)
         if not (folder / ".metadata").exists():
             raise self._in_parts(parts)
-        say(f"The model of {self._ref} is made here: {folders.size(folder) / 1e9:.2f} GB, from {folder}")
+        log(f"The model of {self._ref} is made here: {folders.size(folder) / 1e9:.2f} GB, from {folder}")
         made = targets.made()
         folders.load(folder, folders.weights_of(made.model), None)
         return made

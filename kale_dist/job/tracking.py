@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kale_dist.errors import KaleDistError, ResultUnavailableError, say
+from kale_dist.errors import KaleDistError, ResultUnavailableError, log
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.status import JobStatus
 from kale_dist.trackers import TrackedJob, Tracker, Writer
@@ -92,7 +92,7 @@ class _Tracking:
                     self._problem = f"it has not taken everything within {_END_S:.0f} s"
         problem, self._problem = self._problem, ""
         if problem:
-            say(
+            log(
                 f"{self._tracker.word}: {problem}. The job is not affected; job.track({self._tracker.word!r}) continues"
             )
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, WaitTimeoutError, say
+from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, WaitTimeoutError, log
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
@@ -180,7 +180,7 @@ class Reasons:
         self._backend = backend
         self._ref = ref
         self._lock = threading.Lock()
-        self._said: set[tuple[int | None, str]] = set()
+        self._logged: set[tuple[int | None, str]] = set()
 
     def print(self, status: JobStatus) -> None:
         """Print new warnings, and a new reason: one in which more has changed than seconds, MiB or counts of nodes."""
@@ -191,9 +191,9 @@ class Reasons:
             return
         with self._lock:
             for mark, text in new.items():
-                if mark not in self._said:
-                    self._said.add(mark)
-                    say(f"{self._ref}: {facts.clean(text)}")
+                if mark not in self._logged:
+                    self._logged.add(mark)
+                    log(f"{self._ref}: {facts.clean(text)}")
 
     @contextlib.contextmanager
     def printed(self) -> Iterator[None]:
@@ -201,7 +201,7 @@ class Reasons:
 
         def show(status: JobStatus) -> None:
             with self._lock:
-                self._said.update((None, text) for text in status.warnings)
+                self._logged.update((None, text) for text in status.warnings)
             self.print(status)
 
         unsubscribe = watcher(self._backend).subscribe(self._ref, show)

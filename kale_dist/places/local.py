@@ -71,10 +71,10 @@ class LocalBackend(FolderBackend):
         problem = client.disk_problems.get(ref.name) if client is not None else ""
         return dataclasses.replace(status, reason=problem) if problem and not status.is_final else status
 
-    def tell(self, ref: JobRef, rank: int, message: ToAgent, blobs: Iterable[str] = ()) -> None:
+    def send(self, ref: JobRef, rank: int, message: ToAgent, blobs: Iterable[str] = ()) -> None:
         """Have the job's agent, of this process or of another one, pass a message on to a rank. Blobs are there already."""
         del blobs
-        told = {"op": Op.TELL, "job": ref.name, "rank": rank, "message": json.loads(messages.encode(message))}
+        told = {"op": Op.SEND, "job": ref.name, "rank": rank, "message": json.loads(messages.encode(message))}
         if not agent_client.send(self._reader(ref).record().agent_socket, told):
             raise BackendError(f"The agent that runs {ref} has ended")
 

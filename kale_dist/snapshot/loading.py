@@ -335,7 +335,7 @@ def _import_too(names: Iterable[str]) -> None:
             except Exception as error:  # noqa: BLE001 - of a module that the call may not need
                 failed.append(f"{name}: {error}")
     if failed and not context.context().rank:
-        context.say(
+        context.log(
             f"The notebook has imported modules that cannot be imported in the ranks ({'; '.join(failed[:2])}): what"
             " they register or add is missing there."
         )

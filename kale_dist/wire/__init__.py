@@ -49,7 +49,7 @@ from kale_dist.wire.order import (
     CANCEL_GRACE_S,
     EXIT_BROKEN,
     EXIT_LOST_HEAD,
-    EXIT_TOLD_TO_END,
+    EXIT_TERMINATED,
     SAVE_LIMIT_S,
     STACKS_SIGNAL,
     STALL_WARN_S,

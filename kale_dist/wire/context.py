@@ -199,13 +199,13 @@ def emit(kind: EventKind, **fields: Any) -> None:
         _channel.send({"event": str(kind), "time": time.time(), **fields})
 
 
-def say(text: str, *, warns: bool = False) -> None:
+def log(text: str, *, warns: bool = False) -> None:
     """Print a sentence for the user into the job's log, and send it as a note; a warning is repeated to who waits for the job."""
     print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
     emit(EventKind.NOTE, text=text, warns=warns)
 
 
-say_once = functools.cache(say)
+log_once = functools.cache(log)
 """The same for a sentence that many moments of a rank would say."""
 
 _not_shown: set[str] = set()
@@ -219,7 +219,7 @@ def only_shown(what: str) -> Iterator[None]:
     except (AttributeError, ImportError, TypeError) as error:
         if what not in _not_shown:
             _not_shown.add(what)
-            say(f"{what} cannot be shown with the versions of this environment: {error}")
+            log(f"{what} cannot be shown with the versions of this environment: {error}")
 
 
 def mark_progress() -> None:

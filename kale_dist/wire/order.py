@@ -11,7 +11,7 @@ from typing import Self
 VERSION = 5
 """Version of all formats of this package. Notebook and worker must have the same."""
 
-EXIT_TOLD_TO_END = 143
+EXIT_TERMINATED = 143
 """Exit code of a container that got SIGTERM: 128 + SIGTERM."""
 
 EXIT_LOST_HEAD = 144
@@ -42,7 +42,7 @@ class Op(enum.StrEnum):
     """To the agent: end a job. Fields `job`, `grace_s`, and `save` (whether one more checkpoint is written first)."""
     STOP = "stop"
     """To the agent: end when no job is left."""
-    TELL = "tell"
+    SEND = "send"
     """To the agent: pass a message of `wire.messages` on to a rank. Fields `job`, `rank`, `message`."""
     TAKEN = "taken"
     """From the agent: it has the order. Field `job`."""

@@ -31,16 +31,16 @@ class Debugger:
         self._seen += 1
         return found
 
-    def tell(self, message):
+    def send(self, message):
         line = json.loads(messages.encode(message))
-        self._jobs.client._send({"op": Op.TELL, "job": self._job.order.job, "rank": self._rank, "message": line})
+        self._jobs.client._send({"op": Op.SEND, "job": self._job.order.job, "rank": self._rank, "message": line})
 
     def type(self, *lines):
         """Answer the prompts that come; gives what the debugger has printed for each line."""
         at = self.prompts()[self._seen - 1] if self._seen and self.prompts()[self._seen - 1]["prompt"] else self.next()
         texts = []
         for line in lines:
-            self.tell(Typed(prompt=at["prompt"], text=line))
+            self.send(Typed(prompt=at["prompt"], text=line))
             at = self.next()
             assert at["typed"] == line
             texts.append(at["text"].removesuffix(f"(rank {self._rank}) "))
@@ -109,7 +109,7 @@ def test_steps_past_the_users_function_end_the_debugger(jobs, debug):
     while prompt["prompt"]:
         assert own_files(prompt["text"]) == []
         assert "pickle" not in prompt["text"]
-        at.tell(Typed(prompt=prompt["prompt"], text="n"))
+        at.send(Typed(prompt=prompt["prompt"], text="n"))
         prompt = at.next()
     assert job.wait()["state"] == "succeeded"
 
@@ -124,7 +124,7 @@ def test_pdb_set_trace_is_the_same(jobs, debug):
     job = jobs.run(stop, ranks=1)
     at = debug(job, 0)
     assert at.next()["text"].startswith("look here\n")
-    at.tell(Typed(prompt=at.prompts()[-1]["prompt"], text="c"))
+    at.send(Typed(prompt=at.prompts()[-1]["prompt"], text="c"))
     job.wait()
     assert job.outcome().value == "went on"
 
@@ -142,12 +142,12 @@ def test_an_answer_to_another_prompt_does_nothing(jobs, debug):
     job = jobs.run(stop_in_one)
     at = debug(job)
     first = at.next()["prompt"]
-    at.tell(Typed(prompt=first, text="x.add_(1)"))
+    at.send(Typed(prompt=first, text="x.add_(1)"))
     second = at.next()["prompt"]
     # Sent again, as by a second debugger, or by a stranger who has recorded the request.
-    at.tell(Typed(prompt=first, text="x.add_(1)"))
-    at.tell(Typed(prompt="made-up", text="q"))
-    at.tell(Typed(prompt=second, text="c"))
+    at.send(Typed(prompt=first, text="x.add_(1)"))
+    at.send(Typed(prompt="made-up", text="q"))
+    at.send(Typed(prompt=second, text="c"))
     job.wait()
     assert job.outcome(0).value == 6 + 6 + 4 + 4
 
@@ -217,9 +217,9 @@ def test_a_person_who_has_come_is_waited_for(jobs, debug):
     job = jobs.run(stop_in_one, debugging=Debugging(breakpoint_wait_s=1.5))
     at = debug(job)
     prompt = at.next()["prompt"]
-    at.tell(Visit())
+    at.send(Visit())
     time.sleep(3)
-    at.tell(Typed(prompt=prompt, text="c"))
+    at.send(Typed(prompt=prompt, text="c"))
     assert job.wait()["state"] == "succeeded"
     assert "nothing was typed" not in job.log_text()
 

@@ -89,16 +89,16 @@ def test_a_stop_while_the_group_is_repaired_or_the_cell_is_sent_is_not_lost(live
     live.run(f"{SUM}\nimport time")
     with pytest.raises(CellError):
         live.run(FAILS)
-    tell = live._backend.tell
+    send = live._backend.send
 
     def stopped_at(part):
         def told(ref, rank, message, blobs=()):
-            tell(ref, rank, message, blobs)
+            send(ref, rank, message, blobs)
             if isinstance(message, part):
-                monkeypatch.setattr(live._backend, "tell", tell)
+                monkeypatch.setattr(live._backend, "send", send)
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(live._backend, "tell", told)
+        monkeypatch.setattr(live._backend, "send", told)
 
     for part in (Repair, Cell):
         stopped_at(part)

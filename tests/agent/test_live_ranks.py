@@ -38,13 +38,13 @@ class Live:
         }
         return {rank: answer for rank, answer in found.items() if not answer.is_refused}
 
-    def tell(self, message, rank=-1):
+    def send(self, message, rank=-1):
         line = json.loads(messages.encode(message))
-        self.jobs.client._send({"op": Op.TELL, "job": self.job.order.job, "rank": rank, "message": line})
+        self.jobs.client._send({"op": Op.SEND, "job": self.job.order.job, "rank": rank, "message": line})
 
-    def send(self, message):
+    def ask(self, message):
         self.number += 1
-        self.tell(dataclasses.replace(message, number=self.number, name=secrets.token_hex(4)))
+        self.send(dataclasses.replace(message, number=self.number, name=secrets.token_hex(4)))
         return self.number
 
     def wait(self, number, ranks=None, limit_s=30.0):
@@ -58,7 +58,7 @@ class Live:
     def run(self, source, ranks=None, limit_s=30.0):
         label = f"Cell In[{self.number + 1}]"
         cell = Cell(source=source, file=f"<live {self.number + 1}>", label=label, ranks=tuple(ranks or ()))
-        return self.wait(self.send(cell), ranks, limit_s)
+        return self.wait(self.ask(cell), ranks, limit_s)
 
     def values(self, source, ranks=None):
         answers = self.run(source, ranks)
@@ -66,11 +66,11 @@ class Live:
         return [(answer.value or {}).get("text/plain") for answer in answers]
 
     def start(self, source):
-        return self.send(Cell(source=source, file=f"<live {self.number + 1}>", label="Cell"))
+        return self.ask(Cell(source=source, file=f"<live {self.number + 1}>", label="Cell"))
 
     def repair(self):
         self.generation += 1
-        return self.wait(self.send(Repair(repair=self.generation)))
+        return self.wait(self.ask(Repair(repair=self.generation)))
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def live(jobs):
 
     yield make
     for one in made:
-        one.tell(EndLive())
+        one.send(EndLive())
         jobs.client.cancel(one.job.order.job, 0.5)
         one.job.wait(20)
 
@@ -104,7 +104,7 @@ def test_variables_and_the_group_stay_between_cells(live):
 
 def test_ranks_that_are_told_to_end_succeed(live):
     ranks = live()
-    ranks.tell(EndLive())
+    ranks.send(EndLive())
     assert ranks.job.wait(20)["state"] == "succeeded", ranks.job.log_text()
     assert ranks.job.log_text() == ""
 
@@ -114,7 +114,7 @@ def test_a_breakpoint_in_a_cell_is_answered(live, jobs):
     number = ranks.start(f"{SUM}\nif rank:\n    breakpoint()\n    x *= 5\ndist.all_reduce(x)\nx.item()")
     for typed, line in enumerate(("p x", "import time; time.sleep(3)", "c")):
         at = ranks.job.until(lambda typed=typed: ranks.job.events(EventKind.DEBUG)[typed:])[0]
-        ranks.tell(Typed(prompt=at["prompt"], text=line), 1)
+        ranks.send(Typed(prompt=at["prompt"], text=line), 1)
     assert "tensor([2.])" in ranks.job.events(EventKind.DEBUG)[1]["text"]
     assert [answer.value["text/plain"] for answer in ranks.wait(number)] == ["12.0", "12.0"]
 
@@ -228,7 +228,7 @@ def test_an_interrupt_ends_the_cell_and_not_the_ranks(live, source):
     number = ranks.start(source)
     time.sleep(0.5)
     began = time.monotonic()
-    ranks.tell(Interrupt(number=number))
+    ranks.send(Interrupt(number=number))
     answers = ranks.wait(number)
     assert time.monotonic() - began < 5
     assert [answer.ok for answer in answers] == [False, False]
@@ -242,8 +242,8 @@ def test_an_interrupt_ends_the_cell_and_not_the_ranks(live, source):
 def test_an_interrupt_of_another_cell_does_nothing(live):
     ranks = live()
     number = ranks.start("import time; time.sleep(1); 'ended'")
-    ranks.tell(Interrupt(number=number - 1))
-    ranks.tell(Interrupt(number=number + 1))
+    ranks.send(Interrupt(number=number - 1))
+    ranks.send(Interrupt(number=number + 1))
     assert [answer.value["text/plain"] for answer in ranks.wait(number)] == ["'ended'"] * 2
 
 
@@ -251,12 +251,12 @@ def test_a_message_that_comes_twice_does_nothing(live):
     ranks = live()
     ranks.run("runs = 0")
     cell = Cell(source="runs += 1; runs", file="<a>", label="", number=2, name="once")
-    ranks.tell(cell)
-    ranks.tell(cell)
+    ranks.send(cell)
+    ranks.send(cell)
     ranks.number = 2
     assert ranks.values("runs") == ["1", "1"]
     # Another notebook's message of a number that has passed is refused, and not passed over in silence.
-    ranks.tell(dataclasses.replace(cell, name="another"))
+    ranks.send(dataclasses.replace(cell, name="another"))
     assert ranks.values("runs") == ["1", "1"]
     assert [e["name"] for e in ranks.job.events(EventKind.CELL) if e.get("is_refused")] == ["another"] * 2
 
@@ -274,9 +274,9 @@ def test_names_are_loaded_and_values_are_given(live, jobs):
     ranks = live()
     ranks.run("scale = 10")
     snapshot = capture(max, (), {"lr": 0.5, "table": {"a": [1, 2]}}, store=jobs.store, label="names")
-    assert all(answer.ok for answer in ranks.wait(ranks.send(Load(snapshot=snapshot.digest))))
+    assert all(answer.ok for answer in ranks.wait(ranks.ask(Load(snapshot=snapshot.digest))))
     assert ranks.values("lr * scale, table") == ["(5.0, {'a': [1, 2]})"] * 2
-    number = ranks.send(Give(ranks=(1,), expression="[rank, table]"))
+    number = ranks.ask(Give(ranks=(1,), expression="[rank, table]"))
     name = next(iter(ranks.job.until(lambda: ranks.answers(number)).values())).name
     signer = outcome.Signer(
         key=bytes.fromhex(ranks.job.order.key), job=f"{ranks.job.order.job} {name}", attempt=0, rank=1
@@ -307,7 +307,7 @@ def test_a_rank_that_dies_ends_the_job_and_a_restart_gives_new_processes(live, j
     ranks.run("before = 1")
     pids = ranks.job.pids()
     for _ in range(2):
-        ranks.tell(Restart(attempt=0))
+        ranks.send(Restart(attempt=0))
     ranks.job.until(lambda: [e for e in ranks.job.events(EventKind.CELL) if e["attempt"] == 1 and e["number"] == 0][1:])
     assert not set(ranks.job.pids().values()) & set(pids.values())
     assert ranks.values("'before' in globals()") == ["False", "False"]
@@ -323,7 +323,7 @@ def test_random_interrupts_never_hurt_a_later_cell(live):
     cells = ["time.sleep(0.02)", "dist.all_reduce(torch.ones(1))", "for i in range(20000): pass", "1 + 1"]
     for _ in range(60):
         number = ranks.start(rng.choice(cells))
-        timer = threading.Timer(rng.random() * 0.03, lambda number=number: ranks.tell(Interrupt(number=number)))
+        timer = threading.Timer(rng.random() * 0.03, lambda number=number: ranks.send(Interrupt(number=number)))
         timer.start()
         answers = ranks.wait(number)
         timer.join()

@@ -288,7 +288,7 @@ def test_sigterm_to_a_head_loses_no_step_and_does_not_count_where_the_training_g
     for number in range(3):
         job.until(lambda enough=30 * (number + 1): len(seen(job)) > enough)
         head.process.terminate()
-        assert [head.end(), job.pods[-1].end()] == [wire.EXIT_TOLD_TO_END, wire.EXIT_LOST_HEAD], job.text()
+        assert [head.end(), job.pods[-1].end()] == [wire.EXIT_TERMINATED, wire.EXIT_LOST_HEAD], job.text()
         head = restart(job)
     assert [head.end(), job.pods[-1].end()] == [0, 0], job.text()
     assert torch.equal(weights_of(job), undisturbed)
@@ -304,7 +304,7 @@ def test_sigterm_to_a_head_counts_where_nothing_is_kept(make, tmp_path):
         head.process.terminate()
         codes.append(head.end())
         head = restart(job)
-    assert [*codes, head.end()] == [wire.EXIT_TOLD_TO_END, wire.EXIT_TOLD_TO_END, 1], job.text()
+    assert [*codes, head.end()] == [wire.EXIT_TERMINATED, wire.EXIT_TERMINATED, 1], job.text()
 
 
 def test_a_head_whose_store_does_not_work_says_so_and_never_comes_back(make, tmp_path):

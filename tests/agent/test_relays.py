@@ -54,7 +54,7 @@ class Head:
         self.told = []
         self.played = []
         self.relays = HeadsRelays(
-            self.order, KEY, self.files, open_port("127.0.0.1", self.order.port + 1, 16), say=self.writer.say
+            self.order, KEY, self.files, open_port("127.0.0.1", self.order.port + 1, 16), log=self.writer.log
         )
 
     # -- what it is told of its relays, as a `JobRun` -------------------------------------------------------------------
@@ -114,18 +114,18 @@ class PlayedRelay:
     async def join(self, head):
         self.channel = await Channel.connect("127.0.0.1", head.order.port + 1)
         head.played.append(self.channel)
-        self.channel.say(Op.HELLO, agent=self.agent, version=wire.VERSION, nonce="mine")
+        self.channel.send_message(Op.HELLO, agent=self.agent, version=wire.VERSION, nonce="mine")
         challenge = await self.next()
         assert is_signed(challenge["mac"], KEY, "head", self.agent, "mine", challenge["nonce"])
         proof = sign(self.key, "relay", self.agent, "mine", challenge["nonce"])
-        self.channel.say(Op.PROOF, mac=proof, serves=self.serves)
+        self.channel.send_message(Op.PROOF, mac=proof, serves=self.serves)
         return self
 
     def put(self, *lines):
         self.channel.send(b"O", self.agent, COUNT.pack(len(lines)), body_of(Stream.STDOUT, lines))
 
     def end(self):
-        self.channel.say(Op.ENDED, self.agent, end=ENDED)
+        self.channel.send_message(Op.ENDED, self.agent, end=ENDED)
 
 
 async def until(condition):
@@ -159,7 +159,7 @@ async def joined(head, agent):
     played = await PlayedRelay(agent).join(head)
     assert (await played.next())["op"] == Op.WELCOME
     assert (await played.next())["op"] == Op.FETCH
-    played.channel.say(Op.READY)
+    played.channel.send_message(Op.READY)
     return played
 
 
@@ -172,7 +172,7 @@ def test_lines_of_all_relays_are_numbered_once_and_none_is_lost(tmp_path):
         for one in played:
             attempt = wire.decode(Attempt, (await one.next())["attempt"])
             assert (attempt.port, attempt.seed, attempt.world_size) == (5, 7, 4)
-            one.channel.say(Op.FORKED, one.agent, pid=40 + one.agent)
+            one.channel.send_message(Op.FORKED, one.agent, pid=40 + one.agent)
         for number in range(300):
             for one in played:
                 one.put(*(b"%d %d" % (one.agent, number * 10 + line) for line in range(10)))
@@ -208,7 +208,7 @@ def test_an_outcome_arrives_before_its_rank_is_done(tmp_path, size, told):
         # On its way it is a sign of progress: the job has not stalled.
         assert (head.writer.moves[1] > before) == (size > 0)
         assert not head.files.outcome(0, 1).exists()
-        played.channel.say(Op.OUTCOME, 1, bytes=told)
+        played.channel.send_message(Op.OUTCOME, 1, bytes=told)
         played.channel.send(b"R", 1, messages.encode(Done()))
         await until(lambda: run.done)
         # One that was cut short is not taken for a whole one.
@@ -290,7 +290,7 @@ def test_a_relay_that_is_told_to_end_says_so_and_is_let_go_when_it_has_no_rank(t
         if has_ranks:
             head.spawn()
             assert (await played.next())["op"] == Op.SPAWN
-        played.channel.say(Op.LEAVING, reason="it received SIGTERM")
+        played.channel.send_message(Op.LEAVING, reason="it received SIGTERM")
         await until(lambda: head.told)
         assert head.relays.ready == []
         if has_ranks:
@@ -329,7 +329,7 @@ def test_a_relay_that_is_told_to_end_in_the_moment_in_which_it_has_joined_says_s
             channel = await join()
             head.played.append(channel)
             # Before the one that waits for this is woken.
-            asyncio.get_running_loop().call_soon(mine.told_to_end)
+            asyncio.get_running_loop().call_soon(mine.terminate)
             return channel
 
         mine._join = interrupted
@@ -398,7 +398,7 @@ class SlowChannel:
     def send(self, kind, rank, *payload):
         self.sent.append((kind, rank, b"".join(payload)))
 
-    def say(self, op, rank=0, **fields):
+    def send_message(self, op, rank=0, **fields):
         self.sent.append((op, rank, fields))
 
 

@@ -128,7 +128,7 @@ def test_a_head_that_cannot_read_the_store_for_long_begins_nothing_over_the_chec
     job = come_back(make_bare, store, tmp_path, returns_head=returns, max_restarts=2)
     head = job.start(0, **hurried)
     # A controller makes the pod again whose exit code is that of SIGTERM.
-    assert head.end() == (wire.EXIT_TOLD_TO_END if returns else 1), job.text()
+    assert head.end() == (wire.EXIT_TERMINATED if returns else 1), job.text()
     assert len(job.events(EventKind.ATTEMPT)) == 1
     assert head.last_words["cause"] == (FailureCause.SUSPENDED if returns else FailureCause.NOT_STARTED)
     assert f"{store.folder}/jobs/{job.order.job}/checkpoint" in head.last_words["reason"]

@@ -31,7 +31,7 @@ def head(tmp_path):
     writer = JobWriter(JobFiles(tmp_path), loop, lambda: None)
     server = ByteServer(
         "127.0.0.1", 0, key=KEY, files=JobFiles(tmp_path), store=FolderStore(tmp_path / "blobs"), writer=writer, missing=list,
-        cancel=lambda *asked: told.append(asked), tell=lambda *asked: told.append(asked), acknowledge=lambda: told.append("ack"),
+        cancel=lambda *asked: told.append(asked), send=lambda *asked: told.append(asked), acknowledge=lambda: told.append("ack"),
     )  # fmt: skip
     yield types.SimpleNamespace(server=server, told=told, client=HeadClient(lambda: connect(server), KEY))
     closed = loop.create_future()

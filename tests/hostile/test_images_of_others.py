@@ -97,7 +97,7 @@ FACTS = bases.FACTS
 def installed(tmp_path, *names, **recipe):
     folder = tmp_path / f"try-{len(list(tmp_path.iterdir()))}"
     folder.mkdir()
-    made = packages.install(Recipe(packages=names, **recipe), FACTS, folder, say=lambda _: None)
+    made = packages.install(Recipe(packages=names, **recipe), FACTS, folder, log=lambda _: None)
     return {one.name: one.version for one in made.facts.distributions if one.name.startswith("kd")}
 
 

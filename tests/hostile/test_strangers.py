@@ -156,7 +156,7 @@ def stranger_frames(draw):
 def stranger_request(draw):
     method, path = (
         draw.choice(("GET", "PUT", "POST", "BREW")),
-        draw.choice(("/stream?line=0", "/missing", "/tell", "/jobs/x/ack")),
+        draw.choice(("/stream?line=0", "/missing", "/send", "/jobs/x/ack")),
     )
     text = (
         f"{method} {path} HTTP/1.1\r\nHost: x\r\n{wire.MAC_HEADER}: {'0' * 64}\r\n{wire.BODY_HEADER}: {'0' * 64}\r\n"
@@ -189,7 +189,7 @@ def test_a_head_and_its_rank_outlive_2_000_odd_messages_for_live_and_debugged_ra
         told = {name: odd(draw, fields)} if draw.random() < 0.7 else odd(draw, {name: fields})
         rank = draw.choice(["0", "-1", "x", "9" * 30])
         with contextlib.suppress(OSError):
-            assert head.ask("POST", f"/tell?rank={rank}", json.dumps(told).encode())[0] in {200, 400}
+            assert head.ask("POST", f"/send?rank={rank}", json.dumps(told).encode())[0] in {200, 400}
     (tmp_path / "go").touch()
     assert job.end() == [0], job.text()
 
@@ -203,7 +203,7 @@ def test_a_local_agent_and_its_job_outlive_2_000_odd_messages_at_its_socket(tmp_
     orders = [
         {"op": "take", "order": {"job": "x", "folder": str(tmp_path / "none"), "port": 1}},
         {"op": "cancel", "job": "x", "grace_s": 1.0, "save": True},
-        {"op": "tell", "job": running.name, "rank": 0, "message": {"Typed": {"prompt": "p", "text": "n"}}},
+        {"op": "send", "job": running.name, "rank": 0, "message": {"Typed": {"prompt": "p", "text": "n"}}},
     ]
     for _ in range(2_000):
         line = json.dumps(odd(draw, draw.choice(orders))).encode() + b"\n"

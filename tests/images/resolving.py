@@ -42,7 +42,7 @@ class Place:
     def resolve(self, recipe, **options):
         self.said = []
         given = {"base": self.base, "registry": self.registry, "python": "3.11", "ask": self.ask} | options
-        return resolve(recipe, say=self.said.append, **given)
+        return resolve(recipe, log=self.said.append, **given)
 
     def tags(self):
         """What the registry lists; nothing while the repository is not there."""

@@ -40,7 +40,7 @@ def install(house, tmp_path, monkeypatch):
             folder = tmp_path / f"try-{len(tries)}"
             folder.mkdir()
             given = {"index_urls": (index,) if index else ()} | recipe
-            return packages.install(Recipe(packages=requirements, **given), facts, folder, say=install.said.append)
+            return packages.install(Recipe(packages=requirements, **given), facts, folder, log=install.said.append)
 
         yield install
 

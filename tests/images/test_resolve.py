@@ -110,7 +110,7 @@ from kale_dist.image.resolve import resolve
 from kale_dist.job.spec.recipe import Recipe
 recipe = Recipe(environment={"MODE": "two"})
 ask = lambda image: bases.answer()
-found = resolve(recipe, base=sys.argv[1], registry=sys.argv[2], python="3.11", ask=ask, say=lambda line: None)
+found = resolve(recipe, base=sys.argv[1], registry=sys.argv[2], python="3.11", ask=ask, log=lambda line: None)
 print(found.reference, found.was_built)
 """
 HERE = {"PYTHONPATH": os.pathsep.join(["tests/images", os.environ.get("PYTHONPATH", "")])}
@@ -253,8 +253,8 @@ def test_without_a_registry_the_engine_keeps_the_image(engine, engine_base, tmp_
     files = {"/bin/kd-x.txt": tmp_path / "x.txt"}
     recipe = Recipe(environment={"MODE": uuid.uuid4().hex}, packages=("einops==0.8.0",), files=files)
     recipe = keep_files(recipe, FolderStore(records.blobs_dir()))
-    first = resolve_in_engine(recipe, base=engine_base, python="3.11", say=said.append)
-    again = resolve_in_engine(recipe, base=engine_base, python="3.11", say=said.append)
+    first = resolve_in_engine(recipe, base=engine_base, python="3.11", log=said.append)
+    again = resolve_in_engine(recipe, base=engine_base, python="3.11", log=said.append)
     assert re.fullmatch(DIGEST, first.reference)
     assert (first.was_built, again.was_built, again.reference) == (True, False, first.reference)
     program = (
@@ -288,7 +288,7 @@ echo "$(id -u) $DEBIAN_FRONTEND $*" > /etc/installed
 def test_debian_packages_are_installed_by_root_and_the_bases_settings_stay(engine, debian_base):
     said = []
     recipe = Recipe(apt=("git", "libsndfile1=1.2"), environment=(("MODE", uuid.uuid4().hex),))
-    made = resolve_in_engine(recipe, base=debian_base, python="3.11", say=said.append)
+    made = resolve_in_engine(recipe, base=debian_base, python="3.11", log=said.append)
     told = engine.client.containers.run(made.reference, ["cat", "/etc/installed"], remove=True).decode()
     assert told == "0 noninteractive install --yes --no-install-recommends git libsndfile1=1.2\n"
     config = engine.api.inspect_image(made.reference)["Config"]
@@ -296,7 +296,7 @@ def test_debian_packages_are_installed_by_root_and_the_bases_settings_stay(engin
     assert f"MODE={recipe.environment[0][1]}" in config["Env"]
     assert not any("DEBIAN" in line for line in config["Env"])
     with pytest.raises(ImageError, match=r"apt-get's last lines:\n  E: Unable to locate package absent"):
-        resolve_in_engine(Recipe(apt=("absent",)), base=debian_base, python="3.11", say=said.append)
+        resolve_in_engine(Recipe(apt=("absent",)), base=debian_base, python="3.11", log=said.append)
 
 
 def test_an_image_with_debian_packages_is_pushed(debian_base, engine, registry_host):
@@ -304,8 +304,8 @@ def test_an_image_with_debian_packages_is_pushed(debian_base, engine, registry_h
     engine.api.tag(debian_base, f"{repository}/base", "1")
     recipe = Recipe(apt=("git",), environment=(("MODE", uuid.uuid4().hex),))
     try:
-        made = resolve(recipe, base=f"{repository}/base:1", registry=repository, python="3.11", say=lambda _: None)
-        again = resolve(recipe, base=f"{repository}/base:1", registry=repository, python="3.11", say=lambda _: None)
+        made = resolve(recipe, base=f"{repository}/base:1", registry=repository, python="3.11", log=lambda _: None)
+        again = resolve(recipe, base=f"{repository}/base:1", registry=repository, python="3.11", log=lambda _: None)
         assert re.fullmatch(rf"{re.escape(repository)}/kale-dist@{DIGEST}", made.reference)
         assert (made.was_built, again.was_built, again.reference) == (True, False, made.reference)
     finally:

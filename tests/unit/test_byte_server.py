@@ -49,7 +49,7 @@ class Agent:
     def cancel_requested(self, grace_s, save):
         self.told.append(("cancel", grace_s))
 
-    def tell_rank(self, rank, message):
+    def send_to_rank(self, rank, message):
         self.told.append((rank, message))
 
     def acknowledged(self):
@@ -66,7 +66,7 @@ class Place:
         self.agent.writer = JobWriter(self.files, self.loop, self.notify, limit_bytes=limit_bytes)
         self.server = ByteServer(
             host, 0, key=KEY, files=self.files, store=self.store, writer=self.agent.writer, missing=self.agent.missing,
-            cancel=self.agent.cancel_requested, tell=self.agent.tell_rank, acknowledge=self.agent.acknowledged,
+            cancel=self.agent.cancel_requested, send=self.agent.send_to_rank, acknowledge=self.agent.acknowledged,
         )  # fmt: skip
 
     def notify(self):
@@ -152,7 +152,7 @@ def place(tmp_path):
         ("GET", "/nothing"),
         ("PUT", "/blobs/00?offset=0"),
         ("POST", "/cancel"),
-        ("POST", "/tell"),
+        ("POST", "/send"),
         ("POST", "/ack"),
     ],
 )
@@ -216,13 +216,13 @@ def test_a_body_that_was_not_signed_is_refused(place):
         ("PUT", f"/blobs/{'0' * 64}?offset=1", b"x", 400),
         ("POST", "/cancel", b"{}", 400),
         ("POST", "/cancel", b"no json", 400),
-        ("POST", "/tell", b'{"Visit": {}}', 400),
-        ("POST", "/tell?rank=x", b'{"Visit": {}}', 400),
-        ("POST", "/tell?rank=1", b'{"Visit": {}, "Go": {}}', 400),
-        ("POST", "/tell?rank=1", b'{"ToLive": {}}', 400),
-        ("POST", "/tell?rank=1", b'{"Visit": []}', 400),
-        ("POST", "/tell?rank=1", b'{"Restart": {"attempt": "0"}}', 400),
-        ("POST", "/tell?rank=1", b'{"Load": {"snapshot": "x", "ranks": 5}}', 400),
+        ("POST", "/send", b'{"Visit": {}}', 400),
+        ("POST", "/send?rank=x", b'{"Visit": {}}', 400),
+        ("POST", "/send?rank=1", b'{"Visit": {}, "Go": {}}', 400),
+        ("POST", "/send?rank=1", b'{"ToLive": {}}', 400),
+        ("POST", "/send?rank=1", b'{"Visit": []}', 400),
+        ("POST", "/send?rank=1", b'{"Restart": {"attempt": "0"}}', 400),
+        ("POST", "/send?rank=1", b'{"Load": {"snapshot": "x", "ranks": 5}}', 400),
         ("POST", "/cancel", b'{"grace_s": NaN}', 400),
         ("POST", "/cancel", b'{"grace_s": -1}', 400),
         ("POST", "/missing", b"", 404),
@@ -256,7 +256,7 @@ def test_the_notebook_can_acknowledge_and_cancel(place):
 
 
 def test_the_notebook_has_messages_for_a_ranks_debugger_passed_on(place):
-    assert place.ask("POST", "/tell?rank=3", messages.encode(Typed(prompt="a", text="n")))[0] == 200
+    assert place.ask("POST", "/send?rank=3", messages.encode(Typed(prompt="a", text="n")))[0] == 200
     assert place.agent.told == [(3, Typed(prompt="a", text="n"))]
 
 
@@ -629,7 +629,7 @@ def test_a_taken_port_is_an_error_and_a_closed_one_is_free(place, tmp_path):
     agent = place.agent
     settings = {
         "key": KEY, "files": place.files, "store": place.store, "writer": agent.writer, "missing": agent.missing,
-        "cancel": agent.cancel_requested, "tell": agent.tell_rank, "acknowledge": agent.acknowledged,
+        "cancel": agent.cancel_requested, "send": agent.send_to_rank, "acknowledge": agent.acknowledged,
     }  # fmt: skip
     with pytest.raises(OSError, match="in use"):
         ByteServer("127.0.0.1", place.server.port, **settings)

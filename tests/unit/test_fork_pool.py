@@ -97,7 +97,7 @@ def test_a_forkserver_never_waits_for_an_agent_that_does_not_read():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = ForkServer(theirs)
     for number in range(5 * MANY):
-        server._say({"ended": number, "status": 0, "by_signal": False})
+        server._send({"ended": number, "status": 0, "by_signal": False})
     ours.settimeout(60)
     found = []
     while len(found) < 5 * MANY:

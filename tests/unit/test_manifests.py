@@ -21,7 +21,7 @@ from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Resources, Topo
 from kale_dist.places import manifests
 from kale_dist.places.manifests import KINDS, bootstrap
 from kale_dist.places.manifests.settings import INPUT_BYTES, SPEC_ANNOTATION
-from kale_dist.wire import EXIT_TOLD_TO_END, payload
+from kale_dist.wire import EXIT_TERMINATED, payload
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
@@ -302,7 +302,7 @@ def test_a_sigterm_before_the_agent_is_there_ends_the_container(tmp_path, when):
         script = script.replace("source = os.path", f"{kill}\nsource = os.path", 1)
     runtime = zipped(tmp_path / "r.zip", kill)
     ended = start(tmp_path, command=[sys.executable, "-c", script], runtime=runtime)
-    assert ended.returncode == EXIT_TOLD_TO_END, ended.stderr
+    assert ended.returncode == EXIT_TERMINATED, ended.stderr
 
 
 def test_an_input_that_cannot_be_unpacked_is_said(tmp_path):

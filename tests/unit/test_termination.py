@@ -14,11 +14,11 @@ CANCEL = Verdict(StateName.CANCELLED, FailureCause.USER, "The job was cancelled"
 
 
 @pytest.mark.parametrize(
-    ("verdict", "told_to_end", "code"),
+    ("verdict", "is_terminated", "code"),
     [(SUCCESS, False, 0), (SUCCESS, True, 0), (FAILURE, False, 1), (CANCEL, False, 1), (CANCEL, True, 143)],
 )
-def test_the_exit_code(verdict, told_to_end, code):
-    assert ending.exit_code(verdict, told_to_end=told_to_end) == code
+def test_the_exit_code(verdict, is_terminated, code):
+    assert ending.exit_code(verdict, is_terminated=is_terminated) == code
 
 
 @pytest.mark.parametrize("text", ["short", "x" * 100_000, '\n"\\' * 30_000, "\U0001f600" * 30_000, "\udc80" * 10])

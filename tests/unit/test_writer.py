@@ -79,7 +79,7 @@ def test_numbers_have_no_gaps_over_ranks(folder):
             folder.put(rank, b"a %d" % number, b"b")
         if number % 10 == 0:
             folder.run(0.03)
-    folder.writer.say("two\nlines")
+    folder.writer.log("two\nlines")
     folder.close()
     numbers = [line.sequence for record in folder.records() for line in record.lines()]
     assert numbers == list(range(302))
@@ -235,7 +235,7 @@ def test_stdout_has_all_of_a_quiet_job_and_always_what_matters(tmp_path):
     folder.run()
     folder.put(0, b"x" * 5000)
     folder.run()
-    folder.writer.say("the agent's own line")
+    folder.writer.log("the agent's own line")
     folder.writer.event(EventKind.STATE, state="failed", reason="x" * 2000, cause="error")
     folder.close()
     time.sleep(0.2)

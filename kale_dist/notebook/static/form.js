@@ -33,9 +33,9 @@ function render({ model, el }) {
   const code = element("pre", { class: "kd-code", tabindex: "0", "aria-label": "The call" });
   const said = element("div", { class: "kd-said", role: "status" });
   const claims = element("span", { class: "kd-chips" });
-  const claimsSaid = element("span", { class: "kd-quiet", role: "status" });
+  const claimsNote = element("span", { class: "kd-quiet", role: "status" });
   const claimsRow = element("div", { class: "kd-claims", role: "group", "aria-labelledby": `${id}-claims` },
-    element("span", { id: `${id}-claims` }, "Claims of the cluster, to mount"), claims, claimsSaid);
+    element("span", { id: `${id}-claims` }, "Claims of the cluster, to mount"), claims, claimsNote);
   const place = element("div", { class: "kd-place" });
   let forget;
   const announce = (text) => {
@@ -98,7 +98,7 @@ function render({ model, el }) {
   function drawClaims() {
     claims.replaceChildren(...model.get("claims").map((name) =>
       element("button", { type: "button", onclick: () => toggleClaim(name) }, name)));
-    claimsSaid.textContent = model.get("claims_said");
+    claimsNote.textContent = model.get("claims_note");
     drawVisible(model.get("choice"));
   }
 
@@ -170,7 +170,7 @@ function render({ model, el }) {
     ["change:code", () => (code.textContent = model.get("code"))],
     ["change:advice", () => (advice.textContent = model.get("advice"))],
     ["change:claims", drawClaims],
-    ["change:claims_said", drawClaims],
+    ["change:claims_note", drawClaims],
     ["change:job_view", drawJob],
     ["msg:custom", (message) => message.said && announce(message.said)],
   ];

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 
 from kale_dist import config
-from kale_dist.errors import BackendError, ConfigError, StoreError, say, warn
+from kale_dist.errors import BackendError, ConfigError, StoreError, log, warn
 from kale_dist.image import engine, for_job
 from kale_dist.image.engine import Engine, ensure_image, explained, find_image
 from kale_dist.job import records
@@ -91,7 +91,7 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
     if submit:
         if not isinstance(request, Settled):
             image = for_job.make(recipe, image=image, settings=configured, cuda=request.cuda, in_engine=True)
-        ensure_image(there, image, say=for_job.say)
+        ensure_image(there, image, log=for_job.log)
         _warn(there, request)
     return Settled.of(dataclasses.replace(request, topology=topology), name=name, image=image, recipe=recipe)
 
@@ -103,7 +103,7 @@ def _on_engine(engine: Engine, request: Request) -> Topology:
         return topology
     room = len(gpus_of(engine)) if request.cuda else int(engine.info.get("NCPU") or 0)
     world, sentence = size_on_machine(topology.sizes, room)
-    say(sentence)
+    log(sentence)
     return Topology(number_of_processes=world, processes_per_pod=min(topology.processes_per_pod, world))
 
 

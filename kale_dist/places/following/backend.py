@@ -87,9 +87,9 @@ class FollowedBackend(FolderBackend):
         if not self._reader(ref).status().is_final:
             self._follow(ref).cancel(grace_s, save=save)
 
-    def tell(self, ref: JobRef, rank: int, message: ToAgent, blobs: Iterable[str] = ()) -> None:
+    def send(self, ref: JobRef, rank: int, message: ToAgent, blobs: Iterable[str] = ()) -> None:
         """Have the job's head pass a message on to a rank, once it has the blobs."""
-        if not self._follow(ref).tell(rank, message, blobs):
+        if not self._follow(ref).send(rank, message, blobs):
             raise BackendError(f"The head of {ref} cannot be reached from here", retryable=True)
 
     def delete(self, ref: JobRef) -> None:

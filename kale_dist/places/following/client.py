@@ -70,9 +70,9 @@ class HeadClient:
         """Have the head end the job: one more checkpoint if wanted, SIGTERM to all ranks, SIGKILL after `grace_s` seconds."""
         self._ask("POST", "/cancel", json.dumps({"grace_s": grace_s, "save": save}).encode())
 
-    def tell(self, rank: int, message: ToAgent) -> None:
+    def send(self, rank: int, message: ToAgent) -> None:
         """Have the head pass a message on to a rank, or with -1 to all."""
-        self._ask("POST", f"/tell?rank={rank}", messages.encode(message))
+        self._ask("POST", f"/send?rank={rank}", messages.encode(message))
 
     @contextlib.contextmanager
     def stream(self, line: int, event: int, silence_s: float) -> Iterator[tuple[Iterator[bytes], Callable[[], None]]]:

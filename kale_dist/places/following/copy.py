@@ -142,7 +142,7 @@ class HeadCopy:
             self.flush()
             self._write_progress()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Append a line of this process, which has no number."""
         self._append_own(text.encode())
         self.flush()

@@ -117,16 +117,16 @@ class Follower:
             self._job.place.kill(self._reach.handle, grace_s)
         self._woken.set()
 
-    def tell(self, rank: int, message: ToAgent, blobs: Iterable[str]) -> bool:
+    def send(self, rank: int, message: ToAgent, blobs: Iterable[str]) -> bool:
         """Have the head pass a message on to a rank, once it has some blobs; returns whether the head has it."""
         if isinstance(message, ToLive | Restart) and message.attempt is not None:
             message = dataclasses.replace(message, attempt=message.attempt - self._reach.handle.first_attempt)
 
-        def tell(head: HeadClient) -> None:
+        def send(head: HeadClient) -> None:
             head.upload(FolderStore(records.blobs_dir()), blobs)
-            head.tell(rank, message)
+            head.send(rank, message)
 
-        return self._reach.ask(tell)
+        return self._reach.ask(send)
 
     def fetch(self, name: str) -> bool:
         """Fetch a file of the job as it is now: see `HeadReach.fetch`."""
@@ -249,7 +249,7 @@ class Follower:
             copy.release(note=left)
         else:
             if copy.verdict is None or verdict.reason not in copy.verdict.reason:
-                copy.say(verdict.reason)
+                copy.log(verdict.reason)
             copy.release(closing_events(verdict, job.status.status(), copy.last_attempt, self._clock.time()), note=left)
         if self.sight.head_runs:
             life.reach.ask(HeadClient.ack)
@@ -291,7 +291,7 @@ class Follower:
     def _begin_next(self, life: FollowedLife, text: str, head: Part | None = None) -> None:
         """Write the last events of a life, and the record of the next one."""
         copy, now = life.copy, self._clock.time()
-        copy.say(text)
+        copy.log(text)
         common = {"time": now, "attempt": copy.last_attempt + 1, "rank": None}
         note = {**common, "event": EventKind.NOTE, "text": text}
         state = {**common, "event": EventKind.STATE, "state": StateName.PENDING, "reason": text, "cause": ""}

@@ -181,7 +181,7 @@ class FollowedLife:
         self._input: threading.Thread | None = None
         self._input_error: KaleDistError | None = None
         self._decided: Verdict | None = None
-        self._heard: set[str] = set()
+        self._with_last_words: set[str] = set()
         self._was_suspended = False
         self._last_checkpoint: pathlib.Path | None = None
         """The head's checkpoint that came after its end: there is no later one."""
@@ -362,12 +362,12 @@ class FollowedLife:
         """Copy the last output of other pods that failed into the log: their agents may not have reached the head."""
         parts = self._sight.look.parts
         failed = [part for part in parts if part.number and part.state == "ended" and part.exit_code]
-        for part in [part for part in failed[:MAX_PODS] if part.uid not in self._heard]:
-            self._heard.add(part.uid)
+        for part in [part for part in failed[:MAX_PODS] if part.uid not in self._with_last_words]:
+            self._with_last_words.add(part.uid)
             with contextlib.suppress(BackendError):
                 said = self._job.place.last_words(self.reach.handle, part, MAX_BYTES).decode(errors="replace")
                 for line in [text for text in said.splitlines() if text.strip()][-MAX_LINES:]:
-                    self.copy.say(f"pod {part.number}: {line}")
+                    self.copy.log(f"pod {part.number}: {line}")
 
     def fetch_results(self, verdict: Verdict) -> bool:
         """Fetch the outcomes of a job that has ended, and the last checkpoint of one that has not succeeded.
@@ -395,7 +395,7 @@ class FollowedLife:
             self._job.show("The results could not be fetched yet")
             return False
         what = ", ".join(missing[:_NAMED]) + (" and more" if len(missing) > _NAMED else "")
-        copy.say(f"Results could not be fetched, because the head ended before they were fetched: {what}")
+        copy.log(f"Results could not be fetched, because the head ended before they were fetched: {what}")
         return True
 
     def _is_here(self, name: str) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kale_dist import strategies, wire
-from kale_dist.errors import BackendError, KaleDistError, say
+from kale_dist.errors import BackendError, KaleDistError, log
 from kale_dist.job import interrupts, records
 from kale_dist.job.backend import (
     Backend,
@@ -124,7 +124,7 @@ class WarmPlace:
         made = records.read(
             self._backend.submit(dataclasses.replace(wanted, name=name), secrets.token_bytes(32)).record_name
         )
-        say(". ".join([_told(made, self.inner.noun), *others]))
+        log(". ".join([_described(made, self.inner.noun), *others]))
         _use(self.inner, made)
         return handle_in(made, name)
 
@@ -245,7 +245,7 @@ def _differences(wanted: JobSpec, there: JobSpec) -> list[str]:
     return [_WORDS.get(name, name.removesuffix("_s")) for name in differing if name not in ("name", "cluster")]
 
 
-def _told(made: Record, noun: str) -> str:
+def _described(made: Record, noun: str) -> str:
     """What a set holds, for how long, and how it is ended."""
     spec = made.spec
     gpus = (spec.resources.gpus or int(spec.cuda)) * spec.topology.number_of_processes

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kale_dist.errors import BackendError, ConfigError, say
+from kale_dist.errors import BackendError, ConfigError, log
 from kale_dist.job.backend import PlacedJob
 from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places import manifests
@@ -157,7 +157,7 @@ def create_policy(cluster: Cluster, spec: Settled, policy: Any) -> None:
         doing = Doing(verb="create", resource=plural, namespace=namespace, name=policy["metadata"]["name"])
         if api.status_of(error) != api.FORBIDDEN or spec.cluster.network_policy:
             raise api.explain(error, doing) from error
-        say(f"Cannot {doing}: {api.look_up(error, doing).words}. {roles.POLICIES.without}")
+        log(f"Cannot {doing}: {api.look_up(error, doing).words}. {roles.POLICIES.without}")
 
 
 def find(cluster: Cluster, kind: Kind, namespace: str, name: str) -> Any:
@@ -307,7 +307,7 @@ def made_for(cluster: Cluster, handle: PlacedJob, uid: str, owner: Owner) -> boo
             found: Any = cluster.custom.get_namespaced_custom_object(group, version, namespace, plural, name)
         except Exception as error:
             if api.status_of(error) == api.FORBIDDEN:
-                return (kind, name) in kind_of(handle.spec).told_by(handle.object)
+                return (kind, name) in kind_of(handle.spec).reporters_of(handle.object)
             if api.status_of(error) == api.NOT_FOUND:
                 return False
             raise api.explain(error, Doing(verb="get", resource=plural, namespace=namespace, name=name)) from error

@@ -37,7 +37,7 @@ def position(cluster: Cluster, kind: Kind, job: Mapping[str, Any]) -> QueuePosit
         return None
     meta = job["metadata"]
     positions = _positions(cluster, meta["namespace"], queue_of(job))
-    return next((positions[owner] for owner in kind.told_by(meta["name"]) if owner in positions), None)
+    return next((positions[owner] for owner in kind.reporters_of(meta["name"]) if owner in positions), None)
 
 
 _lock = threading.Lock()

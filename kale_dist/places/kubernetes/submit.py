@@ -18,7 +18,7 @@ from typing import Any
 
 from kale_dist import config
 from kale_dist.config import Config
-from kale_dist.errors import BackendError, ConfigError, say, warn
+from kale_dist.errors import BackendError, ConfigError, log, warn
 from kale_dist.image import for_job
 from kale_dist.job import records
 from kale_dist.job.records import FIRST_LIFE, Life
@@ -93,7 +93,7 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
     if cluster is None or found is None or not submit:
         return settled(image)
     for line in (*self_pod.about_claims(request, draft, own), *([note] if note else [])):
-        say(line)
+        log(line)
     if store and not request.store and not configured.store:
         warn(
             f"Results, and the snapshot if it is large, are kept in {store}, a volume of this notebook's pod that "

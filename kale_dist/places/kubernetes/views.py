@@ -192,9 +192,9 @@ def pod_view(data: Mapping[str, Any]) -> PodView:
         reason=status.get("reason") or "",
         message=(status.get("message") or "").strip(),
         node=spec.get("nodeName") or "",
-        scheduling=_said(scheduled) if scheduled.get("status") == "False" else "",
+        scheduling=_words_of(scheduled) if scheduled.get("status") == "False" else "",
         scheduler=(spec.get("schedulerName") or "").replace("default-scheduler", ""),
-        disruption=_said(disruption) if disruption.get("status") == "True" else "",
+        disruption=_words_of(disruption) if disruption.get("status") == "True" else "",
         is_ending="deletionTimestamp" in meta,
         containers=(
             *_containers(spec.get("initContainers"), status.get("initContainerStatuses"), is_init=True),
@@ -246,7 +246,7 @@ def is_about(event: EventView, handle: PlacedJob) -> bool:
         return event.name in names or owner in names
     if event.kind == "Workload":
         return owner_of_workload(event.name, kind) == handle.object
-    return (event.kind, event.name) in kind.told_by(handle.object)
+    return (event.kind, event.name) in kind.reporters_of(handle.object)
 
 
 def owner_of_workload(name: str, kind: Kind) -> str:
@@ -260,7 +260,7 @@ def seconds(text: str | None) -> float | None:
     return dt.datetime.fromisoformat(text).timestamp() if text else None
 
 
-def _said(condition: Mapping[str, Any]) -> str:
+def _words_of(condition: Mapping[str, Any]) -> str:
     return f"{condition.get('reason') or ''}: {condition.get('message') or ''}"
 
 

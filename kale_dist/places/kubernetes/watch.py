@@ -173,7 +173,7 @@ class _State:
         self._namespace = namespace
         self._kind = kind
         self._followed = followed
-        self._about = {"Pod", "PersistentVolumeClaim", "Workload", *(about for about, _ in kind.told_by(""))}
+        self._about = {"Pod", "PersistentVolumeClaim", "Workload", *(about for about, _ in kind.reporters_of(""))}
         """Kinds of objects whose events are kept."""
         self.listed: set[str] = set()
         """Kinds of objects that were listed as a whole: before, a job only seems to have no pods."""
@@ -192,7 +192,7 @@ class _State:
         # Pods of an earlier job of this name may still be ending.
         since = 0.0 if job is None else seconds(job["metadata"].get("creationTimestamp")) or 0.0
         pods = [pod for pod in self._pods.get(name, {}).values() if pod.created >= since]
-        about = [*self._kind.told_by(name), ("Workload", name), *(("Pod", pod.name) for pod in pods)]
+        about = [*self._kind.reporters_of(name), ("Workload", name), *(("Pod", pod.name) for pod in pods)]
         events = [event for key in about for event in self._events.get(key, {}).values() if event.time >= since]
         for claim in dict.fromkeys(claim for pod in pods for claim in pod.claims):
             events += self._events.get(("PersistentVolumeClaim", claim), {}).values()
@@ -217,7 +217,7 @@ class _State:
             if name in self.jobs
             and any(
                 _QUOTA_REFUSAL in event.message
-                for about in self._kind.told_by(name)
+                for about in self._kind.reporters_of(name)
                 for event in self._events.get(about, {}).values()
             )
         }
@@ -313,7 +313,7 @@ class _State:
             return {job for job, pods in self._pods.items() if any(name in pod.claims for pod in pods.values())}
         if kind == "Pod":
             return {job for job, pods in self._pods.items() if any(name == pod.name for pod in pods.values())}
-        return {job for job in self._followed if (kind, name) in (("Workload", job), *self._kind.told_by(job))}
+        return {job for job in self._followed if (kind, name) in (("Workload", job), *self._kind.reporters_of(job))}
 
     def _quota(self, _: str, item: Object) -> set[str]:
         used, name = (item.get("status") or {}).get("used") or {}, item["metadata"]["name"]

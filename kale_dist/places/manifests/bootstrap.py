@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kale_dist.wire import EXIT_TOLD_TO_END, InputFiles, PodVariable
+from kale_dist.wire import EXIT_TERMINATED, InputFiles, PodVariable
 
 EXIT_CODE = 78
 """Exit code of a container in which the agent could not be started: the image's Python is too old, or the input cannot
@@ -14,7 +14,7 @@ BOOTSTRAP = f"""\
 import os, signal, sys
 # Process 1 of a container does not get a SIGTERM that it has no handler for: a pod that is deleted as it starts would stay
 # for its whole grace. The agent has a handler of its own, and one that comes in between waits for it.
-signal.signal(signal.SIGTERM, lambda *_: os._exit({EXIT_TOLD_TO_END}))
+signal.signal(signal.SIGTERM, lambda *_: os._exit({EXIT_TERMINATED}))
 sys.path[:] = [path for path in sys.path if path]
 
 def stop(text):
@@ -39,7 +39,7 @@ try:
 except (ImportError, OSError, ValueError, zipfile.BadZipFile) as error:
     stop("the job's input " + source + " cannot be unpacked into " + target + ": " + str(error))
 # By `sys.path`, not by PYTHONPATH, which the user's own subprocesses would inherit.
-run = "import os, runpy, signal, sys; signal.signal(signal.SIGTERM, lambda *_: os._exit({EXIT_TOLD_TO_END})); "
+run = "import os, runpy, signal, sys; signal.signal(signal.SIGTERM, lambda *_: os._exit({EXIT_TERMINATED})); "
 run += "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]); sys.path.insert(0, " + repr(target) + "); sys.argv[1:] = ['pod']; "
 run += "runpy.run_module('kale_dist.worker', run_name='__main__')"
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

@@ -251,7 +251,7 @@ class Kind(abc.ABC):
         """How many pods it is to have."""
         return sum(group.pods for group in self.pod_groups(made))
 
-    def told_by(self, name: str) -> Sequence[tuple[str, str]]:
+    def reporters_of(self, name: str) -> Sequence[tuple[str, str]]:
         """Kind and name of the objects whose events say why pods are not made, for the object of this name."""
         return ((self.name, name),)
 

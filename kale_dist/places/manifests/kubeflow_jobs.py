@@ -236,7 +236,7 @@ class MPIJob(KubeflowJob):
         """One launcher and workers."""
         return {"Launcher": 1, "Worker": spec.topology.number_of_pods - 1}
 
-    def told_by(self, name: str) -> Sequence[tuple[str, str]]:
+    def reporters_of(self, name: str) -> Sequence[tuple[str, str]]:
         """Its own events, and those of the Job that makes the launcher."""
         return ((self.name, name), ("Job", f"{name}-launcher"))
 

@@ -102,7 +102,7 @@ class TrainJob(Kind):
             started=resumed.get("lastTransitionTime") if resumed.get("status") == "False" else None,
         )
 
-    def told_by(self, name: str) -> tuple[tuple[str, str], ...]:
+    def reporters_of(self, name: str) -> tuple[tuple[str, str], ...]:
         """Pods are refused to its Job, and a Job to its JobSet."""
         return ((self.name, name), ("JobSet", name), ("Job", f"{name}-{_STEP}-0"))
 

@@ -71,7 +71,7 @@ class Agent:
         processes.become_subreaper()
         self._loop.set_exception_handler(self._broken)
         self._loop.add_signal_handler(signal.SIGCHLD, processes.reap_orphans)
-        self._loop.add_signal_handler(signal.SIGTERM, self._told_to_end)
+        self._loop.add_signal_handler(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         kernel = self._watch_kernel()
@@ -79,16 +79,16 @@ class Agent:
             self._pool.adopt(*self._forkserver)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(wire.socket_address(self._address))
-        server = await asyncio.start_unix_server(self._hear, sock=listener, backlog=64, limit=_MAX_MESSAGE_BYTES)
+        server = await asyncio.start_unix_server(self._receive, sock=listener, backlog=64, limit=_MAX_MESSAGE_BYTES)
         connection = socket.socket(fileno=self._connection)
         connection.set_inheritable(False)
         streams = await asyncio.open_unix_connection(sock=connection, limit=_MAX_MESSAGE_BYTES)
-        hearing = asyncio.ensure_future(self._hear_kernel(*streams))
+        receiving = asyncio.ensure_future(self._receive_kernel(*streams))
         await self._serve()
         self._pool.close()
         processes.end_orphans(limit_s=2.0)
         server.close()
-        hearing.cancel()
+        receiving.cancel()
         for peer in list(self._peers):
             peer.close()
         if kernel is not None:
@@ -110,7 +110,7 @@ class Agent:
         for job in list(self._jobs.values()):
             job.fail(FailureCause.AGENT_DIED, told)
 
-    def _told_to_end(self) -> None:
+    def _terminate(self) -> None:
         self._is_stopping = True
         self._news.set()
         for job in list(self._jobs.values()):
@@ -144,12 +144,12 @@ class Agent:
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
-    async def _hear_kernel(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._hear(reader, writer)
+    async def _receive_kernel(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._receive(reader, writer)
         if not self._is_stopping:
             self._kernel_ended()
 
-    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Do what a peer asks for until it leaves. Its messages are JSON, one a line."""
         pid, user = processes.peer_of(writer.get_extra_info("socket"))
         if user != os.geteuid() or not processes.is_beside(pid):
@@ -175,9 +175,9 @@ class Agent:
                 grace_s = max(0.0, float(message.get("grace_s", CANCEL_GRACE_S)))
                 if (job := self._jobs.get(str(message.get("job")))) is not None:
                     job.cancel(FailureCause.USER, _CANCELLED, grace_s, save=bool(message.get("save")))
-            case Op.TELL:
+            case Op.SEND:
                 if (job := self._jobs.get(str(message.get("job")))) is not None:
-                    job.tell(int(message["rank"]), messages.parse(message["message"]))
+                    job.send(int(message["rank"]), messages.parse(message["message"]))
             case Op.STOP:
                 self._is_stopping = True
                 self._news.set()

@@ -145,7 +145,7 @@ class RunningAttempt:
             How the attempt ended. No rank is left.
         """
         site, order = self._site, self._site.order
-        usage = UsageWatch(order, site.loop, self._near_pids, self._tell_usage)
+        usage = UsageWatch(order, site.loop, self._near_pids, self._send_usage)
         self._watch = HangWatch(
             self.ranks,
             site.loop,
@@ -213,7 +213,7 @@ class RunningAttempt:
 
     def _give_up_saving(self, then: Callable[[], None]) -> None:
         if then in self._after_save:
-            self._site.writer.say("The ranks have not written the checkpoint in time that they were asked for")
+            self._site.writer.log("The ranks have not written the checkpoint in time that they were asked for")
             self._after_save.remove(then)
             then()
 
@@ -302,7 +302,7 @@ class RunningAttempt:
             if rank.done is None and self.verdict is None and self._can_lose(rank.rank):
                 self.lost.append(rank)
                 rank.record(RankStateName.LOST)
-                self._site.writer.say(f"{ending.blame([rank]).reason}. The other ranks carry on without it")
+                self._site.writer.log(f"{ending.blame([rank]).reason}. The other ranks carry on without it")
             else:
                 is_stopped = self.verdict is not None and not has_failed and rank not in self._failed
                 rank.record(ending.rank_state(rank, stopped=is_stopped))
@@ -348,7 +348,7 @@ class RunningAttempt:
         """A live rank has answered. Those that wait in a collective for one whose cell has failed would wait for ever."""
         if not (answer.ok or answer.is_refused):
             for rank in self.ranks:
-                rank.tell(CellFailed(number=answer.number))
+                rank.send(CellFailed(number=answer.number))
 
     @property
     def _are_all_over(self) -> bool:
@@ -386,7 +386,7 @@ class RunningAttempt:
     def _near_pids(self) -> Mapping[int, int]:
         return {rank.pid: rank.rank for rank in self._near if rank.pid and rank.end is None}
 
-    def _tell_usage(self, rank: int, fields: dict[str, int | str | None]) -> None:
+    def _send_usage(self, rank: int, fields: dict[str, int | str | None]) -> None:
         self._site.writer.event(EventKind.USAGE, rank, **fields)
 
     @staticmethod

@@ -8,7 +8,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from kale_dist.wire import EXIT_TOLD_TO_END, FailureCause, RankStateName, StateName, Verdict
+from kale_dist.wire import EXIT_TERMINATED, FailureCause, RankStateName, StateName, Verdict
 from kale_dist.wire.messages import Done
 from kale_dist.worker.agent import gpu_faults
 from kale_dist.worker.agent.rank_run import Rank
@@ -110,16 +110,16 @@ def _describe_error(rank: int, done: Done, fault: gpu_faults.Fault | None) -> Ve
 # -- a head's last words ---------------------------------------------------------------------------------------------
 
 
-def exit_code(verdict: Verdict, *, told_to_end: bool) -> int:
+def exit_code(verdict: Verdict, *, is_terminated: bool) -> int:
     """The exit code of a pod whose job has ended so.
 
     Args:
         verdict: How the job has ended.
-        told_to_end: Whether the pod got SIGTERM.
+        is_terminated: Whether the pod got SIGTERM.
     """
     if verdict.state is StateName.SUCCEEDED:
         return 0
-    return EXIT_TOLD_TO_END if told_to_end else 1
+    return EXIT_TERMINATED if is_terminated else 1
 
 
 def termination_message(verdict: Verdict) -> bytes:

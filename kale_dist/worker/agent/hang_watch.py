@@ -100,8 +100,8 @@ class HangWatch:
         self._has_warned = False
         self._idle_since = time.monotonic()
         self._idle_moves = 0
-        self._has_told_end = False
-        self._said_waiting: list[int] = []
+        self._has_logged_end = False
+        self._logged_waiting: list[int] = []
         self._in_first_step = False
         self._tasks = [loop.create_task(self._watch_progress())]
 
@@ -147,8 +147,8 @@ class HangWatch:
             if not samples:
                 return
             waiting, before = who_waits(before, samples), samples
-            if waiting and (waiting != self._said_waiting or len(waiting) == len(samples)):
-                self._say_waiting(waiting, samples)
+            if waiting and (waiting != self._logged_waiting or len(waiting) == len(samples)):
+                self._log_waiting(waiting, samples)
             if len(waiting) == len(samples):
                 left = [rank.rank for rank in self._ranks if rank.done is not None]
                 self._fail(FailureCause.LEFT, self._describe_left(left, waiting, samples))
@@ -204,7 +204,7 @@ class HangWatch:
                 )
                 await asyncio.sleep(BETWEEN_LOOKS_S)
                 samples = await self._look()
-                self._say_waiting(who_waits(before, samples), samples)
+                self._log_waiting(who_waits(before, samples), samples)
 
     def _watch_breakpoints(self) -> bool:
         """Have ranks go on that no person debugs; returns whether any rank waits at a breakpoint."""
@@ -216,7 +216,7 @@ class HangWatch:
         if time.monotonic() - max(rank.attended_at for rank in waiting) >= limit_s:
             ranks = _capital(name_ranks([rank.rank for rank in waiting]))
             told = f"nothing was typed for {limit_s:g} s. Breakpoints to come are passed over"
-            self._writer.say(f"{ranks} {'goes' if len(waiting) == 1 else 'go'} on from breakpoint(): {told}")
+            self._writer.log(f"{ranks} {'goes' if len(waiting) == 1 else 'go'} on from breakpoint(): {told}")
             for rank in waiting:
                 rank.pass_over()
         return True
@@ -227,11 +227,11 @@ class HangWatch:
         # A cell may begin and end between two looks.
         moves, self._idle_moves = self._idle_moves, self._writer.moves.total()
         if not is_idle or limit_s is None or moves != self._idle_moves:
-            self._idle_since, self._has_told_end = now, False
+            self._idle_since, self._has_logged_end = now, False
             return
         left_s = self._idle_since + limit_s - now
-        if 0 < left_s <= min(END_NOTICE_S, limit_s / 2) and not self._has_told_end:
-            self._has_told_end = True
+        if 0 < left_s <= min(END_NOTICE_S, limit_s / 2) and not self._has_logged_end:
+            self._has_logged_end = True
             # With the hour, because a text is noted once.
             since = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - limit_s + left_s))
             left = f"{left_s / 60:.0f} min" if left_s > 90 else f"{left_s:.0f} s"  # noqa: PLR2004
@@ -240,10 +240,10 @@ class HangWatch:
         if now - self._idle_since >= limit_s:
             self._idle_since = now
             text = f"The live ranks have run no cell for {limit_s:g} s, and end"
-            self._writer.say(text)
+            self._writer.log(text)
             self._writer.event(EventKind.NOTE, text=text)
             for rank in self._ranks:
-                rank.tell(EndLive())
+                rank.send(EndLive())
 
     def _fail_stalled(self, samples: dict[int, Sample]) -> None:
         self._write_stacks(f"No rank has made progress for stall_timeout_s = {self._stall_timeout_s:g} s:", samples)
@@ -271,19 +271,19 @@ class HangWatch:
         return [rank.rank for rank in self._ranks if rank.exchanges and rank.exchanges != most]
 
     def _write_stacks(self, title: str, samples: dict[int, Sample]) -> None:
-        self._writer.say(title)
+        self._writer.log(title)
         for number, sample in samples.items():
             text = sample.dump.decode("utf-8", "backslashreplace")
-            self._writer.say(f"Rank {number}:\n{text or '(it does not answer: it is starting, or was stopped)'}")
+            self._writer.log(f"Rank {number}:\n{text or '(it does not answer: it is starting, or was stopped)'}")
 
-    def _say_waiting(self, waiting: list[int], samples: dict[int, Sample]) -> None:
-        self._said_waiting = waiting
+    def _log_waiting(self, waiting: list[int], samples: dict[int, Sample]) -> None:
+        self._logged_waiting = waiting
         busy = [number for number in samples if number not in waiting]
         seconds = round(self._idle_s, 1)
         self._writer.event(EventKind.WAITING, waiting=waiting, busy=busy, seconds=seconds)
         for number in waiting:
             frame = samples[number].user_frame
-            self._writer.say(f"Rank {number} waits in a collective" + (f": {frame}" if frame is not None else ""))
+            self._writer.log(f"Rank {number} waits in a collective" + (f": {frame}" if frame is not None else ""))
 
 
 def _each_backends(choose: Callable[[Iterable[int]], int], ranks: Iterable[Rank]) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ GATHER_S = 30.0
 GROW_EACH_S = 60.0
 """An attempt lasts so long before all ranks start again because there are pods for more of them."""
 
-SAY_MISSING_EACH_S = 30.0
+LOG_MISSING_EACH_S = 30.0
 """The log says this often which pods are not ready."""
 
 
@@ -138,7 +138,7 @@ class JobRun:
         else:
             self._running.save_first(then, limit_s)
 
-    def tell(self, rank: int, message: ToAgent) -> None:
+    def send(self, rank: int, message: ToAgent) -> None:
         """Do what a notebook's message asks for, in a rank, or with -1 in all. Without such a rank nothing happens."""
         if self._running is None:
             return
@@ -147,7 +147,7 @@ class JobRun:
                 self._running.end(Verdict(StateName.PENDING, None, "The notebook restarts the ranks", may_restart=True))
         elif rank < len(self._running.ranks):
             for one in self._running.ranks if rank < 0 else [self._running.ranks[rank]]:
-                one.tell(message)
+                one.send(message)
 
     def fail(self, cause: FailureCause, reason: str) -> None:
         """End the job as failed; nothing if its end is decided already."""
@@ -159,7 +159,7 @@ class JobRun:
 
     async def _grow(self, running: RunningAttempt) -> None:
         """Have the ranks start again in more pods where there are any, from a checkpoint that they write before: no batch is lost."""
-        has_said_why = False
+        has_logged_why = False
         while running.verdict is None:
             await asyncio.sleep(GROW_EACH_S)
             while self._size <= running.world_size:
@@ -173,9 +173,9 @@ class JobRun:
                 await saved.wait()
                 if running.verdict is None and running.has_saved and self._size > running.world_size:
                     running.end(Verdict(StateName.PENDING, None, there_are, may_restart=True))
-            elif not has_said_why:
-                has_said_why = True
-                self._site.writer.say(
+            elif not has_logged_why:
+                has_logged_why = True
+                self._site.writer.log(
                     f"{there_are}. All ranks start again in them after a loss, or as soon as they can write a checkpoint within an epoch"
                 )
 
@@ -206,7 +206,7 @@ class JobRun:
         if verdict.may_restart and self.order.policy.max_restarts:
             reason = f"{reason}. This was attempt {self._count(0)}"
         if reason:
-            self._site.writer.say(reason)
+            self._site.writer.log(reason)
         self._site.writer.event(
             EventKind.STATE, **dataclasses.replace(verdict, reason=reason, lost=self._lost).fields()
         )
@@ -227,7 +227,7 @@ class JobRun:
             count = f"attempt {self._count(1)}"
             writer.begin_attempt(writer.attempt + 1)
             self._lost = ()
-            writer.say(f"{verdict.reason}. All ranks are started again: {count}")
+            writer.log(f"{verdict.reason}. All ranks are started again: {count}")
             reason = f"Starting again, {count}: {verdict.reason}"
 
     @property
@@ -259,7 +259,7 @@ class JobRun:
         if self._has_started:
             limit_s = REPLACE_WAIT_S if self.order.replaces_pods else 0.0
         give_up_at = limit_s + (time.monotonic() if self._has_started else self._began_at)
-        say_at, has_enough = time.monotonic() + SAY_MISSING_EACH_S, False
+        log_at, has_enough = time.monotonic() + LOG_MISSING_EACH_S, False
         if reason and not self._size:
             text = f"Waits for {_name_pods(self._missing)}. {reason}"
             writer.event(EventKind.STATE, state=str(StateName.STARTING), reason=text, cause="")
@@ -271,12 +271,12 @@ class JobRun:
                 if self._size:
                     break
                 return self._miss_pods(names, limit_s, reason)
-            if now >= say_at and names:
-                say_at = now + SAY_MISSING_EACH_S
-                writer.say(f"Waiting for pods: {names}")
+            if now >= log_at and names:
+                log_at = now + LOG_MISSING_EACH_S
+                writer.log(f"Waiting for pods: {names}")
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(say_at, give_up_at) - now if self._may_start else None):
+                async with asyncio.timeout(min(log_at, give_up_at) - now if self._may_start else None):
                     await self._changed.wait()
         stop, self._stop = self._stop, None
         return stop
@@ -319,7 +319,7 @@ class JobRun:
         site, order, writer = self._site, self.order, self._site.writer
         writer.event(EventKind.STATE, state=str(StateName.STARTING), reason=reason, cause="", free=self._free)
         if order.note and not writer.attempt:
-            writer.say(order.note)
+            writer.log(order.note)
             writer.event(EventKind.NOTE, text=order.note)
         try:
             loading.stage_modules(

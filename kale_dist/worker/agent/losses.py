@@ -20,8 +20,8 @@ class Losses:
     """The losses of one attempt's ranks."""
 
     def __init__(self) -> None:
-        self._began_at = self._told_at = -math.inf
-        self._told = 0
+        self._began_at = self._written_at = -math.inf
+        self._written = 0
         self._epoch = 0
         self._latest: dict[int, float] = {}
 
@@ -41,10 +41,10 @@ class Losses:
             self._epoch, self._latest = epoch, {}
         self._latest[rank] = loss
         now = time.monotonic()
-        self._began_at = now if self._told == 0 else self._began_at
-        is_soon = now - self._told_at < max(SOONEST_S, (now - self._began_at) / SHARE)
-        if rank != min(self._latest) or (is_soon and self._told >= _FIRST):
+        self._began_at = now if self._written == 0 else self._began_at
+        is_soon = now - self._written_at < max(SOONEST_S, (now - self._began_at) / SHARE)
+        if rank != min(self._latest) or (is_soon and self._written >= _FIRST):
             return None
-        self._told_at, self._told = now, self._told + 1
+        self._written_at, self._written = now, self._written + 1
         mean = sum(self._latest.values()) / len(self._latest)
         return {"epoch": epoch, "step": progress.get("step"), "steps": progress.get("steps"), "loss": mean}

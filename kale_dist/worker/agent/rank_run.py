@@ -124,7 +124,7 @@ class Rank:
         if self.process is not None and self._received and self.end is None:
             self.process.ask_stacks()
 
-    def tell(self, message: ToAgent | CellFailed) -> None:
+    def send(self, message: ToAgent | CellFailed) -> None:
         """Pass a message on, and note whether a person is at the debugger, and whether a live rank has something to do."""
         if isinstance(message, Visit | Typed):
             self.is_visited, self.attended_at = True, time.monotonic()
@@ -221,7 +221,7 @@ class Rank:
         self.moved()
         if at.prompt and not self.prompt:
             self.is_visited = False
-            self._writer.say(f"Rank {self.rank} waits in breakpoint() at {at.where}")
+            self._writer.log(f"Rank {self.rank} waits in breakpoint() at {at.where}")
         self.prompt, self.attended_at = at.prompt, time.monotonic()
         self._writer.event(EventKind.DEBUG, self.rank, **wire.fields_of(at))
 
@@ -230,7 +230,7 @@ class Rank:
         if where not in self._passed:
             self._passed.add(where)
             why = "there is no person to answer"
-            self._writer.say(f"Rank {self.rank} has passed over breakpoint() at {where}: {why}")
+            self._writer.log(f"Rank {self.rank} has passed over breakpoint() at {where}: {why}")
             # Without the rank, so that the many of a job are one note.
             self._writer.event(EventKind.NOTE, text=f"breakpoint() at {where} was passed over: {why}", warns=True)
 

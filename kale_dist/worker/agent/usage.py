@@ -63,16 +63,16 @@ class UsageWatch:
         order: Order,
         loop: asyncio.AbstractEventLoop,
         pids: Callable[[], Mapping[int, int]],
-        tell: Callable[[int, Fields], None],
+        send: Callable[[int, Fields], None],
     ) -> None:
         self._order = order
         self._loop = loop
         self._pids = pids
-        self._say = tell
+        self._send = send
         self._node = _node(os.environ)
         self._environment = dict(order.process.environment) if order.process is not None else dict(os.environ)
         self._driver: Driver | None = None
-        self._told: dict[int, Fields] = {}
+        self._sent: dict[int, Fields] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopped = False
 
@@ -105,7 +105,7 @@ class UsageWatch:
                     }  # fmt: skip
         # The loop has ended where an agent received SIGTERM.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._tell, found, time.monotonic() - began)
+            self._loop.call_soon_threadsafe(self._pass_on, found, time.monotonic() - began)
 
     def _gpu_of(self, rank: int, gpus: Sequence[Gpu]) -> Fields:
         place = rank % self._order.processes_per_agent * self._order.gpus_each
@@ -115,14 +115,14 @@ class UsageWatch:
             "gpu_percent": gpu.percent, "gpu_memory_bytes": gpu.used_bytes, "gpu_memory_limit_bytes": gpu.total_bytes
         }  # fmt: skip
 
-    def _tell(self, found: Mapping[int, Fields], took_s: float) -> None:
+    def _pass_on(self, found: Mapping[int, Fields], took_s: float) -> None:
         if self._is_stopped:
             return
         for rank, now in found.items():
-            before = self._told.get(rank)
+            before = self._sent.get(rank)
             if before is None or any(_differs(name, before[name], value) for name, value in now.items()):
-                self._told[rank] = now
-                self._say(rank, now)
+                self._sent[rank] = now
+                self._send(rank, now)
         self._timer = self._loop.call_later(max(EACH_S, REST_PER_WORK * took_s) if found else FIRST_S, self._look)
 
 

@@ -172,7 +172,7 @@ class JobWriter:
                 self._lines.append(_Lines(rank, self.attempt, now, body, count))
             self._condition.notify()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Append lines of the agent's own."""
         self.lines(None, *_own_lines(text))
 
@@ -202,7 +202,7 @@ class JobWriter:
         if problem == self.disk_problem:
             return
         if self.disk_problem and not problem:
-            self.say("The job's folder can be written again. Until then ranks that wrote lines had to wait")
+            self.log("The job's folder can be written again. Until then ranks that wrote lines had to wait")
         self.disk_problem = problem
         self.event(EventKind.DISK, problem=problem)
         if problem:
@@ -210,7 +210,7 @@ class JobWriter:
             self.progress = {**self.progress, EventKind.DISK: told}
             if self._stdout is not None:
                 self._stdout.offer(wire.encode_progress(told), always=True)
-                self._stdout.say(problem)
+                self._stdout.log(problem)
         self._on_change()
 
     def close(self, then: Callable[[], None]) -> None:
@@ -396,7 +396,7 @@ class StdoutCopy:
             self._blocks.append(block)
             self._condition.notify_all()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Write lines of the agent's own that stand in no file, and so have no number."""
         body, count = _own_lines(text)
         self.offer(wire.encode_lines(None, time.time_ns() // 1_000_000, 0, None, body, count), always=True)

@@ -67,7 +67,7 @@ class DataParallel(Replica):
         self._exchange: AllReduce | None = None
         self._sum: SharedSum | None = None
         self._shares_memory = False
-        self._told_bytes = 0.0
+        self._reported_bytes = 0.0
         self._bytes_before = 0
         """Bytes written to memory that was closed since."""
         self._bucket_bytes = max(1, int(self.settings.bucket_mib * 2**20))
@@ -255,7 +255,7 @@ class DataParallel(Replica):
             return {}
         written = self._bytes_before + (self._sum.bytes_written if self._sum is not None else 0)
         total = self._exchange.bytes_sent + written
-        new, self._told_bytes = total - self._told_bytes, total
+        new, self._reported_bytes = total - self._reported_bytes, total
         return {"bytes_sent": new}
 
     def own_state(self) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class OwnSteps(Replica):
         """Whether the ranks' weights differ at the end of an epoch though no step of an optimizer was counted since they met."""
         is_apart = bool(differing(self.group.gather(fingerprint(self.weights())), tolerance=0.0))
         if is_apart and not self.steps:
-            self.group.say(
+            self.group.log(
                 "train_step changes weights without optimizer.step(): they were averaged over all ranks at the end of the"
                 " epoch, and not within it."
             )

@@ -176,7 +176,7 @@ class PipelineParallel(DataParallel):
         count = sum(p.numel() for p in self.parameters.values())
         total = sum(p.numel() for p in named.values())
         if not self.layout.shard:
-            context.say(
+            context.log(
                 f"Stage {self.stage} of {self.stages}: {own_units[0].name} to {own_units[-1].name}, {count:,} of"
                 f" {total:,} parameters, {self._cutting.micro_batches} micro-batches"
             )

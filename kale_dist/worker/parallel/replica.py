@@ -93,7 +93,7 @@ class Replica(Strategy):
         column = self.parts.column
         with_gradient = [parameter for parameter in new if parameter.grad is not None]
         if with_gradient and not column.is_alone:
-            self.parts.group.say(
+            self.parts.group.log(
                 f"An optimizer of the step trains {len(new)} tensors that are not the model's: their values are taken"
                 " from rank 0 and their gradients are averaged as well."
             )
@@ -256,7 +256,7 @@ class Replica(Strategy):
                     if (gradient := parameter.grad) is not None:
                         parameter.grad = self._weigh(gradient)
             if self._exchanges and any(id(p) not in self._late for p in by_hand) and not self._is_held_back:
-                self.parts.group.say(
+                self.parts.group.log(
                     "Gradients were assigned by the step, such as those of torch.autograd.grad or of a copy of the model: they"
                     " are averaged over the ranks before the optimizer's step."
                 )

@@ -61,7 +61,7 @@ class Worker(Replica):
         """Connections to the servers of each shard that are left: one, or two with a backup."""
         stack.push(self._leave)
         backups = " (each with a backup)" if self.settings.backup else ""
-        parts.group.say(
+        parts.group.log(
             f"parameter-server: {ranks(workers)} with data (workers), and {'rank' if last == workers else f'ranks {workers} to'}"
             f" {last} with the optimizer{backups}, mode {self.settings.mode!r}"
         )
@@ -200,7 +200,7 @@ class Worker(Replica):
                 pairs.remove(pair)
                 if not pairs:
                     raise
-                self.parts.group.say(
+                self.parts.group.log(
                     f"Rank {pair.other}, a server, was lost. Rank {pairs[0].other} has the same weights and the same state of"
                     " the optimizer: nothing is lost or repeated, and from here on this server has no backup."
                 )
@@ -243,7 +243,7 @@ class Worker(Replica):
         pair.send_bytes(pickle.dumps(value))
         found = pickle.loads(pair.receive_bytes())
         for rank in sorted(self._workers - found.keys()):
-            self.parts.group.say(
+            self.parts.group.log(
                 f"Rank {rank}, a worker, was lost. What was left of its share of this epoch's data is not used; from the next"
                 f" epoch on, all data is divided over those that are left ({ranks(len(found))})."
             )

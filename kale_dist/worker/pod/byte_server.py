@@ -14,7 +14,7 @@ but for bytes. What fails for another reason comes back as `{"error": sentence}`
     GET  /files/<name>            outcome-A-R or checkpoint, like a blob
     POST /ack                     the notebook has all it wants
     POST /cancel {"grace_s": s, "save": b}   end the job
-    POST /tell?rank=R             pass a message (`wire.messages`) on to a rank; -1: to all
+    POST /send?rank=R             pass a message (`wire.messages`) on to a rank; -1: to all
     POST /jobs                    of warm pods: take a job, as `warm.WarmPods.offer` says. Requests about the job, signed with its
                                   key, are the others of this list, with /jobs/<id> before their paths
 
@@ -118,7 +118,7 @@ class ByteServer(Served):
         writer: JobWriter,
         missing: Callable[[], list[str]],
         cancel: Callable[[float, bool], None],
-        tell: Callable[[int, ToAgent], None],
+        send: Callable[[int, ToAgent], None],
         acknowledge: Callable[[], None],
         within: ByteServer | None = None,
         prefix: str = "",
@@ -127,7 +127,7 @@ class ByteServer(Served):
         self.files = files
         self.writer = writer
         self.cancel = cancel
-        self.tell = tell
+        self.send = send
         self.acknowledge = acknowledge
         self.missing = missing
         self.news = threading.Condition()
@@ -378,10 +378,10 @@ class _JobRequest(_Request):
                 owner.acknowledge()
             case "POST", "jobs" if owner.offer is not None:
                 self._reply(200, owner.offer(body))
-            case "POST", "tell":
+            case "POST", "send":
                 rank, message = int(query["rank"]), messages.parse(json.loads(body))
                 self._reply(200, {})
-                owner.tell(rank, message)
+                owner.send(rank, message)
             case "POST", "cancel":
                 asked = json.loads(body)
                 grace_s = float(asked["grace_s"])

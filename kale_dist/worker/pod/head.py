@@ -100,7 +100,7 @@ class JobHead:
             writer=self.writer,
             missing=self._missing,
             cancel=self._cancel,
-            tell=self._tell,
+            send=self._send,
             acknowledge=self._acknowledged,
             within=within,
             prefix=order.prefix,
@@ -116,7 +116,7 @@ class JobHead:
         self._began_at = time.monotonic()
         self._has_blobs = False
         self._is_acknowledged = False
-        self._is_told_to_end = False
+        self._is_terminating = False
         self._on_stdout = False
 
     def _fail(self, cause: FailureCause, reason: str) -> None:
@@ -132,7 +132,7 @@ class JobHead:
     async def serve_job(self) -> None:
         """Serve the job until the notebook has what it wants."""
         if self.relays is not None:
-            self.relays.begin(self._pod, self._job, self.writer.say)
+            self.relays.begin(self._pod, self._job, self.writer.log)
         verdict = await self._run_job()
         await self._put_results()
         await self._wait_for_notebook(time.monotonic(), verdict)
@@ -158,11 +158,11 @@ class JobHead:
         try:
             MetricsServer(self._pod.place.listen, port, self._gauges.text)
         except OSError as error:
-            self.writer.say(f"Prometheus finds nothing: port {port} (metrics_port) cannot be opened ({error.strerror})")
+            self.writer.log(f"Prometheus finds nothing: port {port} (metrics_port) cannot be opened ({error.strerror})")
 
-    def told_to_end(self) -> None:
+    def terminate(self) -> None:
         """The pod got SIGTERM."""
-        again, self._is_told_to_end = self._is_told_to_end, True
+        again, self._is_terminating = self._is_terminating, True
         reason = (
             f"Pod {socket.gethostname()} received SIGTERM: the job was suspended or deleted, or the pod was "
             "evicted or ran into its deadline"
@@ -220,17 +220,17 @@ class JobHead:
                 told, is_refusal = f"The store {order.store} fails: {error}", pod_input.is_refusal(error)
                 if is_refusal and not order.used_restarts and not order.returns_head:
                     # Some refuse to read what is not there. Whether it can be written shows later.
-                    self.writer.say(f"{told}. The training begins at the beginning")
+                    self.writer.log(f"{told}. The training begins at the beginning")
                     return None
                 if is_refusal or time.monotonic() >= give_up_at:
                     path = f"{order.store}/jobs/{order.job}/checkpoint"
                     told = f"{told}. A checkpoint of before stays there ({path}): continue from it once that works"
                     if order.returns_head and not is_refusal:
-                        self._is_told_to_end = True
+                        self._is_terminating = True
                         self._job.cancel(FailureCause.SUSPENDED, told, 0.0)
                     raise StoreError(told) from error
                 if is_first:
-                    self.writer.say(f"{told}. It is tried again for {READ_LIMIT_S / 60:g} minutes")
+                    self.writer.log(f"{told}. It is tried again for {READ_LIMIT_S / 60:g} minutes")
                 is_first = False
             await asyncio.sleep(RETRY_EACH_S)
 
@@ -245,9 +245,9 @@ class JobHead:
         cancel = functools.partial(self._job.cancel, FailureCause.USER, "The job was cancelled", grace_s, save=save)
         self._pod.loop.call_soon_threadsafe(cancel)
 
-    def _tell(self, rank: int, message: ToAgent) -> None:
+    def _send(self, rank: int, message: ToAgent) -> None:
         """The notebook has a message for a rank."""
-        self._pod.loop.call_soon_threadsafe(self._job.tell, rank, message)
+        self._pod.loop.call_soon_threadsafe(self._job.send, rank, message)
 
     def _acknowledged(self) -> None:
         """The notebook has all it wants."""
@@ -272,7 +272,7 @@ class JobHead:
                 self.stdout.offer(block, always=True)
 
     async def _put_results(self) -> None:
-        goes_on = self._is_told_to_end and self._pod.order.returns_head
+        goes_on = self._is_terminating and self._pod.order.returns_head
         await asyncio.to_thread(functools.partial(self._kept.put_results, goes_on=goes_on))
 
     async def _wait_for_notebook(self, ended_at: float, verdict: Verdict) -> None:
@@ -289,7 +289,7 @@ class JobHead:
                     else ("They are lost; give a store with store='pvc://...' to keep them")
                 )
                 text = f"The results were not fetched within {limit_s:g} s (collect_wait_s). {kept}"
-                self.stdout.say(text)
+                self.stdout.log(text)
                 return
             await asyncio.sleep(_LOOK_EACH_S)
             if self._kept.works and not self._kept.is_complete and time.monotonic() - tried_at >= RETRY_EACH_S:
@@ -300,7 +300,7 @@ class JobHead:
         """Whether the notebook still has to come for something."""
         order = self._pod.order
         notebook_sees_store = "://" in order.store or order.source is Source.FOLDER
-        if self._is_acknowledged or self._is_told_to_end or order.work_is_kept:
+        if self._is_acknowledged or self._is_terminating or order.work_is_kept:
             return False
         if self._kept.is_complete and notebook_sees_store:
             return False
@@ -322,12 +322,12 @@ class Head(JobHead):
     def __init__(self, pod: Pod) -> None:
         order, relays, stdout = pod.order, None, StdoutCopy()
 
-        def say(text: str) -> None:
-            self.writer.say(text)
+        def log(text: str) -> None:
+            self.writer.log(text)
 
         if order.agents > 1:
             listener = open_port(pod.place.listen, order.port + 1, 1024)
-            relays = HeadsRelays(order, pod.key, pod.files, listener, say=say)
+            relays = HeadsRelays(order, pod.key, pod.files, listener, log=log)
 
         def make_warm(site: Site) -> JobRun:
             return WarmPods(site, relays, pod, lambda job: JobHead(job, relays, stdout, self.server))
@@ -346,7 +346,7 @@ class Head(JobHead):
         message = ending.termination_message(verdict)
         ending.write_termination(self._pod.place.termination_log, message)
         ended_at = time.monotonic()
-        if self.relays is not None and self._is_told_to_end and self._pod.order.returns_head:
+        if self.relays is not None and self._is_terminating and self._pod.order.returns_head:
             # Without a goodbye they come back as well, and join the next head.
             self.relays.close()
         elif self.relays is not None:
@@ -356,10 +356,10 @@ class Head(JobHead):
         await self._wait_for_notebook(ended_at, verdict)
         if self.relays is not None:
             self.relays.close()
-        limit_s = TERM_DRAIN_LIMIT_S if self._is_told_to_end else DRAIN_LIMIT_S
+        limit_s = TERM_DRAIN_LIMIT_S if self._is_terminating else DRAIN_LIMIT_S
         await asyncio.to_thread(self.stdout.drain, limit_s)
         self.server.close()
-        return ending.exit_code(verdict, told_to_end=self._is_told_to_end)
+        return ending.exit_code(verdict, is_terminated=self._is_terminating)
 
     async def _prepare(self) -> None:
         if isinstance(self._job, WarmPods):
@@ -384,7 +384,7 @@ class Head(JobHead):
             waited_s = time.monotonic() - ended_at
             may_come = time.monotonic() - self._began_at < self._pod.order.start_wait_s
             may_come = bool(relays.may_return or (relays.never_came and may_come))
-            may_come = may_come and not (self._is_told_to_end or self._is_acknowledged)
+            may_come = may_come and not (self._is_terminating or self._is_acknowledged)
             if not ((relays.connected and waited_s < LEAVE_LIMIT_S) or (may_come and waited_s < STRAGGLER_LIMIT_S)):
                 return
             await asyncio.sleep(_LOOK_EACH_S)

@@ -55,10 +55,10 @@ class _FarRank:
         self._channel.send(b"R", self.rank.rank, line)
 
     def signal(self, number: signal.Signals) -> None:
-        self._channel.say(Op.SIGNAL, self.rank.rank, number=int(number))
+        self._channel.send_message(Op.SIGNAL, self.rank.rank, number=int(number))
 
     def ask_stacks(self) -> None:
-        self._channel.say(Op.STACKS, self.rank.rank)
+        self._channel.send_message(Op.STACKS, self.rank.rank)
 
 
 class _Relay:
@@ -99,11 +99,11 @@ class HeadsRelays:
         key: Its secret.
         files: The job's folder.
         listener: Where relays connect to.
-        say: Writes a line into the log.
+        log: Writes a line into the log.
     """
 
     def __init__(
-        self, order: Order, key: bytes, files: JobFiles, listener: socket.socket, *, say: Callable[[str], None]
+        self, order: Order, key: bytes, files: JobFiles, listener: socket.socket, *, log: Callable[[str], None]
     ) -> None:
         self._key = key
         self._listener = listener
@@ -112,13 +112,13 @@ class HeadsRelays:
         self._is_over = False
         self._job: Mapping[str, Any] = {}
         """What warm pods run; see `Pod.of_job`."""
-        self._take_up(order, files, say)
+        self._take_up(order, files, log)
         self._relays = {agent: _Relay(agent, pod_name(order, agent)) for agent in range(1, order.agents)}
         self._server: asyncio.Server | None = None
 
-    def _take_up(self, order: Order, files: JobFiles, say: Callable[[str], None]) -> None:
+    def _take_up(self, order: Order, files: JobFiles, log: Callable[[str], None]) -> None:
         self._files = files
-        self._say = say
+        self._log = log
         self._may_be_lost = order.policy.max_restarts if order.replaces_pods else 0
         """How often each relay may be lost."""
         self._is_range = len(order.sizes) > 1
@@ -127,21 +127,21 @@ class HeadsRelays:
         """Who passes the blobs on to the next relays: each pod to two others. None is the head."""
         self._has_room = True
 
-    def begin(self, pod: Pod, judge: JobRun, say: Callable[[str], None]) -> None:
+    def begin(self, pod: Pod, judge: JobRun, log: Callable[[str], None]) -> None:
         """Have the relays of warm pods serve the next job, or none between two.
 
         Args:
             pod: This pod, with the job.
             judge: As for `serve`.
-            say: As for this class.
+            log: As for this class.
         """
         self._judge, self._job = judge, pod.job
-        self._take_up(pod.order, pod.files, say)
+        self._take_up(pod.order, pod.files, log)
         for relay in self._relays.values():
             relay.far, relay.was_lost, relay.losses = {}, False, 0
             if relay.channel is not None and pod.job:
                 relay.is_ready = False
-                relay.channel.say(Op.ORDER, job=dict(pod.job))
+                relay.channel.send_message(Op.ORDER, job=dict(pod.job))
 
     async def serve(self, job: JobRun) -> None:
         """Begin to accept relays.
@@ -202,7 +202,7 @@ class HeadsRelays:
         source = None
         while self._sources and (source := self._sources.popleft()) is not None and not source.is_open:
             source = None
-        channel.say(Op.FETCH, source=source and source.serves)
+        channel.send_message(Op.FETCH, source=source and source.serves)
         if channel.serves:
             self._sources.extend((channel, channel))
 
@@ -212,7 +212,7 @@ class HeadsRelays:
             self._has_room = has_room
             for relay in self._relays.values():
                 if relay.channel is not None:
-                    relay.channel.say(Op.ROOM, is_there=has_room)
+                    relay.channel.send_message(Op.ROOM, is_there=has_room)
 
     def spawn(self, attempt: Attempt, ranks: Sequence[Rank]) -> None:
         """Have relays start those ranks of an attempt that are theirs."""
@@ -240,13 +240,13 @@ class HeadsRelays:
         """Have the pod at an address run a command of mpirun's."""
         for relay, there in zip(self._relays.values(), self.hosts(), strict=True):
             if there == host and relay.channel is not None:
-                relay.channel.say(Op.RUN, command=command, attempt=attempt)
+                relay.channel.send_message(Op.RUN, command=command, attempt=attempt)
 
     def dismiss_leavers(self) -> None:
         """Let pods end that got SIGTERM: no rank is left in them."""
         for relay in self._relays.values():
             if relay.is_leaving and relay.channel is not None:
-                relay.channel.say(Op.END)
+                relay.channel.send_message(Op.END)
 
     def end(self) -> None:
         """The job is over: relays may leave, and those that come later learn of it."""
@@ -254,7 +254,7 @@ class HeadsRelays:
         for relay in self._relays.values():
             if relay.channel is not None:
                 relay.is_dismissed = True
-                relay.channel.say(Op.END)
+                relay.channel.send_message(Op.END)
 
     def close(self) -> None:
         """End all connections."""
@@ -295,12 +295,12 @@ class HeadsRelays:
         relay = self._relays.get(agent) if isinstance(agent, int) else None
         if relay is None or hello.get("op") != Op.HELLO or hello.get("version") != wire.VERSION:
             return None
-        channel.say(Op.CHALLENGE, nonce=ours, mac=sign(self._key, "head", relay.agent, theirs, ours))
+        channel.send_message(Op.CHALLENGE, nonce=ours, mac=sign(self._key, "head", relay.agent, theirs, ours))
         proof = await channel.read_from_stranger()
         if not is_signed(proof.get("mac", ""), self._key, "relay", relay.agent, theirs, ours):
             if proof and self._refusals < _MAX_REFUSALS_SAID:
                 self._refusals += 1
-                self._say(f"A pod at {channel.peer_host} that does not hold this job's key was refused")
+                self._log(f"A pod at {channel.peer_host} that does not hold this job's key was refused")
             return None
         channel.serves = proof.get("serves")
         return relay
@@ -308,18 +308,18 @@ class HeadsRelays:
     def _welcome(self, relay: _Relay, channel: Channel) -> bool:
         """Take in a relay that has proved the key; whether the job goes on with it."""
         if self._is_over or relay.losses > self._may_be_lost:
-            channel.say(Op.OVER)
+            channel.send_message(Op.OVER)
             relay.has_joined, relay.is_dismissed = True, True
             return False
         if relay.channel is not None:
             # Its pod was made again, and the end of the old one is not known here yet.
             self._lose(relay, relay.channel)
         relay.has_joined, relay.is_leaving, relay.channel = True, False, channel
-        channel.say(Op.WELCOME)
+        channel.send_message(Op.WELCOME)
         if self._job:
-            channel.say(Op.ORDER, job=dict(self._job))
+            channel.send_message(Op.ORDER, job=dict(self._job))
         if not self._has_room:
-            channel.say(Op.ROOM, is_there=False)
+            channel.send_message(Op.ROOM, is_there=False)
         if self._has_blobs:
             self._deal_to(channel)
         return True
@@ -352,7 +352,7 @@ class HeadsRelays:
         if relay.ranks:
             self._judge.pod_leaves(reason)
         elif relay.channel is not None:
-            relay.channel.say(Op.END)
+            relay.channel.send_message(Op.END)
             self._judge.lose_pod(reason, has_ranks=False)
 
     async def _take(self, relay: _Relay, kind: bytes, rank: int, payload: bytes) -> None:

@@ -27,7 +27,7 @@ INPUT_LIMIT_S = 300.0
 _LOOK_EACH_S = 0.1
 
 
-async def wait_for_input(place: PodPlace, told_to_end: asyncio.Event) -> tuple[Order, bytes]:
+async def wait_for_input(place: PodPlace, terminating: asyncio.Event) -> tuple[Order, bytes]:
     """Wait for the job's input; gives the order and the key.
 
     Raises:
@@ -36,7 +36,7 @@ async def wait_for_input(place: PodPlace, told_to_end: asyncio.Event) -> tuple[O
     order_file, key_file = place.input / InputFiles.ORDER, place.input / InputFiles.KEY
     deadline = time.monotonic() + INPUT_LIMIT_S
     while not (order_file.exists() and key_file.exists()):
-        if told_to_end.is_set():
+        if terminating.is_set():
             raise Problem("the pod received SIGTERM before its input was there")
         if time.monotonic() > deadline:
             raise Problem(
@@ -64,9 +64,9 @@ async def serve(place: PodPlace, pool: ForkPool) -> int:
         Problem: The agent cannot begin, or received SIGTERM before it had.
     """
     loop = asyncio.get_running_loop()
-    told_to_end = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, told_to_end.set)
-    order, key = await wait_for_input(place, told_to_end)
+    terminating = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, terminating.set)
+    order, key = await wait_for_input(place, terminating)
     pod = Pod(place, order, key, pool)
     try:
         pod.files.folder.mkdir(mode=0o700, parents=True)
@@ -88,15 +88,15 @@ async def serve(place: PodPlace, pool: ForkPool) -> int:
             broken.set_result(error if isinstance(error, BaseException) else RuntimeError(str(context.get("message"))))
 
     loop.set_exception_handler(fail)
-    loop.add_signal_handler(signal.SIGTERM, role.told_to_end)
-    if told_to_end.is_set():
-        role.told_to_end()
+    loop.add_signal_handler(signal.SIGTERM, role.terminate)
+    if terminating.is_set():
+        role.terminate()
     running = asyncio.ensure_future(role.run())
     await asyncio.wait((running, broken), return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
         raise broken.result()
     # A pod that was made again would only reach its deadline again.
-    return 1 if running.result() == wire.EXIT_TOLD_TO_END and pod.is_overdue else running.result()
+    return 1 if running.result() == wire.EXIT_TERMINATED and pod.is_overdue else running.result()
 
 
 async def _main(place: PodPlace, launched: tuple[socket.socket, int]) -> int:
@@ -111,7 +111,7 @@ async def _main(place: PodPlace, launched: tuple[socket.socket, int]) -> int:
     except (Problem, KaleDistError, OSError) as error:
         sys.stderr.write(f"kale_dist: {error}\n")
         ending.write_termination(place.termination_log, str(error).encode("utf-8", "replace"))
-        return wire.EXIT_TOLD_TO_END if "received SIGTERM" in str(error) else wire.EXIT_BROKEN
+        return wire.EXIT_TERMINATED if "received SIGTERM" in str(error) else wire.EXIT_BROKEN
     finally:
         pool.close()
         processes.end_orphans(limit_s=2.0)

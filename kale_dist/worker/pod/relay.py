@@ -19,7 +19,7 @@ from typing import Any
 from kale_dist import wire
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
-from kale_dist.wire import EXIT_LOST_HEAD, EXIT_TOLD_TO_END, Assignment, Attempt, EventKind, Source, messages
+from kale_dist.wire import EXIT_LOST_HEAD, EXIT_TERMINATED, Assignment, Attempt, EventKind, Source, messages
 from kale_dist.wire.messages import Answer, Done, FromRank
 from kale_dist.worker.agent.fork_pool import REFILL_AFTER_S
 from kale_dist.worker.agent.near_rank import End, NearRank
@@ -57,14 +57,14 @@ class Relay:
         self._usage: UsageWatch | None = None
         self._may_fetch = asyncio.Event()
         self._server = BlobServer(pod.key, pod.store)
-        self._is_told_to_end = False
+        self._is_terminating = False
         self._is_staged = False
 
-    def told_to_end(self) -> None:
+    def terminate(self) -> None:
         """The pod got SIGTERM: the head decides what that means for the job."""
-        self._is_told_to_end = True
+        self._is_terminating = True
         if self._head is not None:
-            self._head.say(
+            self._head.send_message(
                 Op.LEAVING, reason="it received SIGTERM: it was evicted, or the job was deleted or suspended"
             )
         elif self._joining is not None:
@@ -76,14 +76,14 @@ class Relay:
         Raises:
             Problem: The head cannot be reached, or is not that of this job.
         """
-        if self._is_told_to_end:
-            return EXIT_TOLD_TO_END
+        if self._is_terminating:
+            return EXIT_TERMINATED
         self._server.listen(self._pod.place.listen)
         self._joining = asyncio.ensure_future(self._join())
         try:
             head = await self._joining
         except asyncio.CancelledError:
-            return EXIT_TOLD_TO_END
+            return EXIT_TERMINATED
         if head is None:
             sys.stderr.write("kale_dist: the job goes on or has ended without this pod, which has nothing to do\n")
             return 0
@@ -95,10 +95,10 @@ class Relay:
         if self._usage is not None:
             self._usage.stop()
         if is_over:
-            return EXIT_TOLD_TO_END if self._is_told_to_end else 0
+            return EXIT_TERMINATED if self._is_terminating else 0
         # With the connection this pod's part of the attempt has ended: its ranks end with this process.
         sys.stderr.write("kale_dist: the connection to the first pod's agent has ended, and with it this pod's ranks\n")
-        return EXIT_TOLD_TO_END if self._is_told_to_end else EXIT_LOST_HEAD
+        return EXIT_TERMINATED if self._is_terminating else EXIT_LOST_HEAD
 
     # -- the connection ---------------------------------------------------------------------------------------------
 
@@ -131,13 +131,13 @@ class Relay:
     async def _prove(self, channel: Channel) -> dict[str, Any]:
         """Prove the key to each other; gives the head's answer. A head without the key gets no proof: it runs nothing here."""
         key, agent, ours = self._pod.key, self._pod.place.pod, secrets.token_hex(16)
-        channel.say(Op.HELLO, agent=agent, version=wire.VERSION, nonce=ours)
+        channel.send_message(Op.HELLO, agent=agent, version=wire.VERSION, nonce=ours)
         challenge = await channel.read_from_stranger()
         theirs = challenge.get("nonce", "")
         if not is_signed(challenge.get("mac", ""), key, "head", agent, ours, theirs):
             return {}
         serves = self._pod.place.listen or channel.own_host, self._server.port
-        channel.say(Op.PROOF, mac=sign(key, "relay", agent, ours, theirs), serves=serves)
+        channel.send_message(Op.PROOF, mac=sign(key, "relay", agent, ours, theirs), serves=serves)
         return await channel.read_from_stranger()
 
     async def _serve(self, head: Channel) -> bool:
@@ -204,14 +204,14 @@ class Relay:
         if not is_warm and self._pod.within is None:
             # From here no rank is forked that the job does not need.
             self._pod.pool.wanted_spares = 0
-        head.say(Op.READY, job=self._pod.job.get("id"))
+        head.send_message(Op.READY, job=self._pod.job.get("id"))
 
     def _spawn(self, head: Channel, attempt: Attempt) -> None:
         order = self._pod.own_order
         if not self._is_staged:
             self._is_staged = True
             loading.stage_modules(self._pod.store, order.snapshot, self._pod.files.modules)
-            self._usage = UsageWatch(order, self._pod.loop, self._pids, functools.partial(self._tell_usage, head))
+            self._usage = UsageWatch(order, self._pod.loop, self._pids, functools.partial(self._send_usage, head))
             self._usage.start()
         mine = next(member for member in attempt.members if member.agent == self._pod.place.pod)
         for rank in mine.ranks:
@@ -224,13 +224,13 @@ class Relay:
     def _pids(self) -> Mapping[int, int]:
         return {one.process.pid: rank for rank, one in self._ranks.items() if one.process.pid and not one.is_over}
 
-    def _tell_usage(self, head: Channel, rank: int, fields: dict[str, int | str | None]) -> None:
+    def _send_usage(self, head: Channel, rank: int, fields: dict[str, int | str | None]) -> None:
         event = {"event": str(EventKind.USAGE), "time": time.time(), "rank": rank, "attempt": self._ranks[rank].attempt}
         head.send(b"E", rank, wire.encode_json({**event, **fields}))
 
 
 def _refuse(head: Channel, reason: str) -> None:
-    head.say(Op.REFUSED, reason=reason)
+    head.send_message(Op.REFUSED, reason=reason)
 
 
 class _Forwarder:
@@ -264,7 +264,7 @@ class _Forwarder:
 
     def forked(self, pid: int) -> None:
         """The rank has a process."""
-        self._head.say(Op.FORKED, self.rank, pid=pid)
+        self._head.send_message(Op.FORKED, self.rank, pid=pid)
 
     def output(self, body: bytes, count: int) -> None:
         """The rank has written lines: they are sent at once, or with others a moment later."""
@@ -298,7 +298,7 @@ class _Forwarder:
             self._sending.add_done_callback(lambda _: self.ended(end))
             return
         self._flush()
-        self._head.say(Op.ENDED, self.rank, end=dataclasses.asdict(end))
+        self._head.send_message(Op.ENDED, self.rank, end=dataclasses.asdict(end))
 
     def _flush(self) -> None:
         """Send the lines there are."""
@@ -321,5 +321,5 @@ class _Forwarder:
                 self._head.send(b"F", self.rank, data)
                 size += len(data)
                 await self._head.drain()
-        self._head.say(Op.OUTCOME, self.rank, bytes=size)
+        self._head.send_message(Op.OUTCOME, self.rank, bytes=size)
         self._head.send(b"R", self.rank, messages.encode(message))

@@ -154,7 +154,7 @@ class Channel:
         if self.is_open:
             self._writer.writelines((FRAME.pack(sum(map(len, payload)), kind, rank), *payload))
 
-    def say(self, op: Op, rank: int = NO_RANK, **fields: Any) -> None:
+    def send_message(self, op: Op, rank: int = NO_RANK, **fields: Any) -> None:
         """Send a message."""
         self.send(b"M", rank, json.dumps({"op": op, **fields}).encode())
 

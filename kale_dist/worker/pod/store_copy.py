@@ -110,7 +110,7 @@ class StoreCopy:
 
     def _put(self, path: pathlib.Path) -> bool:
         """Put a file there; whether that went well. It is tried again as long as the job lasts, unless the store refuses it."""
-        now, call, say = time.monotonic(), self._pod.loop.call_soon_threadsafe, self._writer.say
+        now, call, log = time.monotonic(), self._pod.loop.call_soon_threadsafe, self._writer.log
         try:
             if path == self._pod.files.checkpoint:
                 pod_input.put_checkpoint_into_store(self._pod)
@@ -120,10 +120,10 @@ class StoreCopy:
             text = f"{path.name} could not be put into the store {self._pod.order.store}: {error}"
             if pod_input.is_refusal(error):
                 self.works = False
-                call(say, f"{text}. The notebook has to fetch it")
+                call(log, f"{text}. The notebook has to fetch it")
             elif self._failing_since is None:
                 self._failing_since = now
-                call(say, f"{text}. It is tried again as long as the job lasts")
+                call(log, f"{text}. It is tried again as long as the job lasts")
             elif now - self._failing_since >= STORE_WARN_S:
                 self._failing_since = math.inf
                 text = f"{text}. What is newer is lost with this pod"
@@ -131,5 +131,5 @@ class StoreCopy:
             return False
         if self._failing_since is not None:
             self._failing_since = None
-            call(say, f"The store {self._pod.order.store} can be written again")
+            call(log, f"The store {self._pod.order.store} can be written again")
         return True

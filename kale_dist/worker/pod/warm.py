@@ -91,7 +91,7 @@ class WarmPods(JobRun):
         """End the job at work, and then the set."""
         super().cancel(cause, reason, grace_s, save=save)
         if self._next is not None:
-            self._next[1].told_to_end()
+            self._next[1].terminate()
 
     async def _run_attempts(self) -> Verdict:
         """Run one job after the other; returns why there is no further one."""
@@ -116,7 +116,7 @@ class WarmPods(JobRun):
             await head.serve_job()
             await asyncio.to_thread(pod.end_job, pod.order.blobs)
             if relays is not None:
-                relays.begin(self._pod, self, writer.say)
+                relays.begin(self._pod, self, writer.log)
                 if not relays.are_all_there:
                     return Verdict(StateName.FAILED, FailureCause.LOST, "A pod was lost during the last job")
             self._next = None

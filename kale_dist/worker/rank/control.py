@@ -45,7 +45,7 @@ class Control:
         asked, self._is_asked_to_save = self._is_asked_to_save, False
         return asked
 
-    def hear(self) -> Go | Typed | PassOver | None:
+    def receive(self) -> Go | Typed | PassOver | None:
         """Wait for the agent's next message that is for one breakpoint or the rank's end; None if the agent is gone."""
         while self._receive() or self._messages:
             if self._messages:
@@ -54,17 +54,17 @@ class Control:
             self._wait(_LOOK_AGAIN_MS)
         return None
 
-    def hear_live(self, limit_s: float) -> list[ToLive] | None:
+    def receive_live(self, limit_s: float) -> list[ToLive] | None:
         """The messages to live ranks that have come within a limit; None if the agent is gone. For one thread alone."""
         if not self._live:
             self._wait(limit_s * 1000)
         is_there = self._receive()
-        heard = [self._live.popleft() for _ in range(len(self._live))]
-        return heard if heard or is_there else None
+        received = [self._live.popleft() for _ in range(len(self._live))]
+        return received if received or is_there else None
 
     def wait_for_go(self) -> None:
         """Wait until the agent has no more need of this process, or is gone. Answers to a prompt that is over may come before."""
-        while not isinstance(self.hear(), Go | None):
+        while not isinstance(self.receive(), Go | None):
             pass
 
     def _wait(self, limit_ms: float) -> None:

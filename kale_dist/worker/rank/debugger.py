@@ -181,8 +181,8 @@ class _Terminal:
         sys.stdout.flush()
         sys.stderr.flush()
         prompt = secrets.token_hex(8)
-        self._say(prompt)
-        while (message := self._agent.hear()) is not None:
+        self._prompt(prompt)
+        while (message := self._agent.receive()) is not None:
             if isinstance(message, Typed) and message.prompt == prompt:
                 self._typed = message.text
                 return f"{self._typed}\n"
@@ -194,10 +194,10 @@ class _Terminal:
     def leave(self) -> None:
         """The rank has left its breakpoint."""
         if self.where:
-            self._say("")
+            self._prompt("")
             self.where = ""
 
-    def _say(self, prompt: str) -> None:
+    def _prompt(self, prompt: str) -> None:
         text, self._text = self._text, ""
         if len(text) > MAX_TEXT:
             body, newline, last = text.rpartition("\n")

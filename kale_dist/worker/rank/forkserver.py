@@ -81,7 +81,7 @@ class ForkServer:
         # Pages that the collector would write to in each rank stay shared.
         gc.freeze()
         gc.enable()
-        self._say({"ready": True, "seconds": time.monotonic() - start})
+        self._send({"ready": True, "seconds": time.monotonic() - start})
         while True:
             for descriptor, events in self._poll.poll():
                 if descriptor in self._ranks:
@@ -129,16 +129,16 @@ class ForkServer:
         except OSError as error:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            self._say({"refused": number, "error": str(error)})
+            self._send({"refused": number, "error": str(error)})
             return
         self._ranks[watch] = pid
         self._poll.register(watch, select.POLLIN)
-        self._say({"forked": number, "pid": pid})
+        self._send({"forked": number, "pid": pid})
 
     def _refuse(self, number: int, descriptors: list[int], why: str) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
-        self._say({"refused": number, "error": why})
+        self._send({"refused": number, "error": why})
 
     def _become_rank(self, server: int, descriptors: list[int]) -> None:
         """The child's side of the fork: never returns."""
@@ -160,9 +160,9 @@ class ForkServer:
         # It gives nothing only with WNOHANG.
         ended = cast("os.waitid_result", os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT))
         by_signal = ended.si_code != os.CLD_EXITED
-        self._say({"ended": pid, "status": ended.si_status, "by_signal": by_signal})
+        self._send({"ended": pid, "status": ended.si_status, "by_signal": by_signal})
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         self._unsent.append(wire.encode_json(message))
         self._flush()
 

@@ -133,7 +133,7 @@ class KeptGroup:
 
         device = torch.device(context.context().device)
         if not self._assignment.local_rank and (sentence := small_shm(self._assignment.local_world_size)):
-            context.say(sentence)
+            context.log(sentence)
         # The last rank may still load its snapshot, which may take long and is no hang.
         if store.add("here", 1) == self._world_size:
             store.set("all", "")
@@ -182,7 +182,7 @@ class KeptGroup:
         if self._rank or world == 1 or not steps or self._count_exchanges() != self._exchanges:
             return
         made = f"{steps:,} {'optimizer steps' if self._steps else 'backward passes'}"
-        context.say(
+        context.log(
             f"The ranks made {made} and exchanged nothing: has each of the {world} processes trained a copy of its own? Use distribute(), wrap the model in DistributedDataParallel, or give Lightning's"
             f" Trainer devices={self._assignment.local_world_size} and num_nodes={len(self._attempt.members)}."
         )
@@ -244,7 +244,7 @@ class KeptGroup:
                 and (self._cuda or name.startswith("GLOO"))
             ):
                 text = f"{name}={os.environ[name]} lets more than this machine connect to the ranks, which ask nobody who connects. Leave it out"
-                context.say(text, warns=True)
+                context.log(text, warns=True)
 
     def _make_init(self, original: Callable[..., None]) -> Callable[..., None]:
         self._init = original

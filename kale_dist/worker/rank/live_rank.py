@@ -112,11 +112,11 @@ class LiveRank:
 
     def _listen(self) -> None:
         while (
-            heard := self._control.hear_live(
+            received := self._control.receive_live(
                 LOOK_EACH_S if self._cut_at or self._failed > self._ended else _IDLE_LOOK_S
             )
         ) is not None:
-            for message in heard:
+            for message in received:
                 self._take(message)
             with self._lock:
                 self._look()

@@ -122,7 +122,7 @@ def close_to_all(listener: socket.socket) -> None:
 def _warn(why: str) -> None:
     if not context.context().rank:
         text = f"The ranks cannot find out whose processes they are connected to ({why}): they would not notice another user's"
-        context.say_once(text, warns=True)
+        context.log_once(text, warns=True)
 
 
 def _owner(family: int, here: Address, there: Address) -> Owner | None:

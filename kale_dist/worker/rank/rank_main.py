@@ -122,7 +122,7 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
             if kept is not None:
                 kept.advise(trained=models is not None and models.are_trained())
             if models is not None and (lost := models.lost()) and not rank:
-                context.say(
+                context.log(
                     f"{', '.join(lost)} changed and stays in the ranks: it is not an argument of the function. Pass it as one"
                     " to launch(), and its weights come back."
                 )

@@ -156,7 +156,7 @@ class Callbacks:
             found = {"best_epoch": kept.epoch, "best_value": kept.value, "best_state": on_cpu(self._best)}
             name, value = kept.settings.monitor, kept.value or 0.0
             text = f"Epoch {kept.epoch} was the best ({name} {value:.4g}): job.best_state_dict() has its weights."
-            self._group.say(text)
+            self._group.log(text)
         if average is not None and average.count:
             with average.in_place():
                 found["averaged_state"] = on_cpu(_copied(self._strategy.full_state()))

@@ -103,7 +103,7 @@ def is_tight(last: pathlib.Path) -> bool:
     parts = list(last.iterdir()) if last.is_dir() else [last] if last.exists() else []
     found = shutil.disk_usage(last.parent).free < _ROOM * sum(part.stat().st_size for part in parts)
     if found:
-        context.say_once(
+        context.log_once(
             f"The disk of {last.parent} is almost full: only the last checkpoint is kept while one is written."
         )
     return found

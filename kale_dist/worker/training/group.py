@@ -43,7 +43,7 @@ class Group:
         self.world_size: int = dist.get_world_size() if ready else 1
         self.size_at_start = self.world_size
         """The world size before any rank was lost."""
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._exchange: Callable[[Any], dict[int, Any]] | None = None
         self._members = self._living = list(range(self.world_size))
 
@@ -96,11 +96,11 @@ class Group:
         """Whether this is the only rank."""
         return self.world_size == 1
 
-    def say(self, text: str, *, ranks: int = 1, warns: bool = False) -> None:
+    def log(self, text: str, *, ranks: int = 1, warns: bool = False) -> None:
         """Print a sentence for the user once in the whole job, and send it as a note. Ranks from `ranks` on stay silent."""
-        if self.rank < ranks and text not in self._said:
-            self._said.add(text)
-            context.say(text, warns=warns)
+        if self.rank < ranks and text not in self._logged:
+            self._logged.add(text)
+            context.log(text, warns=warns)
 
     def gather(self, value: object, *, in_first: bool = False) -> list[Any]:
         """Return every rank's value, in the order of the ranks, without those of lost ranks.
@@ -267,7 +267,7 @@ def copy_where_differing(
         for _, tensor in named:
             if not torch.nn.parameter.is_lazy(tensor):
                 group.send_tensor(tensor)
-    group.say(f"Weights were not equal on all ranks {when} ({names}): rank 0's were copied to all.{hint}", warns=True)
+    group.log(f"Weights were not equal on all ranks {when} ({names}): rank 0's were copied to all.{hint}", warns=True)
 
 
 class Buffers:

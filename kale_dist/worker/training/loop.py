@@ -101,7 +101,7 @@ def train(training: Training, *, cuda: bool = False) -> TrainingResult:
     result = session.result(progress, final, extra)
     if training.save_to is not None and result.model_state is not None:
         model_file.save(training.save_to, result.model_state)
-        group.say(f"The model was saved to {training.save_to}")
+        group.log(f"The model was saved to {training.save_to}")
     return result
 
 
@@ -230,7 +230,7 @@ class Session:
         is_slow = training.precision == "bf16" and group.device.type == "cuda"
         if is_slow and not torch.cuda.is_bf16_supported(including_emulation=False):
             name = torch.cuda.get_device_name(group.device)
-            group.say(f"precision='bf16' is emulated on this GPU ({name}), and slow. Use precision='fp16'.")
+            group.log(f"precision='bf16' is emulated on this GPU ({name}), and slow. Use precision='fp16'.")
         _follow_lazy_modules((trained.model, trained.criterion), strategy)
         profiler = Profiler(training.profile, group.device, strategy) if training.profile else None
         losses = Losses(group, trained.model)
@@ -293,7 +293,7 @@ class Session:
             try:
                 self.within.writing.wait()
             except Exception as error:  # noqa: BLE001 - it is not why the training ends
-                self.group.say(f"The last checkpoint is lost: {error}")
+                self.group.log(f"The last checkpoint is lost: {error}")
             raise
         self.within.writing.wait()
         return self.progress
@@ -321,7 +321,7 @@ class Session:
         self._step_scheduler(evaluated.get("loss", values.get("loss")))
         self._name_what_stays()
         if reason := self.callbacks.end_epoch(epoch, metrics):
-            self.group.say(reason)
+            self.group.log(reason)
         return Progress(epochs=epoch, values=merge(values, evaluated), stopped=stop or bool(reason))
 
     def _name_what_stays(self) -> None:
@@ -337,7 +337,7 @@ class Session:
             text += " Keep numbers in a dict, and name that in state=[...], to get them back."
         if context.context().max_restarts:
             text += " A restart begins with them as they were at the call."
-        self.group.say(text)
+        self.group.log(text)
 
     def _train(self, epoch: int) -> Averaged:
         """Call the user's train_step, and bring the ranks to one state."""
@@ -356,7 +356,7 @@ class Session:
         )
         if not feed.counts.passes:
             # Before this rank meets the others, who may be in another place. Two ranks see it, whoever of them it is.
-            self.group.say(
+            self.group.log(
                 "train_step did not iterate the loader it was given, or its class iterates by itself: data is not"
                 " divided over the ranks, and ranks that do iterate it wait for this one. A loader made in the step over"
                 " data_loader.dataset gives all ranks the same first samples; change the loader before the call instead.",
@@ -378,7 +378,7 @@ class Session:
         self._report_strategy([numbers for _, numbers, *_ in outcome.extras], epoch)
         self._report_pace([rate for _, _, rate, _ in outcome.extras], epoch)
         if returned is None:
-            self.group.say(
+            self.group.log(
                 "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
                 " {'loss': total / len(data_loader)}; they are averaged over the ranks.",
                 warns=True,
@@ -387,7 +387,7 @@ class Session:
             others = (
                 f", and {self.control.other_steps} of others, for other weights" if self.control.other_steps else ""
             )
-            self.group.say(
+            self.group.log(
                 f"Training has changed no weight of the model: train_step made no step of the optimizer that it got{others}.",
                 warns=True,
             )
@@ -463,7 +463,7 @@ class Session:
         groups = (group for group in self.trained.optimizer.param_groups if "lr" in group)
         for group, rate in zip(groups, first, strict=True):
             group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
-        self.group.say(
+        self.group.log(
             f"Learning rates were not equal on all ranks after epoch {epoch}: rank 0's were copied to all. A step that sets"
             " them by the loss of its own samples does this: pass scheduler= to the call, or average the loss over the"
             " ranks first.",
@@ -555,7 +555,7 @@ class Session:
         else:
             left_out = within.writing.write(contents, write, at_once=is_asked)
         if left_out:
-            self.group.say(
+            self.group.log(
                 f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values.",
                 warns=True,
             )

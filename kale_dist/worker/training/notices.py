@@ -233,7 +233,7 @@ class Losses:
             return
         epoch, step = self._place()
         cause = ", and the weights hold nan already" if is_spread else ""
-        context.say(f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.", warns=True)
+        context.log(f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.", warns=True)
 
 
 @_harmless

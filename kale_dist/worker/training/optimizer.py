@@ -64,12 +64,12 @@ class Schedules:
         per_epoch = f"{alone} batches an epoch on one process, {steps} steps of each rank here"
         if not total or total % alone or (total % steps == 0 and total != self.epochs * alone):
             size = f"made for {total} steps" if total else "of unknown length"
-            self.group.say(
+            self.group.log(
                 f"{name}, {size}, is stepped once in each batch ({per_epoch}): if it counts the batches of one process, it"
                 " stops early. Divide its number of steps by number_of_processes."
             )
             return 1
-        self.group.say(
+        self.group.log(
             f"{name} was made for {total} steps ({per_epoch}): in each batch it moves by the progress through the data,"
             " and ends where it would on one process."
         )

@@ -70,9 +70,9 @@ class Resumption:
             what += " of the earlier job"
         if place.attempt or found is not None:
             who = f"Attempt {place.attempt + 1}" if place.attempt else "New job" if is_earlier else "New run"
-            group.say(f"{who}: the training {what}.")
+            group.log(f"{who}: the training {what}.")
         for sentence in self.differences.sentences:
-            group.say(sentence)
+            group.log(sentence)
 
     def restore_rest(self, scaler: Any, load_own_state: Callable[[dict[str, Any]], None]) -> None:
         """Restore the strategy's state, the scaler, and last the generators, so that nothing draws from them in between.
@@ -136,7 +136,7 @@ class Resumption:
                 problem = f"{path} cannot be read ({error})"
             if not problem:
                 for sentence in problems:
-                    self._group.say(f"The last checkpoint is left out: {sentence}.")
+                    self._group.log(f"The last checkpoint is left out: {sentence}.")
                 return path, ""
             problems.append(problem)
         if not problems:

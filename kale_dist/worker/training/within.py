@@ -246,14 +246,14 @@ class Within:
         restored.restore(self._group.device, self._trained.loaders)
         if not is_there:
             batches.begin_again()
-            self._group.say(_FROM_ITS_START)
+            self._group.log(_FROM_ITS_START)
         elif mine is not None and mine.sums is not None and self._epoch.sums is not None:
             self._epoch.sums.load(mine.sums)
             self._feed.counts.samples = mine.samples
         else:
             counts = self._feed.counts
             counts.from_batch = batches.index + 1
-            self._group.say(_ANEW.format(counts.from_batch, counts.epoch), warns=True)
+            self._group.log(_ANEW.format(counts.from_batch, counts.epoch), warns=True)
 
     # -- between two batches -------------------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class Within:
 
     def _log_why(self) -> None:
         why = next(filter(None, self._group.gather(self._epoch.why)), "is elsewhere in another rank")
-        self._group.say(f"train_step {why}: until the end of an epoch no checkpoint can be written.")
+        self._group.log(f"train_step {why}: until the end of an epoch no checkpoint can be written.")
 
     def _save(self, batches: Batches) -> None:
         began, buffers, epoch = time.monotonic(), self._own_buffers(), self._epoch

@@ -153,7 +153,7 @@ class ScriptedHead:
             elif path == "/ack":
                 self.acks += 1
                 self._answer(peer, 200, b"{}")
-            elif path.startswith("/tell"):
+            elif path.startswith("/send"):
                 self.told.append(messages.parse(json.loads(body)))
                 self._answer(peer, 200, b"{}")
             elif path == "/cancel":

@@ -98,7 +98,7 @@ def test_what_a_killed_follower_left_is_cut_off_and_taken_up(copy, files):
 def test_the_next_line_is_found_behind_whatever_was_added(copy, files, size):
     copy.take(blocks(lines(0, 0, "first") + lines(1, 1, *["x" * 1000] * 20)))
     for _ in range(size // 100):
-        copy.say("y" * 5000)
+        copy.log("y" * 5000)
     copy.close()
     again = HeadCopy(files, Life(), lambda: None, lambda: None)
     assert again.next_line == 21

@@ -870,8 +870,8 @@ def test_a_message_to_the_ranks_names_the_attempt_as_their_head_counts_it(backen
     second = wait_for(lambda: 2 in place.runs and place.head(2))
     second.run()
     wait_for(lambda: (status := backend.status(ref)).attempt == 1 and status.state is StateName.RUNNING)
-    backend.tell(ref, -1, Interrupt(number=3, attempt=1))
-    backend.tell(ref, -1, Restart(attempt=1))
+    backend.send(ref, -1, Interrupt(number=3, attempt=1))
+    backend.send(ref, -1, Restart(attempt=1))
     assert second.told == [Interrupt(number=3, attempt=0), Restart(attempt=0)]
 
 

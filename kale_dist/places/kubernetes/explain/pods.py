@@ -35,7 +35,7 @@ def hindrance(pod: PodView, view: JobView) -> Found | None:
             return None
         if container.state == "waiting":
             pulling = _last_event(pod, view, "Failed: Failed to pull") if container.reason == "ImagePullBackOff" else ""
-            found = _match(Seen.WAITING, f"{_said(container)} {pulling}".rstrip(), pod, view, container)
+            found = _match(Seen.WAITING, f"{_words_of(container)} {pulling}".rstrip(), pod, view, container)
             if found is not None:
                 return found
     said = _last_event(pod, view)
@@ -64,25 +64,25 @@ def end(pod: PodView, view: JobView) -> Found | None:
     if pod.disruption and (found := _match(Seen.DISRUPTION, pod.disruption, pod, view)):
         return found if pod.has_ended else None
     # Before the containers: they only know of a signal.
-    if pod.phase == "Failed" and pod.reason and (found := _match(Seen.POD, _said(pod), pod, view)):
+    if pod.phase == "Failed" and pod.reason and (found := _match(Seen.POD, _words_of(pod), pod, view)):
         return found
     for container in pod.containers:
         if container.is_init and container.state == "terminated" and container.exit_code and pod.phase == "Failed":
             if container.name == _INIT:
                 return _without_master(pod, view, container)
             failed = _named("init-failed", pod, view, container)
-            return _match(Seen.ENDED, _said(container), pod, view, container) or failed
+            return _match(Seen.ENDED, _words_of(container), pod, view, container) or failed
     has_succeeded = main.exit_code == 0 and verdict_of(pod) is not None
     if main.exit_code in _DELETED_CODES and (pod.is_ending or pod.is_gone) and not has_succeeded:
         return _named("pod-deleted", pod, view)
     if main.exit_code == EXIT_BROKEN and main.message and verdict_of(pod) is None:
         return _named("agent-gave-up", pod, view, said=main.message.removeprefix("kale_dist: "))
     if main.state == "terminated" and main.exit_code:
-        return _match(Seen.ENDED, _said(main), pod, view, main) or _named("ended", pod, view)
+        return _match(Seen.ENDED, _words_of(main), pod, view, main) or _named("ended", pod, view)
     if pod.is_gone and pod.has_started and not has_succeeded:
         return _named("pod-deleted", pod, view)
     if pod.phase == "Failed":
-        return _match(Seen.POD, _said(pod), pod, view)
+        return _match(Seen.POD, _words_of(pod), pod, view)
     return None
 
 
@@ -95,7 +95,7 @@ def refusal(view: JobView, kind: Kind) -> Found | None:
     """Why the controller has not made all pods of the job; None if it has, or if no event says why."""
     there = [pod for pod in view.latest_pods if not pod.is_gone]
     expected = kind.number_of_pods(view.job or {})
-    meta, told = (view.job or {}).get("metadata") or {}, kind.told_by(view.name)
+    meta, told = (view.job or {}).get("metadata") or {}, kind.reporters_of(view.name)
     began = seconds(meta.get("creationTimestamp")) or 0.0
     # An object of the same name may have been there before.
     events = [
@@ -135,7 +135,7 @@ def of_job(name: str, view: JobView, kind: Kind, facts: Mapping[str, str] | None
 def _without_master(pod: PodView, view: JobView, container: ContainerView) -> Found:
     """Why a worker's `init-pytorch` has failed: the reason is what the first pod lacks, or lacked, if that is known."""
     gave_up = _named("init-gave-up", pod, view, container)
-    found = _match(Seen.ENDED, _said(container), pod, view, container) or gave_up
+    found = _match(Seen.ENDED, _words_of(container), pod, view, container) or gave_up
     head = view.latest_pods[0]
     # What the worker held may be what the head needed: it is scheduled in the second in which the worker fails.
     lacked = _last_event(head, view, "FailedScheduling: ")
@@ -211,7 +211,7 @@ def _unscheduled(said: str, pod: PodView, view: JobView) -> Found | None:
     return _match(Seen.SCHEDULING, _PREEMPTION.sub("", said), pod, view)
 
 
-def _said(about: PodView | ContainerView | EventView) -> str:
+def _words_of(about: PodView | ContainerView | EventView) -> str:
     """The cluster's words, as the table's patterns expect them."""
     return f"{about.reason}: {about.message}"
 
@@ -223,11 +223,11 @@ def _last_event(pod: PodView, view: JobView, words: str = "") -> str:
     """
     mine = [
         event for event in view.events
-        if event.object_uid == pod.uid and _said(event).startswith(words)
+        if event.object_uid == pod.uid and _words_of(event).startswith(words)
     ]  # fmt: skip
     # What is said in one second has no order; then a warning counts, and not that the pod got its node.
     last = max(mine, key=lambda event: (event.time, event.is_warning), default=None)
-    return _said(last) if last is not None and last.is_warning else ""
+    return _words_of(last) if last is not None and last.is_warning else ""
 
 
 def _last_line(text: str) -> str:

@@ -69,12 +69,12 @@ class Loaders:
             role.pace.world_size = role.group.world_size
         _prepare(train_loader, self.train, training, self._divided, shard=training.shard)
         self.batches = length(train_loader)
-        self._group.say(self.train.share.sentence)
+        self._group.log(self.train.share.sentence)
         if eval_loader is not None:
             shard = training.eval_sharding == "samples"
             _prepare(eval_loader, self.evaluation, training, self._divided, shard=shard)
             note = "metrics are averaged by samples" if shard else "for metrics that are not means"
-            self._group.say(f"{self.evaluation.share.sentence}; {note}")
+            self._group.log(f"{self.evaluation.share.sentence}; {note}")
 
     def restore(self) -> None:
         """Make the loaders what they were before `divide`."""
