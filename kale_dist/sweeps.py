@@ -241,8 +241,8 @@ class Sweep:
             reasons = sorted({trial.reason for trial in self.trials if trial.reason})
             if pruned := sum(trial.state == "pruned" for trial in self.trials):
                 reasons.append(f"{pruned} were pruned")
-            said = f": {'; '.join(reasons)}" if reasons else ""
-            raise SweepError(f"{self.name}: no trial has been completed{said}") from None
+            why = f": {'; '.join(reasons)}" if reasons else ""
+            raise SweepError(f"{self.name}: no trial has been completed{why}") from None
         return found
 
     def done(self) -> bool:
@@ -365,12 +365,12 @@ class Sweep:
             self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             return
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             if not getattr(error, "retryable", False):
-                self._fail(trial.number, said)
+                self._fail(trial.number, reason)
                 raise
             self._leaves_jobs = True
-            self._again(trial.number, said)
+            self._again(trial.number, reason)
             raise SweepError(
                 f"{self.name}: trial {trial.number} could not be submitted: {str(error).rstrip('.')}. Jobs that run are left"
                 f" alone. Call sweep(..., name={self.name!r}) again to continue with them and with this trial"
@@ -506,8 +506,8 @@ def _open(
         ("storage", storage, (str, optuna.storages.BaseStorage), a_url),
     ):
         if value is not None and not isinstance(value, base):
-            said = f"the class {value.__name__}" if isinstance(value, type) else show(value)
-            raise ConfigError(argument, f"{said} is not a {argument} of Optuna's", remedy)
+            shown = f"the class {value.__name__}" if isinstance(value, type) else show(value)
+            raise ConfigError(argument, f"{shown} is not a {argument} of Optuna's", remedy)
     if isinstance(storage, str):
         # Opened before the lock's file is created.
         try:

@@ -338,11 +338,11 @@ class LauncherForm(anywidget.AnyWidget):
         """Claims of the cluster, to choose from."""
         try:
             found = list(places.get("kubernetes").volumes())
-            said = "" if found else "The namespace has none"
+            note = "" if found else "The namespace has none"
         except KaleDistError as error:
-            found, said = [], str(error)
+            found, note = [], str(error)
         with self.hold_sync():
-            self.claims, self.claims_note = found, said
+            self.claims, self.claims_note = found, note
 
     def _receive(self, _widget: Any, message: Mapping[str, Any], _buffers: Any) -> None:
         actions: dict[Any, Callable[[], str]] = {"look": self._look, "run": self._run}

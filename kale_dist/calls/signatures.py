@@ -116,8 +116,8 @@ def check_function(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ve
     except TypeError as error:
         accepted = inspect.signature(fn).parameters
         hints = [f"{name}: {_suggestion(name, verb, accepted)}" for name in kwargs if name not in accepted]
-        told = [hint if hint.endswith("?") else f"{hint}." for hint in hints if "help(" not in hint]
-        remedy = " ".join([*told, f"It is {describe(fn)}"])
+        notes = [hint if hint.endswith("?") else f"{hint}." for hint in hints if "help(" not in hint]
+        remedy = " ".join([*notes, f"It is {describe(fn)}"])
         raise ConfigError("fn", f"it cannot be called with these arguments ({error})", remedy) from None
     except ValueError:
         pass  # Some functions written in C have no signature.

@@ -207,10 +207,10 @@ def _ask_helper(name: str, host: str, origin: str, *, required: bool) -> Credent
             f"{problem} did not answer ({type(error).__name__}). Try it by hand.", retryable=True
         ) from None
     if answer.returncode:
-        said = (answer.stdout + answer.stderr).strip()
-        if not required or any(phrase in said.lower() for phrase in _ABSENT):
+        output = (answer.stdout + answer.stderr).strip()
+        if not required or any(phrase in output.lower() for phrase in _ABSENT):
             return None
-        raise ImageError(f"{problem} failed: {said[:300] or f'exit code {answer.returncode}'}. Log in again.")
+        raise ImageError(f"{problem} failed: {output[:300] or f'exit code {answer.returncode}'}. Log in again.")
     try:
         found = json.loads(answer.stdout)
         username, secret = found["Username"], found["Secret"]

@@ -235,20 +235,20 @@ def facts_of(base: Base, recipe: Recipe, *, ask: Ask | None, python: str = "", l
         facts = parse_answer(kept.read_bytes(), base.named)
     except (OSError, ImageError):
         log(f"Inspecting the base image {base.reference}, once on this machine.")
-        said = ask(base.named) if ask is not None else ask_engine(str(base.reference), recipe.platform, log)
-        facts = parse_answer(said, base.named)
-        cache.write(kept, said)
+        answer = ask(base.named) if ask is not None else ask_engine(str(base.reference), recipe.platform, log)
+        facts = parse_answer(answer, base.named)
+        cache.write(kept, answer)
     _check(facts, base, recipe, python)
     return facts
 
 
-def parse_answer(said: bytes, image: str) -> Facts:
+def parse_answer(answer: bytes, image: str) -> Facts:
     """Parse the output of an image's inspecting container.
 
     Raises:
         ImageError: The program did not run; the message says why.
     """
-    text = said.decode(errors="replace")
+    text = answer.decode(errors="replace")
     line = next((line for line in reversed(text.splitlines()) if line.startswith(_MARK)), "")
     if line:
         with contextlib.suppress(ValueError, KeyError, TypeError):

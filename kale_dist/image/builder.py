@@ -204,10 +204,10 @@ def _install_debian(engine: Engine, container: str, packages: Sequence[str], tag
             lines.append(line)
             log(line)
     if engine.api.exec_inspect(made)["ExitCode"]:
-        said = "".join(f"\n  {line}" for line in [*lines, rest.decode(errors="replace")][-_SHOWN_LINES:])
+        shown = "".join(f"\n  {line}" for line in [*lines, rest.decode(errors="replace")][-_SHOWN_LINES:])
         raise ImageError(
             f"The Debian packages of the image {tag} could not be installed. The base has to be a Debian or Ubuntu whose "
-            f"release has them, and the engine's containers need a way to its servers. apt-get's last lines:{said}"
+            f"release has them, and the engine's containers need a way to its servers. apt-get's last lines:{shown}"
         )
 
 

@@ -297,9 +297,9 @@ class Connection:
                 f"{server}, which gives the tokens for {self.host}, {refused} ({status}). {login_remedy(self.host)}"
             )
         try:
-            said = json.loads(body) if status == 200 else {}  # noqa: PLR2004 - HTTP's own number
-            token = said.get("token") or said.get("access_token") or ""
-            life_s = float(said.get("expires_in") or _TOKEN_LIFE_S)
+            granted = json.loads(body) if status == 200 else {}  # noqa: PLR2004 - HTTP's own number
+            token = granted.get("token") or granted.get("access_token") or ""
+            life_s = float(granted.get("expires_in") or _TOKEN_LIFE_S)
         except (ValueError, AttributeError, TypeError):
             token, life_s = "", 0.0
         if not (isinstance(token, str) and token and token.isascii() and token.isprintable()):
@@ -318,7 +318,7 @@ class Connection:
             data = b""
         finally:
             answer.close()
-        code, said = _error_of(data)
+        code, message = _error_of(data)
         status = answer.status
         remedy = {
             401: f"The credentials in use are wrong or do not allow it. {login_remedy(self.host)}"
@@ -329,7 +329,7 @@ class Connection:
             413: "A proxy in front of the registry limits the size of requests: have its limit raised.",
             429: "It limits how often it is asked: wait, log in, or use a mirror.",
         }.get(status, "Try again later." if status >= 500 else "")  # noqa: PLR2004 - HTTP's own number
-        why = " ".join(part for part in (str(status), code, said) if part)
+        why = " ".join(part for part in (str(status), code, message) if part)
         text = f"The registry {self.host} refused to {doing}: {why}. {remedy}".rstrip()
         return ImageError(text, status in _BUSY or status >= 500)  # noqa: PLR2004 - HTTP's own number
 

@@ -246,7 +246,7 @@ def ensure_image(
     there = find_image(engine, image)
     if there is not None:
         return there
-    doing, said = f"pulling the image {image}", time.monotonic()
+    doing, logged_at = f"pulling the image {image}", time.monotonic()
     log(f"The engine does not have the image {image} yet: it is pulled")
     sizes: dict[str, tuple[int, int]] = {}
     with explained(doing):
@@ -261,8 +261,8 @@ def ensure_image(
             elif event.get("status") == "Download complete" and str(event.get("id")) in sizes:
                 total = sizes[str(event["id"])][1]
                 sizes[str(event["id"])] = total, total
-            if sizes and time.monotonic() - said > _LOG_EACH_S:
-                said = time.monotonic()
+            if sizes and time.monotonic() - logged_at > _LOG_EACH_S:
+                logged_at = time.monotonic()
                 done, total = (sum(values) for values in zip(*sizes.values(), strict=True))
                 log(f"{image}: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
         return dict(engine.api.inspect_image(image))

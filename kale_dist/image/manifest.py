@@ -34,9 +34,9 @@ _VARIANTS = {"arm64": "v8"}
 
 def media_type(manifest: Mapping[str, Any]) -> str:
     """A manifest's media type, as it declares it or else as its fields show it; empty if it is not an image."""
-    said = manifest.get("mediaType")
-    if isinstance(said, str) and said:
-        return said
+    media_type = manifest.get("mediaType")
+    if isinstance(media_type, str) and media_type:
+        return media_type
     if isinstance(manifest.get("manifests"), list):
         return OCI_INDEX
     return OCI_MANIFEST if isinstance(manifest.get("config"), dict) else ""

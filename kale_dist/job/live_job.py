@@ -442,8 +442,8 @@ class LiveJob(Job[None]):
         prints = {name: _fingerprint(namespace[name]) for name in known if name not in self._owned}
         if new := {name: namespace[name] for name in prints if self._sent.get(name, ("",))[0] != prints[name]}:
             self._send(new, prints)
-            if told := [name for name, value in new.items() if not isinstance(value, types.ModuleType)]:
-                note(f"From the notebook: {', '.join(told)}{self._size}")
+            if pushed := [name for name, value in new.items() if not isinstance(value, types.ModuleType)]:
+                note(f"From the notebook: {', '.join(pushed)}{self._size}")
 
     def _send(self, values: Mapping[str, Any], prints: Mapping[str, str]) -> None:
         there = {

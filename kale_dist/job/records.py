@@ -252,8 +252,8 @@ def _life_of_before(files: JobFiles) -> Life:
     """The life of a job of the version before, which kept each in a folder of its own: by it the job is cancelled and deleted."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         newest = max(files.folder.glob("run-*/run.json"), key=lambda path: int(path.parent.name[4:]), default=None)
-        told = json.loads((newest or files.folder / "run.json").read_bytes())
-        return decode(Life, {name: told[name] for name in ("number", "object", "place", "uid")})
+        fields = json.loads((newest or files.folder / "run.json").read_bytes())
+        return decode(Life, {name: fields[name] for name in ("number", "object", "place", "uid")})
     return FIRST_LIFE
 
 

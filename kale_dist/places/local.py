@@ -74,8 +74,8 @@ class LocalBackend(FolderBackend):
     def send(self, ref: JobRef, rank: int, message: ToAgent, blobs: Iterable[str] = ()) -> None:
         """Have the job's agent, of this process or of another one, pass a message on to a rank. Blobs are there already."""
         del blobs
-        told = {"op": Op.SEND, "job": ref.name, "rank": rank, "message": json.loads(messages.encode(message))}
-        if not agent_client.send(self._reader(ref).record().agent_socket, told):
+        request = {"op": Op.SEND, "job": ref.name, "rank": rank, "message": json.loads(messages.encode(message))}
+        if not agent_client.send(self._reader(ref).record().agent_socket, request):
             raise BackendError(f"The agent that runs {ref} has ended")
 
     def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S, save: bool = True) -> None:

@@ -105,9 +105,9 @@ class Settings(abc.ABC):
             problem = (
                 f"{cls.__name__} has no setting {foreign!r}" if foreign else "its settings are given without names"
             )
-            said = closest(foreign or "", own)
+            hint = closest(foreign or "", own)
             remedy = f"Its settings are {', '.join(own)}" if own else f"Write {cls.__name__}(), which has none"
-            raise ConfigError("strategy", problem, f"{said}{remedy}")
+            raise ConfigError("strategy", problem, f"{hint}{remedy}")
         return object.__new__(cls)
 
     def check(self, given: Conditions) -> None:  # noqa: B027 - most demand nothing
@@ -206,9 +206,9 @@ def refuse_choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
     """
     if (value is None or isinstance(value, str)) and value in choices:
         return
-    said = closest(value, [one for one in choices if isinstance(one, str)])
+    hint = closest(value, [one for one in choices if isinstance(one, str)])
     raise ConfigError(
-        "strategy", f"there is no {setting}={value!r}", f"{said}Use one of: {', '.join(map(repr, choices))}"
+        "strategy", f"there is no {setting}={value!r}", f"{hint}Use one of: {', '.join(map(repr, choices))}"
     )
 
 

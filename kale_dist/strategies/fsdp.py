@@ -49,8 +49,8 @@ class FSDP(Settings):
                 )
             object.__setattr__(self, "units", tuple(units))
         elif not isinstance(units, str) or units not in ("blocks", "whole"):
-            said = closest(units, ("blocks", "whole"))
-            remedy = f"{said}Use 'blocks', 'whole', or a tuple of names such as ('layers.*',)"
+            hint = closest(units, ("blocks", "whole"))
+            remedy = f"{hint}Use 'blocks', 'whole', or a tuple of names such as ('layers.*',)"
             raise ConfigError("strategy", f"there is no units={units!r}", remedy)
         check_flags(self, "compile", "activation_checkpointing")
 
@@ -135,9 +135,9 @@ def select_units(modules: Mapping[str, Any], units: Any) -> list[str]:
         for pattern in units:
             fitting = [name for name in fitting_names(modules, pattern) if name]
             if not fitting:
-                said = closest(pattern, modules)
+                hint = closest(pattern, modules)
                 problem = f"units names {pattern!r}, and the model has no such module"
-                raise ConfigError("strategy", problem, f"{said}Use names as in model.named_modules()")
+                raise ConfigError("strategy", problem, f"{hint}Use names as in model.named_modules()")
             names += [name for name in fitting if name not in names]
     chosen = []
     for name in names:

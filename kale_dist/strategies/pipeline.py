@@ -116,9 +116,9 @@ class Pipeline(Settings):
         known = [name for name, _ in model.named_modules() if name]
         for name in self.cut:
             if name not in known:
-                said = closest(name, known)
+                hint = closest(name, known)
                 children = ", ".join(repr(child) for child, _ in list(model.named_children())[:6])
-                raise _refusal(f"the model has no module {name!r}", f"{said}Its parts are {children}")
+                raise _refusal(f"the model has no module {name!r}", f"{hint}Its parts are {children}")
         for earlier, later in zip(self.cut, self.cut[1:], strict=False):
             if earlier == later:
                 raise _refusal(f"{earlier!r} is in cut twice", "Name each module once")

@@ -85,9 +85,9 @@ def checked_plan(plan: Any) -> tuple[tuple[str, str], ...]:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigError("strategy", f"plan names a layer by {pattern!r}", "Use names as in model.named_modules()")
         if word not in WORDS:
-            said = closest(word, WORDS)
+            hint = closest(word, WORDS)
             raise ConfigError(
-                "strategy", f"plan has {pattern!r}: {word!r}", f"{said}Use one of {', '.join(map(repr, WORDS))}"
+                "strategy", f"plan has {pattern!r}: {word!r}", f"{hint}Use one of {', '.join(map(repr, WORDS))}"
             )
     return plan
 
@@ -247,5 +247,5 @@ def _unplanned(pattern: str, fitting: list[str], modules: Mapping[str, Any], wor
         yield f"Name Linear or Embedding layers: {', '.join(list(words)[:5]) or 'this model has none'}"
         return
     yield f"plan names {pattern!r}, and the model has no such layer"
-    said = closest(pattern, words)
-    yield f"{said}Its layers are {', '.join(list(words)[:8]) or 'none that could be divided'}"
+    hint = closest(pattern, words)
+    yield f"{hint}Its layers are {', '.join(list(words)[:8]) or 'none that could be divided'}"

@@ -182,14 +182,14 @@ class Verdict:
         }  # fmt: skip
 
     @classmethod
-    def read(cls, said: Any) -> Self | None:
+    def read(cls, fields: Any) -> Self | None:
         """The verdict in a record, if it is one: another agent wrote it, or a disk was full."""
         try:
-            state, rank = StateName(said["state"]), said.get("failed_rank")
+            state, rank = StateName(fields["state"]), fields.get("failed_rank")
             verdict = cls(
-                state, FailureCause(said["cause"]) if said.get("cause") else None, str(said.get("reason") or ""),
-                rank=rank if isinstance(rank, int) else None, lost=tuple(said.get("lost") or ()),
-                next_line=int(said.get("next_line") or 0),
+                state, FailureCause(fields["cause"]) if fields.get("cause") else None, str(fields.get("reason") or ""),
+                rank=rank if isinstance(rank, int) else None, lost=tuple(fields.get("lost") or ()),
+                next_line=int(fields.get("next_line") or 0),
             )  # fmt: skip
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             return None

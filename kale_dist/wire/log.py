@@ -290,8 +290,8 @@ class BlockReader:
         while (end := data.find(b"\n", self._start)) >= 0:
             lines = self._LINES.fullmatch(data, self._start, end)
             header = lines or self._OTHER.fullmatch(data, self._start, end)
-            told = lines[3] if lines else header and (header["event"] or header["progress"] or header["part"])
-            size = int(told or b"0", 16)
+            size_text = lines[3] if lines else header and (header["event"] or header["progress"] or header["part"])
+            size = int(size_text or b"0", 16)
             if header is None or size > (MAX_BLOCK_BYTES if lines else MAX_EVENT_BYTES):
                 yield self._take_foreign(end + 1)
                 continue

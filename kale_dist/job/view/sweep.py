@@ -83,12 +83,12 @@ def sentence(picture: SweepPicture) -> str:
     ended = picture.count("complete") + picture.count("pruned")
     words = [f"{ended} of {picture.wanted} trials"]
     words += [f"{count} {state}" for state in ("running", "pruned", "failed") if (count := picture.count(state))]
-    said = ", ".join(words)
+    listed = ", ".join(words)
     best = picture.best
     early = f"; ended early: {facts.clean(picture.error)}" if picture.error else ""
     if best is None:
-        return f"{said}; no {picture.metric}{early or ' yet'}"
-    return f"{said}; best {picture.metric} {facts.number(best.value)} (trial {best.number}: {_params(best)}){early}"
+        return f"{listed}; no {picture.metric}{early or ' yet'}"
+    return f"{listed}; best {picture.metric} {facts.number(best.value)} (trial {best.number}: {_params(best)}){early}"
 
 
 def text(picture: SweepPicture) -> str:

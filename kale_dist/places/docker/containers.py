@@ -165,7 +165,7 @@ def render(spec: JobSpec) -> str:
 
 def _environment(spec: JobSpec, number: int, facts: Facts) -> list[tuple[str, str]]:
     fixed = {**identity_of(HOME_FOLDER), "PYTHONUNBUFFERED": "1"}
-    told = {
+    variables = {
         PodVariable.INPUT: INPUT_FOLDER,
         PodVariable.WORK: WORK_FOLDER,
         PodVariable.FIRST_POD: "0",
@@ -175,8 +175,8 @@ def _environment(spec: JobSpec, number: int, facts: Facts) -> list[tuple[str, st
     if facts.cores:
         # Otherwise the ranks of each container would use threads for all cores of the machine.
         share = spec.resources.cpu or facts.cores / spec.topology.number_of_processes
-        told[PodVariable.CPU_REQUEST] = str(max(1, int(share * len(ranks_of(spec, number)) * 1000)))
-    return [*(fixed | dict(spec.environment)).items(), *((str(name), value) for name, value in told.items())]
+        variables[PodVariable.CPU_REQUEST] = str(max(1, int(share * len(ranks_of(spec, number)) * 1000)))
+    return [*(fixed | dict(spec.environment)).items(), *((str(name), value) for name, value in variables.items())]
 
 
 def _devices(spec: JobSpec, number: int, facts: Facts) -> list[str]:

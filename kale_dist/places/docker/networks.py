@@ -88,8 +88,8 @@ def _create_own(engine: Engine, name: str, spec: JobSpec, life: int) -> None:
         try:
             whole, part = random.choice(free or _new_parts(engine, name, prefix, labels))  # noqa: S311 - no secret
             pool = docker.types.IPAMConfig(pool_configs=[docker.types.IPAMPool(subnet=part)])
-            told = labels | {_RANGE_LABEL: whole}
-            engine.api.create_network(name, driver="bridge", ipam=pool, labels=told, check_duplicate=True)
+            labelled = labels | {_RANGE_LABEL: whole}
+            engine.api.create_network(name, driver="bridge", ipam=pool, labels=labelled, check_duplicate=True)
         except docker.errors.APIError:
             if not tries_left:
                 raise

@@ -238,8 +238,8 @@ class DockerPlace(Place):
     def last_words(self, handle: PlacedJob, part: Part, limit: int) -> bytes:
         """The end of a container's output."""
         with explained(f"reading the output of {part.name}"):
-            said: bytes = _engine(handle).api.logs(part.uid, tail=limit // 50)
-        return said[-limit:]
+            written: bytes = _engine(handle).api.logs(part.uid, tail=limit // 50)
+        return written[-limit:]
 
     def connect(self, handle: PlacedJob) -> Connection:
         """Connect to the first container's agent: directly where its network is this machine's, else through the engine."""
@@ -433,8 +433,8 @@ def _number(labels: Mapping[str, str]) -> int:
 def _last_line(engine: Engine, identifier: str) -> str:
     """The last line of a container's output that is no block of its agent; a line of the bootstrap if there is one."""
     with contextlib.suppress(docker.errors.APIError):
-        said = engine.api.logs(identifier, tail=_WORDS).decode(errors="replace").splitlines()
-        plain = [line for line in said if line.strip() and line[:1] not in "@=~*|!#+{"]
+        written = engine.api.logs(identifier, tail=_WORDS).decode(errors="replace").splitlines()
+        plain = [line for line in written if line.strip() and line[:1] not in "@=~*|!#+{"]
         own = [line.removeprefix("kale_dist: ") for line in plain if line.startswith("kale_dist: ")]
         return str((own or plain or [""])[-1])
     return ""

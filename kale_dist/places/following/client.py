@@ -275,7 +275,7 @@ def _check(answer: http.client.HTTPResponse, path: str) -> None:
     """
     if answer.status < http.client.MULTIPLE_CHOICES:
         return
-    said = answer.read(_PIECE_BYTES).decode(errors="replace").strip()
+    problem = answer.read(_PIECE_BYTES).decode(errors="replace").strip()
     name = path.rpartition("/")[2].partition("?")[0]
     match answer.status:
         case http.client.NOT_FOUND:
@@ -285,15 +285,15 @@ def _check(answer: http.client.HTTPResponse, path: str) -> None:
                 "The head refused the request: the key of this job here is not the one it was started with"
             )
         case http.client.CONFLICT:
-            raise ConnectionResetError(said or "another part of the blob was expected")
+            raise ConnectionResetError(problem or "another part of the blob was expected")
         case http.client.INSUFFICIENT_STORAGE:
-            raise StoreError(f"The disk of the head's pod is full: {said}")
+            raise StoreError(f"The disk of the head's pod is full: {problem}")
         case http.client.UNPROCESSABLE_ENTITY:
             raise StoreError(
                 f"The head received other bytes than those of blob {name}: the snapshot's file on this machine is damaged"
             )
     raise BackendError(
-        f"The head answered {path} with {answer.status}: {said}",
+        f"The head answered {path} with {answer.status}: {problem}",
         retryable=answer.status >= http.client.INTERNAL_SERVER_ERROR,
     )
 

@@ -305,9 +305,9 @@ class FollowedLife:
                 self._job.place.kill(self.reach.handle, 0.0, self._decided.reason)
         return None
 
-    def _judge(self, said: Verdict | None) -> Verdict:
+    def _judge(self, reported: Verdict | None) -> Verdict:
         canceller = records.canceller(self._job.files)
-        return judge(said, self._sight.look, self._job.status.status(), canceller=canceller)
+        return judge(reported, self._sight.look, self._job.status.status(), canceller=canceller)
 
     def _give_up(self, look: Look) -> Verdict | None:
         """The verdict on a life that its head will never end; None while the head may still end it."""
@@ -351,9 +351,11 @@ class FollowedLife:
         """Whether the same object gets another head after this one: it was suspended, or its controller makes the first pod again."""
         if self.record.is_suspended and (verdict.cause is FailureCause.SUSPENDED or verdict.may_restart):
             return True
-        look, said, head = self._sight.look, self.copy.verdict, self._sight.look.head
+        look, reported, head = self._sight.look, self.copy.verdict, self._sight.look.head
         has_judged = (
-            said.cause is not FailureCause.SUSPENDED if said is not None else head is not None and head.exit_code == 1
+            reported.cause is not FailureCause.SUSPENDED
+            if reported is not None
+            else head is not None and head.exit_code == 1
         )
         is_over = has_judged or look.finished or records.canceller(self._job.files)
         return verdict.may_restart and look.returns_head and not is_over
@@ -365,8 +367,8 @@ class FollowedLife:
         for part in [part for part in failed[:MAX_PODS] if part.uid not in self._with_last_words]:
             self._with_last_words.add(part.uid)
             with contextlib.suppress(BackendError):
-                said = self._job.place.last_words(self.reach.handle, part, MAX_BYTES).decode(errors="replace")
-                for line in [text for text in said.splitlines() if text.strip()][-MAX_LINES:]:
+                text_of_pod = self._job.place.last_words(self.reach.handle, part, MAX_BYTES).decode(errors="replace")
+                for line in [text for text in text_of_pod.splitlines() if text.strip()][-MAX_LINES:]:
                     self.copy.log(f"pod {part.number}: {line}")
 
     def fetch_results(self, verdict: Verdict) -> bool:

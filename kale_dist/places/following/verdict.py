@@ -26,11 +26,11 @@ _UNSURE = (FailureCause.AGENT_DIED, FailureCause.DIED, FailureCause.LEFT, Failur
 _ENDED = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED, RankStateName.LOST)
 
 
-def judge(said: Verdict | None, look: Look, status: JobStatus, *, canceller: str = "") -> Verdict:
+def judge(reported: Verdict | None, look: Look, status: JobStatus, *, canceller: str = "") -> Verdict:
     """Decide how a life ended.
 
     Args:
-        said: The head's verdict, from its events; None if there is none and none will come.
+        reported: The head's verdict, from its events; None if there is none and none will come.
         look: The place's report.
         status: From the job's folder: which pod has which ranks.
         canceller: The user who cancelled the job here; empty if none did.
@@ -42,8 +42,8 @@ def judge(said: Verdict | None, look: Look, status: JobStatus, *, canceller: str
     if not wish and look.trouble is not None and look.trouble.cause is FailureCause.USER:
         # Somebody else has cancelled or deleted the job.
         wish = str(look.trouble)
-    if said is not None:
-        verdict = _explained(said, look, status)
+    if reported is not None:
+        verdict = _explained(reported, look, status)
     elif wish:
         return Verdict(StateName.CANCELLED, FailureCause.USER, wish)
     elif look.suspended:
@@ -52,8 +52,8 @@ def judge(said: Verdict | None, look: Look, status: JobStatus, *, canceller: str
         reason = str(look.trouble or "The job was deleted while it ran, and its last lines are lost")
         return Verdict(StateName.CANCELLED, FailureCause.USER, reason)
     elif head is not None and head.state == "ended":
-        told = Verdict.parse(head.message)
-        verdict = judge_part(head, look, status) if told is None else _explained(told, look, status)
+        written = Verdict.parse(head.message)
+        verdict = judge_part(head, look, status) if written is None else _explained(written, look, status)
     elif head is None and look.finished == "succeeded":
         # The pods are gone; the results may be in the job's store.
         return Verdict(StateName.SUCCEEDED)

@@ -32,22 +32,22 @@ def examine(namespace: str = "", context: str = "") -> tuple[Check, ...]:
         return (failed("configuration", f"{error.argument}: {error.problem}", error.remedy),)
     except BackendError as error:
         return (broken("connection", error, _REMEDY),)
-    said = [_configuration(configured), _connection(cluster), _image(configured, cluster)]
+    rows = [_configuration(configured), _connection(cluster), _image(configured, cluster)]
     try:
         there = [kind for kind in KINDS.values() if objects.is_served(cluster, kind)]
         kind = objects.choose(cluster, "")
         others = ", ".join(f"{one.name}s (kind={one.word!r})" for one in there if one is not kind) or "no others"
-        said.append(ok("kind", f"Jobs become {kind.name}s, if you do not say otherwise; the cluster also has {others}"))
+        rows.append(ok("kind", f"Jobs become {kind.name}s, if you do not say otherwise; the cluster also has {others}"))
         if KINDS["train"] in there:
             names = ", ".join(objects.runtimes(cluster)) or "none that you may list"
-            said.append(ok("runtimes", f"TrainJobs (kind='train') can have the runtimes (runtime=): {names}"))
+            rows.append(ok("runtimes", f"TrainJobs (kind='train') can have the runtimes (runtime=): {names}"))
         found = preflight.look_at_namespace(cluster, kind)
-        said += _findings(
+        rows += _findings(
             preflight.check(cluster, _example(configured, cluster, found, kind), found), found, cluster, kind
         )
     except BackendError as error:
-        said.append(broken("namespace", error, _REMEDY))
-    return tuple(said)
+        rows.append(broken("namespace", error, _REMEDY))
+    return tuple(rows)
 
 
 def _configuration(configured: Config) -> Check:
@@ -95,12 +95,12 @@ def _findings(found: tuple[Finding, ...], namespace: Namespace, cluster: Cluster
     if "rights" not in named:
         yield ok("rights", "You have all rights that kale_dist can use")
     if "get namespaces" not in namespace.granted:
-        said = "may not be read, so that it is not known whether it enforces Pod Security"
+        sentence = "may not be read, so that it is not known whether it enforces Pod Security"
     else:
         level = namespace.pod_security
-        said = f'enforces Pod Security "{level}"' if level else "enforces no Pod Security"
-        said += "; jobs are made of workers only" if namespace.forbids_master else ""
-    yield ok("namespace", f"{cluster.namespace} {said}")
+        sentence = f'enforces Pod Security "{level}"' if level else "enforces no Pod Security"
+        sentence += "; jobs are made of workers only" if namespace.forbids_master else ""
+    yield ok("namespace", f"{cluster.namespace} {sentence}")
     for item in found:
         trouble = item.trouble
         judged = failed if item.is_fatal else warning

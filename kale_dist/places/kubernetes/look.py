@@ -156,10 +156,10 @@ def _ended(pods: _Seen, view: JobView, kind: Kind, state: ObjectState) -> Troubl
 def _order_of_failures(item: tuple[PodView, Found]) -> tuple[int, bool, float]:
     """A pod that the cluster killed comes before those that ended because of it, then the one that ended first."""
     pod, found = item
-    said = explain.verdict_of(pod)
-    knows = said is not None and said.cause is FailureCause.ERROR
+    verdict = explain.verdict_of(pod)
+    knows = verdict is not None and verdict.cause is FailureCause.ERROR
     rank = {"ended": 1 if knows else 3, "pod-failed": 3, "pod-deleted": 2}.get(found.name, 0)
-    return rank, said is None, pod.main.ended or pod.created
+    return rank, verdict is None, pod.main.ended or pod.created
 
 
 # -- what it waits for -------------------------------------------------------------------------------------------------
@@ -202,15 +202,15 @@ def _why_suspended(job: Mapping[str, Any], view: JobView, kind: Kind) -> Trouble
     queue = (job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
     if queue is None:
         return explain.of_job("suspended", view, kind).trouble
-    said = [event.message for event in view.events if event.kind == "Workload"]
+    messages = [event.message for event in view.events if event.kind == "Workload"]
     facts = {
         "queue": f"Kueue's queue {queue}",
         "position": "" if view.queue_position is None else f", {view.queue_position}",
-        "queue_said": f": {said[-1]}" if said else "",
+        "queue_said": f": {messages[-1]}" if messages else "",
     }
     if view.queue_position is not None and view.queue_position.problem:
         return explain.of_job("queue-closed", view, kind, {**facts, "detail": view.queue_position.problem}).trouble
-    is_too_large = said and "maximum capacity" in said[-1]
+    is_too_large = messages and "maximum capacity" in messages[-1]
     return explain.of_job("queued-for-ever" if is_too_large else "queued", view, kind, facts).trouble
 
 
@@ -241,16 +241,16 @@ def _status(
     queued: Mapping[str, QueuePosition | None],
 ) -> JobStatus:
     (kind, first), (_, last) = runs[0], runs[-1]
-    said = kind.state(last)
-    state = StateName.RUNNING if said.is_running and not kind.is_suspended(last) else StateName.PENDING
+    report = kind.state(last)
+    state = StateName.RUNNING if report.is_running and not kind.is_suspended(last) else StateName.PENDING
     failure, person = _annotation(last, FAILED_ANNOTATION), _annotation(last, CANCELLED_ANNOTATION)
-    if said.finished:
-        state = StateName(said.finished)
+    if report.finished:
+        state = StateName(report.finished)
     if state is not StateName.RUNNING and (person or failure):
         state = StateName.CANCELLED if person else StateName.FAILED
     position = queued.get(last["metadata"].get("uid", "")) if state is StateName.PENDING else None
     is_final = state.is_final
-    reason = failure or said.message if state is StateName.FAILED else ""
+    reason = failure or report.message if state is StateName.FAILED else ""
     if position is not None:
         reason = position.problem or f"Queued {position}"
     return JobStatus(
@@ -260,7 +260,7 @@ def _status(
         queue_position=None if position is None else position.number,
         created=seconds(first["metadata"]["creationTimestamp"]),
         started=seconds(kind.state(first).started),
-        ended=seconds(said.ended) if is_final else None,
+        ended=seconds(report.ended) if is_final else None,
         replicas=tuple(ReplicaStatus(rank=rank) for rank in range(_ranks(first))),
     )
 

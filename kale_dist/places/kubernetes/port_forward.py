@@ -141,8 +141,8 @@ def _as_os_errors(connection: PodConnection) -> Iterator[None]:
     except websocket.WebSocketTimeoutException as error:
         raise TimeoutError("The connection through the API server was silent for too long") from error
     except websocket.WebSocketException as error:
-        said = connection.problems or str(error)
-        raise ConnectionResetError(f"The connection through the API server broke: {said}") from error
+        problem = connection.problems or str(error)
+        raise ConnectionResetError(f"The connection through the API server broke: {problem}") from error
 
 
 # -- opening ---------------------------------------------------------------------------------------------------------

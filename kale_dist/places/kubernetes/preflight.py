@@ -176,8 +176,8 @@ def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Findin
     found = [item for item in found if not (has_no_runtime and item.name == "webhook")]
     missing = missing_rights(cluster, kind, namespace.granted, connects=bool(spec.keep_warm_s) or spec.kind == "live")
     # What a job does without, its plan says.
-    says = spec.cluster.network_policy is not False
-    found += [item for item in missing if says or roles.POLICIES.resource not in item.trouble.sentence]
+    names_policies = spec.cluster.network_policy is not False
+    found += [item for item in missing if names_policies or roles.POLICIES.resource not in item.trouble.sentence]
     # The pods of both kinds may be refused alike.
     by_name = {(item.name, item.trouble.sentence): item for item in found}
     return tuple(sorted(by_name.values(), key=lambda item: not item.is_fatal))
@@ -334,8 +334,8 @@ def _example_pods(job: Mapping[str, Any], groups: Sequence[PodGroup]) -> Iterato
 def _warnings(answer: Any) -> list[Finding]:
     """The API server's warnings about an object that it accepts: unknown fields, Pod Security that only warns."""
     headers = answer[2] or {}
-    said = [value for name, value in headers.items() if name.lower() == "warning"]
-    texts = [part.split('"')[1] for value in said for part in value.split("299 - ") if part.count('"') >= 2]  # noqa: PLR2004 - a pair
+    values = [value for name, value in headers.items() if name.lower() == "warning"]
+    texts = [part.split('"')[1] for value in values for part in value.split("299 - ") if part.count('"') >= 2]  # noqa: PLR2004 - a pair
     return [
         Finding(name="warning", trouble=Trouble(sentence=f"The API server says: {sentences.cut(text)}"), is_fatal=False)
         for text in texts
@@ -584,8 +584,8 @@ def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup])
 
 def _python(spec: Settled) -> list[Finding]:
     """The image's Python beside the notebook's, as its registry tells."""
-    told = {} if spec.image == NOT_MADE_YET else for_job.variables_of(spec.image)
-    version, here = told.get("PYTHON_VERSION", ""), loading.python_version()
+    variables = {} if spec.image == NOT_MADE_YET else for_job.variables_of(spec.image)
+    version, here = variables.get("PYTHON_VERSION", ""), loading.python_version()
     if not version or version.split(".")[:2] == here.split("."):
         return []
     return [_found("image-python", is_fatal=False, image=spec.image, version=version, here=here)]

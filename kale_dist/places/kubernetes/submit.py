@@ -144,7 +144,7 @@ def create(
         StoreError: The store cannot be written.
         BackendError: The cluster refused; the message says what and what to do.
     """
-    source = _place_bytes(cluster, spec, says=life.number == 1)
+    source = _place_bytes(cluster, spec, logs=life.number == 1)
     data = _input(spec, key, source, life, checkpoint)
     namespace, kind = spec.cluster.namespace, kind_of(spec)
     settings = RunSettings(life=life.number, submitter=cluster.identity)
@@ -277,7 +277,7 @@ def _check(cluster: Cluster, spec: Settled, own: SelfPod | None, namespace: pref
 # -- what a job gets ----------------------------------------------------------------------------------------------------
 
 
-def _place_bytes(cluster: Cluster, spec: JobSpec, *, says: bool) -> Source:
+def _place_bytes(cluster: Cluster, spec: JobSpec, *, logs: bool) -> Source:
     """Put the snapshot where the pods will find it, if that is not the job's own input; gives where they do."""
     source = _source(spec)
     if source is Source.URL:
@@ -287,7 +287,7 @@ def _place_bytes(cluster: Cluster, spec: JobSpec, *, says: bool) -> Source:
         if folder is not None:
             _put(spec, FolderStore(folder))
             return Source.FOLDER
-        if says:
+        if logs:
             warn(
                 f"The snapshot has {spec.snapshot_bytes / _MIB:,.0f} MiB: what the pods lack of it is sent when they run. "
                 "Until a line of the log says so, this kernel has to live"

@@ -343,8 +343,8 @@ class _State:
             )
         if status == http.HTTPStatus.UNAUTHORIZED:
             return str(sentences.of("credentials", status=f"{status}"))
-        said = f"answers with {status}" if status else f"cannot be reached ({type(error).__name__})"
-        return str(sentences.of("watch-cut", what=said))
+        problem = f"answers with {status}" if status else f"cannot be reached ({type(error).__name__})"
+        return str(sentences.of("watch-cut", what=problem))
 
 
 def _in_thread(name: str, target: Callable[..., None], *args: Any) -> None:

@@ -182,12 +182,12 @@ def _environment(spec: Settled, first_pod: int, index: str, container: str) -> l
     given = dict(spec.environment)
     secret = {variable for variable, _, _ in spec.cluster.secret_environment}
     fixed = {**identity_of(HOME_FOLDER), "TMPDIR": "/tmp", "PYTHONUNBUFFERED": "1"}  # noqa: S108 - a volume of the pod's own
-    told = {PodVariable.INPUT: INPUT_FOLDER, PodVariable.WORK: WORK_FOLDER, PodVariable.FIRST_POD: str(first_pod)}
+    variables = {PodVariable.INPUT: INPUT_FOLDER, PodVariable.WORK: WORK_FOLDER, PodVariable.FIRST_POD: str(first_pod)}
     number = {"valueFrom": {"fieldRef": {"fieldPath": index}}} if index else {"value": "0"}
     request = {"resourceFieldRef": {"containerName": container, "resource": "requests.cpu", "divisor": "1m"}}
     return [
         *({"name": name, "value": value} for name, value in fixed.items() if name not in given | dict.fromkeys(secret)),
-        *({"name": name.value, "value": value} for name, value in told.items()),
+        *({"name": name.value, "value": value} for name, value in variables.items()),
         {"name": PodVariable.REPLICA_INDEX.value, **number},
         {"name": PodVariable.CPU_REQUEST.value, "valueFrom": request},
         {"name": PodVariable.NODE.value, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},

@@ -106,9 +106,9 @@ class Agent:
         """An error of our own: no job may wait forever because of it."""
         loop.default_exception_handler(context)
         error = context.get("exception")
-        told = f"The agent that ran the job failed: {type(error).__name__}: {error}"
+        reason = f"The agent that ran the job failed: {type(error).__name__}: {error}"
         for job in list(self._jobs.values()):
-            job.fail(FailureCause.AGENT_DIED, told)
+            job.fail(FailureCause.AGENT_DIED, reason)
 
     def _terminate(self) -> None:
         self._is_stopping = True

@@ -127,9 +127,9 @@ def termination_message(verdict: Verdict) -> bytes:
     limit = MAX_BYTES
     while True:
         reason = verdict.reason if len(verdict.reason) <= limit else verdict.reason[: limit - 3] + "..."
-        said = json.dumps({**verdict.fields(), "reason": reason}, ensure_ascii=False).encode("utf-8", "replace")
-        if len(said) <= MAX_BYTES:
-            return said
+        written = json.dumps({**verdict.fields(), "reason": reason}, ensure_ascii=False).encode("utf-8", "replace")
+        if len(written) <= MAX_BYTES:
+            return written
         limit = limit * 3 // 4
 
 

@@ -215,8 +215,8 @@ class HangWatch:
         limit_s = VISITED_WAIT_S if any(rank.is_visited for rank in waiting) else self._breakpoint_wait_s
         if time.monotonic() - max(rank.attended_at for rank in waiting) >= limit_s:
             ranks = _capital(name_ranks([rank.rank for rank in waiting]))
-            told = f"nothing was typed for {limit_s:g} s. Breakpoints to come are passed over"
-            self._writer.log(f"{ranks} {'goes' if len(waiting) == 1 else 'go'} on from breakpoint(): {told}")
+            why = f"nothing was typed for {limit_s:g} s. Breakpoints to come are passed over"
+            self._writer.log(f"{ranks} {'goes' if len(waiting) == 1 else 'go'} on from breakpoint(): {why}")
             for rank in waiting:
                 rank.pass_over()
         return True

@@ -96,9 +96,9 @@ class JobRun:
         try:
             self.verdict = await self._run_attempts()
         except Exception as error:  # noqa: BLE001 - our own fault, because of which no job may wait forever
-            told = f"The agent that ran the job failed: {type(error).__name__}: {error}"
-            self.verdict = Verdict(StateName.FAILED, FailureCause.AGENT_DIED, told)
-            self._site.loop.call_exception_handler({"message": told, "exception": error})
+            reason = f"The agent that ran the job failed: {type(error).__name__}: {error}"
+            self.verdict = Verdict(StateName.FAILED, FailureCause.AGENT_DIED, reason)
+            self._site.loop.call_exception_handler({"message": reason, "exception": error})
         if self._deadline is not None:
             self._deadline.cancel()
         return self.verdict
@@ -305,10 +305,10 @@ class JobRun:
         """The verdict on a job whose pods did not come in time."""
         look = "Look at their state: they may be waiting for a node, a GPU or their image"
         if not reason:
-            told = f"The job could not start: not enough of its pods were there within {limit_s:.0f} s. Missing: {names}. {look}"
-            return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, told)
-        told = f"{reason}. These pods were not there again within {limit_s:.0f} s: {names}. {look}"
-        return Verdict(StateName.FAILED, FailureCause.LOST, told)
+            sentence = f"The job could not start: not enough of its pods were there within {limit_s:.0f} s. Missing: {names}. {look}"
+            return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, sentence)
+        sentence = f"{reason}. These pods were not there again within {limit_s:.0f} s: {names}. {look}"
+        return Verdict(StateName.FAILED, FailureCause.LOST, sentence)
 
     async def _run_attempt(self, reason: str) -> Verdict:
         """Form the next attempt from the agents that are ready, and run it to its end.
@@ -363,8 +363,8 @@ class JobRun:
         self._site.pool.refill(REFILL_AFTER_S)
         limit_s = self.order.policy.timeout_s
         if limit_s is not None and self._deadline is None:
-            told = f"The job ran longer than its timeout_s of {limit_s:g} s. Give it more time, or leave timeout_s out"
-            end = functools.partial(self.fail, FailureCause.TIMEOUT, told)
+            text = f"The job ran longer than its timeout_s of {limit_s:g} s. Give it more time, or leave timeout_s out"
+            end = functools.partial(self.fail, FailureCause.TIMEOUT, text)
             self._deadline = self._site.loop.call_later(limit_s, self.save_first, end)
 
 

@@ -206,10 +206,10 @@ class JobWriter:
         self.disk_problem = problem
         self.event(EventKind.DISK, problem=problem)
         if problem:
-            told = self._latest[EventKind.DISK]
-            self.progress = {**self.progress, EventKind.DISK: told}
+            event = self._latest[EventKind.DISK]
+            self.progress = {**self.progress, EventKind.DISK: event}
             if self._stdout is not None:
-                self._stdout.offer(wire.encode_progress(told), always=True)
+                self._stdout.offer(wire.encode_progress(event), always=True)
                 self._stdout.log(problem)
         self._on_change()
 

@@ -182,17 +182,17 @@ class JobHead:
                 # Before anything that may kill this pod each time.
                 used = await self._ask_store(functools.partial(pod_input.used_restarts, self._pod)) or 0
                 if used > order.policy.max_restarts:
-                    told = f"The first pod was lost after {used - 1} restarts: max_restarts allows no more"
+                    reason = f"The first pod was lost after {used - 1} restarts: max_restarts allows no more"
                     # For lost pods a follower would renew the job.
-                    self._job.fail(FailureCause.AGENT_DIED, told)
+                    self._job.fail(FailureCause.AGENT_DIED, reason)
                     return
                 self._job.used_before = max(used, order.used_restarts)
                 await self._ask_store(self._kept.put_restarts)
             await asyncio.to_thread(pod_input.bring, self._pod, received=self.server.received)
             await self._ask_store(functools.partial(pod_input.bring_checkpoint, self._pod))
         except Exception as error:  # noqa: BLE001 - the job cannot start, and has to say why
-            told = str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}"
-            self._job.fail(FailureCause.NOT_STARTED, told)
+            reason = str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}"
+            self._job.fail(FailureCause.NOT_STARTED, reason)
             return
         if order.returns_head:
             self._kept.note_brought()
@@ -217,20 +217,20 @@ class JobHead:
             try:
                 return await asyncio.to_thread(ask)
             except (OSError, StoreError) as error:
-                told, is_refusal = f"The store {order.store} fails: {error}", pod_input.is_refusal(error)
+                text, is_refusal = f"The store {order.store} fails: {error}", pod_input.is_refusal(error)
                 if is_refusal and not order.used_restarts and not order.returns_head:
                     # Some refuse to read what is not there. Whether it can be written shows later.
-                    self.writer.log(f"{told}. The training begins at the beginning")
+                    self.writer.log(f"{text}. The training begins at the beginning")
                     return None
                 if is_refusal or time.monotonic() >= give_up_at:
                     path = f"{order.store}/jobs/{order.job}/checkpoint"
-                    told = f"{told}. A checkpoint of before stays there ({path}): continue from it once that works"
+                    text = f"{problem}. A checkpoint of before stays there ({path}): continue from it once that works"
                     if order.returns_head and not is_refusal:
                         self._is_terminating = True
-                        self._job.cancel(FailureCause.SUSPENDED, told, 0.0)
-                    raise StoreError(told) from error
+                        self._job.cancel(FailureCause.SUSPENDED, text, 0.0)
+                    raise StoreError(text) from error
                 if is_first:
-                    self.writer.log(f"{told}. It is tried again for {READ_LIMIT_S / 60:g} minutes")
+                    self.writer.log(f"{text}. It is tried again for {READ_LIMIT_S / 60:g} minutes")
                 is_first = False
             await asyncio.sleep(RETRY_EACH_S)
 

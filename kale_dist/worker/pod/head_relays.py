@@ -217,7 +217,7 @@ class HeadsRelays:
     def spawn(self, attempt: Attempt, ranks: Sequence[Rank]) -> None:
         """Have relays start those ranks of an attempt that are theirs."""
         # Once for all: with many pods it is long.
-        told = json.dumps({"op": Op.SPAWN, "attempt": dataclasses.asdict(attempt)}).encode()
+        spawn = json.dumps({"op": Op.SPAWN, "attempt": dataclasses.asdict(attempt)}).encode()
         for relay in self._relays.values():
             relay.far, relay.was_lost = {}, False
         for member in attempt.members[1:]:
@@ -229,7 +229,7 @@ class HeadsRelays:
                 }
                 for number, far in relay.far.items():
                     ranks[number].process = far
-                relay.channel.send(b"M", NO_RANK, told)
+                relay.channel.send(b"M", NO_RANK, spawn)
 
     def hosts(self) -> list[str]:
         """Addresses of the other pods, by their number."""
@@ -384,12 +384,12 @@ class HeadsRelays:
             relay.is_ready = not relay.is_leaving and message.get("job") == self._job.get("id")
             self._judge.pod_is_ready()
         elif op == Op.REFUSED:
-            told = f"{relay.describe()} cannot run its part: {message['reason']}"
-            self._judge.fail(FailureCause.NOT_STARTED, told)
+            reason = f"{relay.describe()} cannot run its part: {message['reason']}"
+            self._judge.fail(FailureCause.NOT_STARTED, reason)
         elif op == Op.LEAVING:
             relay.is_ready, relay.is_leaving = False, True
-            told = f"{relay.describe()} is gone: {message['reason']}"
-            asyncio.get_running_loop().call_later(LOST_AFTER_S, self._leave, relay, told)
+            reason = f"{relay.describe()} is gone: {message['reason']}"
+            asyncio.get_running_loop().call_later(LOST_AFTER_S, self._leave, relay, reason)
         elif far is None:
             return
         elif op == Op.FORKED:

@@ -221,8 +221,8 @@ class Mpirun:
         def ended() -> None:
             if self._pid == pid:
                 self._pid = 0
-                told = f"mpirun has ended before the ranks: {_tail(output)}"
-                self._loop.call_later(_BLAME_AFTER_S, self._fail, FailureCause.NOT_STARTED, told)
+                reason = f"mpirun has ended before the ranks: {_tail(output)}"
+                self._loop.call_later(_BLAME_AFTER_S, self._fail, FailureCause.NOT_STARTED, reason)
 
         _watch(pid, ended)
 
@@ -294,6 +294,6 @@ def _watch(pid: int, ended: Callable[[], None]) -> None:
 def _tail(output: pathlib.Path) -> str:
     with contextlib.suppress(OSError):
         lines = output.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").splitlines()
-        told = " ".join(line.strip() for line in lines if line.strip(" -"))
-        return told or "it wrote nothing"
+        text = " ".join(line.strip() for line in lines if line.strip(" -"))
+        return text or "it wrote nothing"
     return "it wrote nothing"

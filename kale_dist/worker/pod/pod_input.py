@@ -66,9 +66,9 @@ def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0, server: Blo
     if absent := missing(pod):
         raise StoreError(f"{len(absent)} of the {len(order.blobs)} parts of the snapshot are missing: {absent[0]}")
     if found := loading.version_differences(pod.store, order.snapshot):
-        told = "; ".join(found).replace(" there ", " in the notebook ").replace(" here", " in the image")
+        differences = "; ".join(found).replace(" there ", " in the notebook ").replace(" here", " in the image")
         raise ContractError(
-            f"The image does not fit the notebook: {told}. "
+            f"The image does not fit the notebook: {differences}. "
             "Give an image with the notebook's versions, with image=, or run the notebook with the image's"
         )
 

@@ -47,8 +47,8 @@ async def wait_for_input(place: PodPlace, terminating: asyncio.Event) -> tuple[O
     try:
         described = json.loads(order_file.read_bytes())
         if described.get("version") != wire.VERSION:
-            told = f"the notebook speaks contract version {described.get('version')}, this pod {wire.VERSION}"
-            raise Problem(f"{told}: restart the notebook's kernel, so that it has the kale_dist that is installed")
+            problem = f"the notebook speaks contract version {described.get('version')}, this pod {wire.VERSION}"
+            raise Problem(f"{problem}: restart the notebook's kernel, so that it has the kale_dist that is installed")
         order, key = wire.decode(Order, described), key_file.read_bytes()
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise Problem(f"the agent of pod {place.pod} cannot begin: {type(error).__name__}: {error}") from error
@@ -137,8 +137,8 @@ def main(launched: tuple[socket.socket, int]) -> int:
         return int(number)
     code = _run(place, launched)
     with contextlib.suppress(OSError):
-        said = place.termination_log.read_bytes() if place.termination_log is not None else b""
-        ended.write_bytes(b"%d\n%s" % (code, said))
+        message = place.termination_log.read_bytes() if place.termination_log is not None else b""
+        ended.write_bytes(b"%d\n%s" % (code, message))
     return code
 
 
@@ -147,6 +147,6 @@ def _run(place: PodPlace, launched: tuple[socket.socket, int]) -> int:
         return asyncio.run(_main(place, launched))
     except Exception as error:  # noqa: BLE001 - any error here is our own fault and has to be reported as such
         traceback.print_exc()
-        told = f"kale_dist: the pod's agent failed: {type(error).__name__}: {error}"
-        ending.write_termination(place.termination_log, told.encode("utf-8", "replace"))
+        problem = f"kale_dist: the pod's agent failed: {type(error).__name__}: {error}"
+        ending.write_termination(place.termination_log, problem.encode("utf-8", "replace"))
         return wire.EXIT_BROKEN

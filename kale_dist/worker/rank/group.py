@@ -149,11 +149,11 @@ class KeptGroup:
 
     def _report_exchanges(self) -> None:
         """Tell the agent, while the main thread may wait for a GPU, how many collectives and steps there were. A thread."""
-        told: tuple[int, ...] = ()
+        logged: tuple[int, ...] = ()
         while True:
             now = (*self.exchanges(), self._steps)
-            if now != told:
-                told = now
+            if now != logged:
+                logged = now
                 context.mark_exchanges(now[:-1])
             time.sleep(_COUNT_EACH_S)
 

@@ -126,16 +126,16 @@ def _answer(error: BaseException) -> tuple[str, str, str, str]:
     headers = getattr(error, "headers", None) or getattr(error, "resp_headers", None) or {}
     retry_after = str(next((value for name, value in headers.items() if name.lower() == "retry-after"), ""))
     try:
-        said = json.loads(text)
+        status = json.loads(text)
     except ValueError:
-        said = None
-    if not isinstance(said, dict) or said.get("kind") != "Status":
+        status = None
+    if not isinstance(status, dict) or status.get("kind") != "Status":
         return text.strip() or str(getattr(error, "reason", "")), "", "", retry_after
-    details: dict[str, Any] = said.get("details") or {}
+    details: dict[str, Any] = status.get("details") or {}
     causes = ((cause.get("field", ""), cause.get("message", "")) for cause in details.get("causes") or ())
     fields = "; ".join(f"{field}: {what}" for field, what in causes if field)
     retry_after = retry_after or str(details.get("retryAfterSeconds") or "")
-    return said.get("message") or "", said.get("reason") or "", fields, retry_after
+    return status.get("message") or "", status.get("reason") or "", fields, retry_after
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -38,8 +38,8 @@ def hindrance(pod: PodView, view: JobView) -> Found | None:
             found = _match(Seen.WAITING, f"{_words_of(container)} {pulling}".rstrip(), pod, view, container)
             if found is not None:
                 return found
-    said = _last_event(pod, view)
-    return _match(Seen.POD_EVENT, said, pod, view) if said else None
+    words = _last_event(pod, view)
+    return _match(Seen.POD_EVENT, words, pod, view) if words else None
 
 
 def progress(pod: PodView, view: JobView) -> str:
@@ -105,14 +105,14 @@ def refusal(view: JobView, kind: Kind) -> Found | None:
     ]  # fmt: skip
     if len(there) >= expected or not events:
         return None
-    said = NOT_RETRIED.sub("", events[-1].message)
-    name = re.search(r'(?:pods|services) "([^"]+)"', said)
+    words = NOT_RETRIED.sub("", events[-1].message)
+    name = re.search(r'(?:pods|services) "([^"]+)"', words)
     rest = expected - len(there)
     what = f"pod {name[1]}" if name else "the job's pod" if expected == 1 else f"{rest} of {expected} pods"
-    found = table.match(Seen.JOB_EVENT, f"{events[-1].reason}: {said}")
+    found = table.match(Seen.JOB_EVENT, f"{events[-1].reason}: {words}")
     if found is None:
         return None
-    facts = _job_facts(view, kind) | _cut(found[1] | {"detail": said})
+    facts = _job_facts(view, kind) | _cut(found[1] | {"detail": words})
     return fill(found[0], facts, prefix=f"{what} cannot be made: ")
 
 
@@ -151,15 +151,15 @@ def _job_facts(view: JobView, kind: Kind) -> dict[str, str]:
     return {**facts_of(kind), "namespace": view.namespace, "job": view.name}
 
 
-def _match(seen: Seen, said: str, pod: PodView, view: JobView, container: ContainerView | None = None) -> Found | None:
+def _match(seen: Seen, words: str, pod: PodView, view: JobView, container: ContainerView | None = None) -> Found | None:
     """What the cluster's words about a pod, or about one of its containers, mean."""
-    found = table.match(seen, said, "" if container is None else container.name)
+    found = table.match(seen, words, "" if container is None else container.name)
     if found is None:
         return None
     entry, groups = found
     amounts = dict(pod.main.limits) | dict(pod.main.requests)
-    words = detail(said) or "no reason is given"
-    facts = {"detail": words, "nodes": words, "wanted": amounts.get(groups.get("resource", ""), "some")}
+    why = detail(words) or "no reason is given"
+    facts = {"detail": why, "nodes": why, "wanted": amounts.get(groups.get("resource", ""), "some")}
     prefix = f"pod {pod.name} {'waits' if entry.heals else 'cannot start'}: " if seen in table.WAITS else ""
     return fill(entry, _pod_facts(pod, view, container) | _cut(groups) | facts, prefix=prefix)
 
@@ -206,9 +206,9 @@ def _exit(code: int | None) -> str:
     return f"exit code {code}" + (f" ({signals[code]})" if code in signals else "")
 
 
-def _unscheduled(said: str, pod: PodView, view: JobView) -> Found | None:
+def _unscheduled(words: str, pod: PodView, view: JobView) -> Found | None:
     """Why the scheduler finds no node for a pod, without the second half of its words, which is about preemption."""
-    return _match(Seen.SCHEDULING, _PREEMPTION.sub("", said), pod, view)
+    return _match(Seen.SCHEDULING, _PREEMPTION.sub("", words), pod, view)
 
 
 def _words_of(about: PodView | ContainerView | EventView) -> str:
@@ -232,6 +232,6 @@ def _last_event(pod: PodView, view: JobView, words: str = "") -> str:
 
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
-    said = lines[-1].strip() if lines else ""
-    verdict = Verdict.parse(said)
-    return cut(said if verdict is None else verdict.reason)
+    words = lines[-1].strip() if lines else ""
+    verdict = Verdict.parse(words)
+    return cut(words if verdict is None else verdict.reason)

@@ -79,9 +79,9 @@ def cut(text: str, length: int = _SHOWN) -> str:
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
-def detail(said: str) -> str:
+def detail(words: str) -> str:
     """The cluster's own words, `Reason: message`, without their repetitions."""
-    reason, _, message = said.partition(": ")
+    reason, _, message = words.partition(": ")
     message = NOT_RETRIED.sub("", message)
     # The container runtime puts its steps in front of one another; the last ones say what was wrong.
     parts = message.split(": ")

@@ -685,19 +685,19 @@ def named(name: str) -> Entry:
     return _BY_NAME[name]
 
 
-def match(seen: Seen, said: str, container: str = "") -> tuple[Entry, dict[str, str]] | None:
+def match(seen: Seen, words: str, container: str = "") -> tuple[Entry, dict[str, str]] | None:
     """The first entry that fits.
 
     Args:
         seen: Where the words were found.
-        said: The cluster's words, in the form that `Seen` gives.
+        words: The cluster's words, in the form that `Seen` gives.
         container: The container they are about; empty for none.
 
     Returns:
         The entry, and what its pattern's named groups found; None if no entry fits.
     """
     for entry in _BY_SEEN[seen]:
-        if entry.container not in ("", container) or not (found := _PATTERNS[entry.name].search(said)):
+        if entry.container not in ("", container) or not (found := _PATTERNS[entry.name].search(words)):
             continue
         facts = {name: value.strip() for name, value in found.groupdict().items() if value}
         if entry.fits is None or entry.fits(facts):
