@@ -224,7 +224,7 @@ class JobHead:
                     return None
                 if is_refusal or time.monotonic() >= give_up_at:
                     path = f"{order.store}/jobs/{order.job}/checkpoint"
-                    text = f"{problem}. A checkpoint of before stays there ({path}): continue from it once that works"
+                    text = f"{text}. A checkpoint of before stays there ({path}): continue from it once that works"
                     if order.returns_head and not is_refusal:
                         self._is_terminating = True
                         self._job.cancel(FailureCause.SUSPENDED, text, 0.0)
