@@ -391,7 +391,7 @@ class Look:
         return next((part for part in self.parts if part.number == 0), None)
 
 
-class Connection(Protocol):
+class HeadConnection(Protocol):
     """A connection to the head's byte server: a socket, or a tunnel that has its methods."""
 
     def sendall(self, data: bytes, /) -> object:
@@ -481,7 +481,7 @@ class Place(Protocol):
     def last_words(self, handle: PlacedJob, part: Part, limit: int) -> bytes:
         """The last bytes of a container's output, at most `limit`; empty if the place no longer has them."""
 
-    def connect(self, handle: PlacedJob) -> Connection:
+    def connect(self, handle: PlacedJob) -> HeadConnection:
         """Connect to the head's byte server.
 
         Raises:

@@ -13,7 +13,7 @@ import yaml
 
 from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 from kale_dist.places import manifests
-from kale_dist.places.manifests import KINDS, RunSettings
+from kale_dist.places.manifests import KINDS, ObjectSettings
 
 GOLDEN = sorted((pathlib.Path(__file__).parents[1] / "golden").glob("*.yaml"))
 IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"
@@ -197,7 +197,7 @@ def test_workers_start_where_pod_security_is_strictest(restricted):
         volumes=(Volume(mount_path="/scratch", kind=VolumeKind.EMPTY_DIR, size_gib=0.01),),
         cluster=ClusterOptions(namespace=restricted, master=False), image=IMAGE, store="pvc://results",
     )  # fmt: skip
-    settings = RunSettings()
+    settings = ObjectSettings()
     text = manifests.to_yaml(KINDS["pytorch"].make(spec, settings))
     job = json.loads(kubectl("create", "-o", "json", "-f", "-", text=text))
     secret = manifests.input_secret(spec, settings, manifests.owner_of(job), {"runtime.zip": a_runtime(), "key": b"\0"})

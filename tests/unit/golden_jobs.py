@@ -5,9 +5,9 @@ import json
 
 from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
 from kale_dist.places import manifests
-from kale_dist.places.manifests import RunSettings
+from kale_dist.places.manifests import ObjectSettings
 
-SETTINGS = RunSettings()
+SETTINGS = ObjectSettings()
 IMAGE = "registry.example.com/team/train:1"
 
 VOLUMES = (
@@ -160,7 +160,7 @@ JOBS = {
                 ttl_s=86400,
             ),
         ),
-        RunSettings(submitter="system:serviceaccount:team-a:notebook"),
+        ObjectSettings(submitter="system:serviceaccount:team-a:notebook"),
     ),
 }
 

@@ -30,7 +30,7 @@ from kale_dist.wire import (
 from kale_dist.wire.blobs import FolderStore, digest_of
 from kale_dist.wire.messages import Typed
 from kale_dist.worker.agent.writer import JobWriter
-from kale_dist.worker.pod import byte_server, pod_input
+from kale_dist.worker.pod import byte_server, transfers
 from kale_dist.worker.pod.byte_server import BlobServer, ByteServer
 
 KEY = b"k" * 32
@@ -393,7 +393,7 @@ def test_a_pod_whose_connection_is_cut_fetches_the_rest(place, tmp_path, monkeyp
     order = SimpleNamespace(head="127.0.0.1", port=place.server.port - 2, prefix="")
     server = BlobServer(KEY, theirs)
     monkeypatch.setattr(server.is_over, "wait", lambda _: None)
-    pod_input.fetch(order, KEY, theirs, digest, server)
+    transfers.fetch(order, KEY, theirs, digest, server)
     assert bytes(theirs.open(digest)) == content
     assert sent == [0, 1_000_000, 2_000_000]
     assert theirs.list() == [digest]
@@ -437,7 +437,7 @@ def fetched(place, folder, digest, source):
     order = SimpleNamespace(head="127.0.0.1", port=place.server.port - 2, prefix="")
     server = BlobServer(KEY, FolderStore(folder))
     server.source = source
-    pod_input.fetch(order, KEY, server.store, digest, server)
+    transfers.fetch(order, KEY, server.store, digest, server)
     assert server.coming == {}
     return bytes(server.store.open(digest)), server.source
 
@@ -472,7 +472,7 @@ def test_a_relay_whose_job_is_over_fetches_no_longer_and_keeps_no_part_of_a_blob
     near.coming, far.source = {digest: byte_server.NOT_YET}, ("127.0.0.1", near.port)
     threading.Timer(0.2, far.is_over.set).start()
     with pytest.raises(StoreError, match="no longer needed"):
-        pod_input.fetch(SimpleNamespace(prefix=""), KEY, far.store, digest, far)
+        transfers.fetch(SimpleNamespace(prefix=""), KEY, far.store, digest, far)
     assert list(far.store.root.iterdir()) == []
 
 

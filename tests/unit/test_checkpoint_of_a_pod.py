@@ -8,7 +8,7 @@ import types
 import pytest
 
 from kale_dist.wire import InputFiles, JobFiles
-from kale_dist.worker.pod import pod_input
+from kale_dist.worker.pod import transfers
 
 _numbers = itertools.count()
 
@@ -31,11 +31,11 @@ def head(tmp_path):
 
 def write(pod, text):
     pod.files.checkpoint.write_text(text)
-    pod_input.put_checkpoint_into_store(pod)
+    transfers.put_checkpoint_into_store(pod)
 
 
 def begins_from(pod):
-    pod_input.bring_checkpoint(pod)
+    transfers.bring_checkpoint(pod)
     return pod.files.checkpoint.read_text() if pod.files.checkpoint.exists() else None
 
 

@@ -21,7 +21,7 @@ from kale_dist.errors import BackendError, ConfigError, JobExistsError, JobNotFo
 from kale_dist.image.engine import Engine, explained
 from kale_dist.image.engine import explain as explain_engine
 from kale_dist.job import records
-from kale_dist.job.backend import Connection, JobRef, Look, Part, Place, PlacedJob, Trouble
+from kale_dist.job.backend import HeadConnection, JobRef, Look, Part, Place, PlacedJob, Trouble
 from kale_dist.job.records import FIRST_LIFE, Life
 from kale_dist.job.spec.job_spec import JobSpec, VolumeKind
 from kale_dist.job.status import JobStatus, ReplicaStatus
@@ -241,7 +241,7 @@ class DockerPlace(Place):
             written: bytes = _engine(handle).api.logs(part.uid, tail=limit // 50)
         return written[-limit:]
 
-    def connect(self, handle: PlacedJob) -> Connection:
+    def connect(self, handle: PlacedJob) -> HeadConnection:
         """Connect to the first container's agent: directly where its network is this machine's, else through the engine."""
         engine, name = _engine(handle), containers.container_name(handle.spec.name, handle.life, 0)
         with explained(f"connecting to {name}"):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from kale_dist.errors import BackendError, StoreError
-from kale_dist.job.backend import Connection
+from kale_dist.job.backend import HeadConnection
 from kale_dist.wire import BODY_HEADER, MAC_HEADER, SIZE_HEADER, messages, sign_request
 from kale_dist.wire.blobs import Store, fresh
 from kale_dist.wire.messages import ToAgent
@@ -48,7 +48,7 @@ class HeadClient:
         prefix: What comes before the paths of requests, for a job in warm pods: `/jobs/<id>`.
     """
 
-    def __init__(self, connect: Callable[[], Connection], key: bytes, prefix: str = "") -> None:
+    def __init__(self, connect: Callable[[], HeadConnection], key: bytes, prefix: str = "") -> None:
         self._connect = connect
         self._key = key
         self._prefix = prefix
@@ -222,7 +222,7 @@ class HeadClient:
 class HttpSocket:
     """Gives a place's connection the methods of a socket that `http.client` uses."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: HeadConnection) -> None:
         self._connection = connection
         self.sendall = connection.sendall
 
@@ -235,7 +235,7 @@ class HttpSocket:
 
 
 class _Received(io.RawIOBase):
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: HeadConnection) -> None:
         self._connection = connection
 
     def readable(self) -> bool:

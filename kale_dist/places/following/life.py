@@ -22,7 +22,7 @@ from kale_dist.places.following.verdict import RETRIED, explains_loss, judge, ju
 from kale_dist.places.following.warm import prefix_of
 from kale_dist.wire import FailureCause, JobFiles, StateName, Verdict
 
-HEAD_S = 40.0
+HEAD_DECIDES_S = 40.0
 """A head learns within 30 s (TCP's) that another pod is gone, and ends the job. If it has not done so 10 s later, it never will:
 that pod ended before it had reached the head."""
 
@@ -317,7 +317,7 @@ class FollowedLife:
             return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, reason)
         if error is not None:
             self._input = self._input_error = None
-        if sight.lasts("gone", HEAD_S, seen=look.gone):
+        if sight.lasts("gone", HEAD_DECIDES_S, seen=look.gone):
             # The object was deleted without its pods (--cascade=orphan), which only the head can end now.
             self.reach.ask(lambda head: head.cancel(0.0))
             return judge(None, look, job.status.status())
@@ -343,7 +343,7 @@ class FollowedLife:
         if look.trouble is not None and look.trouble.cause is FailureCause.USER:
             # The pods of a job that a person has ended are deleted one by one; many take longer than this waits.
             part = None
-        if sight.lasts("part", HEAD_S, seen=part is not None) and part is not None:
+        if sight.lasts("part", HEAD_DECIDES_S, seen=part is not None) and part is not None:
             return judge_part(part, look, job.status.status())
         return None
 

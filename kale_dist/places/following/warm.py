@@ -22,7 +22,7 @@ from kale_dist.errors import BackendError, KaleDistError, log
 from kale_dist.job import interrupts, records
 from kale_dist.job.backend import (
     Backend,
-    Connection,
+    HeadConnection,
     JobRef,
     Look,
     NoConnectionError,
@@ -158,7 +158,7 @@ class WarmPlace:
             _ordered(handle).write_text(name)
         return str(answer.get("busy", ""))
 
-    def connect(self, handle: PlacedJob) -> Connection:
+    def connect(self, handle: PlacedJob) -> HeadConnection:
         """Connect to the head; that of a set knows a job once it has its order."""
         if prefix_of(handle) and not _is_ordered(handle):
             raise BackendError(f"The warm {self.inner.noun}s do not have {handle.ref} yet", retryable=True)

@@ -26,7 +26,7 @@ from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.explain import pods as explain
 from kale_dist.places.kubernetes.views import JobView, PodView, pod_view
-from kale_dist.places.manifests import RunSettings, claim_of, kind_of
+from kale_dist.places.manifests import ObjectSettings, claim_of, kind_of
 from kale_dist.places.manifests.pod_template import ERRAND_S
 from kale_dist.places.manifests.settings import STORE_FOLDER
 
@@ -168,7 +168,7 @@ def make(
         topology=Topology(number_of_processes=1), environment=tuple(environment.items()),
         resources=Resources(cpu=0.1, memory_gib=0.5),
     )  # fmt: skip
-    return kind_of(small).make(small, RunSettings(command=tuple(command)))
+    return kind_of(small).make(small, ObjectSettings(command=tuple(command)))
 
 
 def _await(cluster: Cluster, namespace: str, job: str) -> PodView:

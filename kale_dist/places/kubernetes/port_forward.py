@@ -39,7 +39,7 @@ _SHOWN = 300
 
 
 class PodConnection:
-    """One connection to a port of a pod: a `Connection` of `job.backend`.
+    """One connection to a port of a pod: a `HeadConnection` of `job.backend`.
 
     Not for several threads, but that one may write while another reads. There is no half-closing.
 

@@ -30,7 +30,7 @@ from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api, sentences
 from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.places.kubernetes.self_pod import NODE_REQUIRED
-from kale_dist.places.manifests import Kind, PodGroup, RunSettings, kind_of
+from kale_dist.places.manifests import Kind, ObjectSettings, PodGroup, kind_of
 from kale_dist.places.manifests.kubeflow_jobs import INIT_REQUESTS
 from kale_dist.snapshot import loading
 from kale_dist.wire import InputFiles
@@ -151,7 +151,7 @@ def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Findin
         BackendError: The cluster cannot be reached.
     """
     kind = kind_of(spec)
-    job = kind.make(spec, RunSettings(submitter=cluster.identity))
+    job = kind.make(spec, ObjectSettings(submitter=cluster.identity))
     groups = kind.pod_groups(job)
     waits = bool(getattr(spec.cluster, "wait_for_nodes", False))
     # A range of processes runs as soon as its lower number has room.
@@ -256,7 +256,7 @@ def missing_rights(
 
 def _dry_runs(cluster: Cluster, spec: Settled, kind: Kind, job: dict[str, Any]) -> list[Finding]:
     """The object and its Secret, as they would be created."""
-    namespace, settings = cluster.namespace, RunSettings()
+    namespace, settings = cluster.namespace, ObjectSettings()
     secret: Any = manifests.input_secret(spec, settings, {}, {InputFiles.KEY: b"0" * 32})
     create_job = functools.partial(
         cluster.custom.create_namespaced_custom_object_with_http_info, *kind.api, namespace, kind.plural, job

@@ -29,7 +29,7 @@ from kale_dist.places import manifests, orders
 from kale_dist.places.kubernetes import client, errand, objects, preflight, roles, self_pod
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.self_pod import SelfPod
-from kale_dist.places.manifests import Kind, RunSettings, claim_of, kind_of, owner_of
+from kale_dist.places.manifests import Kind, ObjectSettings, claim_of, kind_of, owner_of
 from kale_dist.places.manifests.settings import CLAIM_SCHEME, INPUT_BYTES, PORT, STORE_FOLDER
 from kale_dist.wire import InputFiles, Order, Source, encode_json, payload
 from kale_dist.wire.blobs import FolderStore, Store, pack_blobs
@@ -106,7 +106,7 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
 
 def render(spec: JobSpec) -> str:
     """The object and its Secret as YAML. What the Secret holds in bytes is left out, and named in a comment."""
-    source, settings, kind = _source(spec), RunSettings(), kind_of(spec)
+    source, settings, kind = _source(spec), ObjectSettings(), kind_of(spec)
     made = json.dumps(dataclasses.asdict(order(spec, source)), indent=2).encode()
     secret = manifests.input_secret(spec, settings, {}, {InputFiles.ORDER: made})
     files = [InputFiles.RUNTIME, InputFiles.KEY, *([InputFiles.SNAPSHOT] if source is Source.INPUT else [])]
@@ -147,7 +147,7 @@ def create(
     source = _place_bytes(cluster, spec, logs=life.number == 1)
     data = _input(spec, key, source, life, checkpoint)
     namespace, kind = spec.cluster.namespace, kind_of(spec)
-    settings = RunSettings(life=life.number, submitter=cluster.identity)
+    settings = ObjectSettings(life=life.number, submitter=cluster.identity)
     made = _uninterrupted(cluster, kind, kind.make(spec, settings))
     try:
         owner, core = owner_of(made), cluster.core

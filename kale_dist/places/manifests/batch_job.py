@@ -14,7 +14,7 @@ from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places.manifests.bootstrap import EXIT_CODE
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup, headless_service, last_condition
 from kale_dist.places.manifests.pod_template import pod_template
-from kale_dist.places.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
+from kale_dist.places.manifests.settings import COMPLETION_INDEX, ObjectSettings, object_name
 from kale_dist.wire import EXIT_BROKEN, EXIT_LOST_HEAD
 
 
@@ -31,7 +31,7 @@ class BatchJob(Kind):
     is_automatic = True
     makes_services = True
 
-    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+    def body(self, spec: Settled, settings: ObjectSettings) -> dict[str, Any]:
         """Completions and a template."""
         if spec.cluster.gang:
             remedy = "Leave it out; with queue= Kueue starts all pods together"
@@ -92,7 +92,7 @@ class BatchJob(Kind):
         """As often as the job may restart, and evicted ones as often as that happens."""
         return spec.policy.max_restarts > 0
 
-    def beside(self, spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    def beside(self, spec: Settled, settings: ObjectSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
         """The headless Service; one pod needs none."""
         has_relays = spec.topology.number_of_pods > 1
         return (headless_service(spec, settings, owner),) if has_relays else ()

@@ -34,7 +34,7 @@ from kale_dist.places.manifests.settings import (
     RUN_LABEL,
     SPEC_ANNOTATION,
     SUBMITTED_BY_ANNOTATION,
-    RunSettings,
+    ObjectSettings,
     input_secret_name,
     object_name,
     own_labels,
@@ -127,7 +127,7 @@ class Kind(abc.ABC):
     # -- the object -----------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+    def body(self, spec: Settled, settings: ObjectSettings) -> dict[str, Any]:
         """The object's `spec`."""
 
     @abc.abstractmethod
@@ -143,12 +143,12 @@ class Kind(abc.ABC):
         pod = self.pod_names(spec, life)[0]
         return pod if self.services_a_pod else f"{pod}.{object_name(spec.name, life)}"
 
-    def beside(self, spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    def beside(self, spec: Settled, settings: ObjectSettings, owner: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
         """Services to create after the object; `owner` is what `owner_of` gives for it."""
         del spec, settings, owner
         return ()
 
-    def make(self, spec: Settled, settings: RunSettings | None = None) -> dict[str, Any]:
+    def make(self, spec: Settled, settings: ObjectSettings | None = None) -> dict[str, Any]:
         """The object to create. The same arguments give the same object, with its keys in the same order.
 
         Args:
@@ -158,7 +158,7 @@ class Kind(abc.ABC):
         Raises:
             ConfigError: There is no such job of this kind, or the patch cannot be applied or changes what the job depends on.
         """
-        settings = settings or RunSettings()
+        settings = settings or ObjectSettings()
         for role in roles_of(spec):
             if role not in self.roles:
                 there = f"It has: {', '.join(self.roles)}" if self.roles else "Its pods are all alike: use resources="
@@ -277,7 +277,7 @@ def _spec_annotation(spec: Settled) -> str:
 
 
 def input_secret(
-    spec: Settled, settings: RunSettings, owner: Mapping[str, Any], data: Mapping[str, bytes]
+    spec: Settled, settings: ObjectSettings, owner: Mapping[str, Any], data: Mapping[str, bytes]
 ) -> dict[str, Any]:
     """The Secret that a job's pods wait for. It is deleted with the job's object.
 
@@ -292,7 +292,7 @@ def input_secret(
     return {**_beside("v1", "Secret", spec, owner, name), "type": "Opaque", "data": encoded}
 
 
-def headless_service(spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> dict[str, Any]:
+def headless_service(spec: Settled, settings: ObjectSettings, owner: Mapping[str, Any]) -> dict[str, Any]:
     """The Service that gives the pods of a job their host names, also before they are ready.
 
     Args:
@@ -305,7 +305,7 @@ def headless_service(spec: Settled, settings: RunSettings, owner: Mapping[str, A
     return {**_beside("v1", "Service", spec, owner, name), "spec": body}
 
 
-def network_policy(spec: Settled, settings: RunSettings, owner: Mapping[str, Any]) -> dict[str, Any]:
+def network_policy(spec: Settled, settings: ObjectSettings, owner: Mapping[str, Any]) -> dict[str, Any]:
     """The NetworkPolicy that lets only a job's own pods connect to its pods, for torch's store and gloo ask nobody who they are.
 
     Arguments as for `headless_service`.
@@ -338,7 +338,7 @@ def _beside(api: str, kind: str, spec: Settled, owner: Mapping[str, Any], name: 
     return {"apiVersion": api, "kind": kind, "metadata": metadata}
 
 
-def _metadata(spec: Settled, settings: RunSettings) -> dict[str, Any]:
+def _metadata(spec: Settled, settings: ObjectSettings) -> dict[str, Any]:
     """Name, labels and annotations of a job's object."""
     cluster, is_errand = spec.cluster, bool(settings.command)
     labels = {

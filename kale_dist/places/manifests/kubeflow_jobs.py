@@ -18,7 +18,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup, last_condition
 from kale_dist.places.manifests.pod_template import pod_template
-from kale_dist.places.manifests.settings import REPLICA_INDEX_LABEL, RunSettings, object_name
+from kale_dist.places.manifests.settings import REPLICA_INDEX_LABEL, ObjectSettings, object_name
 from kale_dist.wire import EndsWith
 
 INIT_REQUESTS = {"cpu": "50m", "memory": "10Mi"}
@@ -82,7 +82,7 @@ class KubeflowJob(Kind):
         """Whether its run policy says so."""
         return bool(((made.get("spec") or {}).get("runPolicy") or {}).get("suspend"))
 
-    def replicas(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+    def replicas(self, spec: Settled, settings: ObjectSettings) -> dict[str, Any]:
         """The replica types that have pods, by their names."""
         made: dict[str, Any] = {}
         world, per_pod, first_pod = spec.topology.number_of_processes, spec.topology.processes_per_pod, 0
@@ -125,7 +125,7 @@ class PyTorchJob(KubeflowJob):
     is_automatic = True
     services_a_pod = True
 
-    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+    def body(self, spec: Settled, settings: ObjectSettings) -> dict[str, Any]:
         """Run policy and replicas."""
         per_pod = spec.topology.processes_per_pod
         return {
@@ -176,7 +176,7 @@ class TFJob(KubeflowJob):
     install = PyTorchJob.install
     services_a_pod = True
 
-    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+    def body(self, spec: Settled, settings: ObjectSettings) -> dict[str, Any]:
         """Run policy and replicas.
 
         Raises:
@@ -217,7 +217,7 @@ class MPIJob(KubeflowJob):
     )
     clashes_with = "v1"
 
-    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+    def body(self, spec: Settled, settings: ObjectSettings) -> dict[str, Any]:
         """Run policy and replicas. A launcher that fails is not started again: the head decides what a failure means."""
         return {
             "slotsPerWorker": spec.topology.processes_per_pod,

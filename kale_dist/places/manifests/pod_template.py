@@ -21,7 +21,7 @@ from kale_dist.places.manifests.settings import (
     PORT,
     STORE_FOLDER,
     WORK_FOLDER,
-    RunSettings,
+    ObjectSettings,
     claim_of,
     input_secret_name,
     object_name,
@@ -52,7 +52,14 @@ CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop"
 
 
 def pod_template(
-    spec: Settled, settings: RunSettings, *, container: str, first_pod: int, ranks: int, index: str = "", role: str = ""
+    spec: Settled,
+    settings: ObjectSettings,
+    *,
+    container: str,
+    first_pod: int,
+    ranks: int,
+    index: str = "",
+    role: str = "",
 ) -> dict[str, Any]:
     """The template of one replica type's pods.
 
@@ -216,7 +223,7 @@ def _tolerations(cluster: ClusterOptions, asked: Resources) -> list[Any]:
 
 
 def _volumes(
-    spec: Settled, settings: RunSettings, asked: Resources, ranks: int
+    spec: Settled, settings: ObjectSettings, asked: Resources, ranks: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Volumes and mounts: those that every pod has, then the user's. Mounts of one source share a volume."""
     secret = {"secretName": input_secret_name(object_name(spec.name, settings.life)), "optional": False}
@@ -247,7 +254,7 @@ def _volumes(
     return volumes, mounts
 
 
-def _store(spec: Settled, settings: RunSettings) -> tuple[Volume, ...]:
+def _store(spec: Settled, settings: ObjectSettings) -> tuple[Volume, ...]:
     """The whole claim: a folder of it that the kubelet has to make belongs to root, so that pods cannot write into it."""
     claim, _ = claim_of(spec)
     return (Volume(mount_path=STORE_FOLDER, source=claim, read_only=bool(settings.command)),) if claim else ()

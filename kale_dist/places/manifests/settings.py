@@ -60,7 +60,7 @@ CLAIM_SCHEME = "pvc://"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RunSettings:
+class ObjectSettings:
     """What the object of a job says beyond the job's specification."""
 
     life: int = 1

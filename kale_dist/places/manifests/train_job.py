@@ -15,7 +15,7 @@ from kale_dist.job.spec.job_spec import Settled
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup
 from kale_dist.places.manifests.pod_template import pod_template
-from kale_dist.places.manifests.settings import COMPLETION_INDEX, RunSettings, object_name
+from kale_dist.places.manifests.settings import COMPLETION_INDEX, ObjectSettings, object_name
 
 _API_GROUP = "trainer.kubeflow.org"
 _STEP = "node"
@@ -46,7 +46,7 @@ class TrainJob(Kind):
     )
     is_automatic = True
 
-    def body(self, spec: Settled, settings: RunSettings) -> dict[str, Any]:
+    def body(self, spec: Settled, settings: ObjectSettings) -> dict[str, Any]:
         """Runtime, trainer and patches."""
         options, topology = spec.cluster, spec.topology
         if not settings.command:

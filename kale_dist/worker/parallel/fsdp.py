@@ -35,8 +35,8 @@ from kale_dist.worker.parallel.agreement import local_part
 from kale_dist.worker.parallel.blocks import alter_blocks
 from kale_dist.worker.parallel.replica import Replica, backward_pass, refuse_gradients
 from kale_dist.worker.parallel.tensor import norm_of_parts, whole_states
+from kale_dist.worker.training.construction import Construction
 from kale_dist.worker.training.group import all_gather_single, reduce_scatter_single
-from kale_dist.worker.training.recipe import Recipe
 from kale_dist.worker.training.strategy import FullState, Parts
 
 _GATHER, _REDUCE, _NO_BACKWARD, _LEFT, _EVALUATED = range(5)
@@ -97,7 +97,7 @@ class FullySharded(Replica):
             fully_shard(modules[name], mesh=mesh, reshard_after_forward=True)
             # The unit was brought to the GPU whole, which need not hold the next one, too.
             used = {id(p) for module, own, p in before if parameters_of(module).get(own) is p}
-            for old in (p for p in named_before.values() if id(p) not in used and parts.recipe is None):
+            for old in (p for p in named_before.values() if id(p) not in used and parts.construction is None):
                 old.data = torch.full((), float("nan"), dtype=old.dtype, device=old.device).expand(old.shape)
                 old.grad = None
         now = dict(model.named_parameters(remove_duplicate=False))
@@ -106,10 +106,10 @@ class FullySharded(Replica):
         _rekey(optimizer, new_of, mesh)
         for name, tensor in parts.named.items():
             parts.named[name] = new_of.get(id(tensor), tensor)
-        if parts.recipe is None:
+        if parts.construction is None:
             parts.move()
         else:
-            _materialise(parts, parts.recipe, named_before, now)
+            _materialise(parts, parts.construction, named_before, now)
         largest = max(sum(1 for _ in modules[name].parameters()) for name in names)
         for number, name in enumerate(names):
             self._units.append(_Unit(self, number, name, modules[name], largest))
@@ -383,7 +383,7 @@ def _write_data(stack: contextlib.ExitStack) -> None:
     stack.callback(delattr, DTensor, "data")
 
 
-def _materialise(parts: Parts, recipe: Recipe, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _materialise(parts: Parts, construction: Construction, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Give every tensor of the model memory and values, one at a time: of a weight, this rank's part."""
     device = parts.group.device
     others = [
@@ -395,10 +395,10 @@ def _materialise(parts: Parts, recipe: Recipe, before: dict[str, Any], now: dict
     ]
     parts.model.to_empty(device=device)
     for module, name, value in others:
-        setattr(module, name, recipe.value(value).to(device))
+        setattr(module, name, construction.value(value).to(device))
     made = {id(now[name]): (now[name], old) for name, old in before.items()}
     for new, old in () if parts.are_weights_read else made.values():
-        whole = recipe.value(old)
+        whole = construction.value(old)
         part = distribute_tensor(whole, new.device_mesh, new.placements, src_data_rank=None)
         new.detach().to_local().copy_(part.to_local())
 

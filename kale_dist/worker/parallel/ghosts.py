@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kale_dist.errors import KaleDistError
-from kale_dist.worker.training.recipe import pytree
+from kale_dist.worker.training.construction import pytree
 from kale_dist.worker.training.trained import alter, own_parameters
 
 _WHERE = (

@@ -31,8 +31,8 @@ from kale_dist.worker.parallel.blocks import alter_blocks
 from kale_dist.worker.parallel.ddp import DataParallel
 from kale_dist.worker.parallel.ghosts import Calls, Ghosts, Shape, ghost, owners_of, units_of
 from kale_dist.worker.parallel.replica import backward_pass, refuse_gradients
+from kale_dist.worker.training.construction import pytree
 from kale_dist.worker.training.group import Group
-from kale_dist.worker.training.recipe import pytree
 from kale_dist.worker.training.result import optimizers_of
 from kale_dist.worker.training.strategy import FullState, Parts
 from kale_dist.worker.training.trained import alter

@@ -38,7 +38,7 @@ LONGEST_STALENESS = 8
 """From this staleness on the histogram has one class."""
 
 
-class Kind(enum.IntEnum):
+class RequestKind(enum.IntEnum):
     """Kinds of requests from a worker."""
 
     STEP = 1
@@ -170,10 +170,10 @@ class Server(Strategy):
             heads: list[list[int]] = []
             used = [False] * len(self._shard.parameters)
             for number, pair in enumerate(self._pairs):
-                while (head := self.receive_head(pair))[0] == Kind.STATE:
+                while (head := self.receive_head(pair))[0] == RequestKind.STATE:
                     self.answer_state(pair)
                 heads.append(head)
-                if head[0] in (Kind.END, Kind.LEAVE):
+                if head[0] in (RequestKind.END, RequestKind.LEAVE):
                     continue
                 options = self.receive_options(pair, head)
                 if number == 0:
@@ -184,20 +184,20 @@ class Server(Strategy):
                 used = [is_used or bool(flag) for is_used, flag in zip(used, head[HEAD:], strict=True)]
             kind = heads[0][0]
             self._check(heads)
-            if kind == Kind.LEAVE:
+            if kind == RequestKind.LEAVE:
                 return
             for buffer in total.buffers:
                 buffer.mul_(1 / len(self._pairs))
-            if kind == Kind.STEP:
+            if kind == RequestKind.STEP:
                 self.step(total, used)
                 self._weights.read()
-            norm = self._norm(total, used, heads[0][3]) if kind == Kind.NORM else None
+            norm = self._norm(total, used, heads[0][3]) if kind == RequestKind.NORM else None
             for pair in self._pairs:
-                if kind == Kind.STEP:
+                if kind == RequestKind.STEP:
                     self.answer(pair, *self._weights.buffers)
                 else:
                     self.answer(pair, *(() if norm is None else (norm,)))
-            if kind == Kind.END:
+            if kind == RequestKind.END:
                 self.answer_metrics(self._pairs[0])
             context.mark_progress()
 
@@ -208,9 +208,9 @@ class Server(Strategy):
             KaleDistError: They are not; the workers get the same error.
         """
         kinds, batches = {head[0] for head in heads}, {head[1] for head in heads}
-        if len(kinds) == 1 and (len(batches) == 1 or kinds <= {Kind.END, Kind.LEAVE}):
+        if len(kinds) == 1 and (len(batches) == 1 or kinds <= {RequestKind.END, RequestKind.LEAVE}):
             return
-        what = "some have ended the epoch" if Kind.END in kinds else "some are elsewhere"
+        what = "some have ended the epoch" if RequestKind.END in kinds else "some are elsewhere"
         text = (
             f"The workers do not take the same steps: when one was in batch {max(batches)}, {what}. Call optimizer.step()"
             " equally often on every rank, whatever the data, and leave the loop over the loader on all ranks or none"
@@ -352,22 +352,22 @@ class _Asynchronous:
         server, pair = self._server, self._pairs[number]
         shard = server._shard  # noqa: SLF001 - ours
         gradients, weights = shard.weights(), shard.weights()
-        while (head := server.receive_head(pair))[0] != Kind.LEAVE:
+        while (head := server.receive_head(pair))[0] != RequestKind.LEAVE:
             context.mark_progress()
             match head[0]:
-                case Kind.STEP:
+                case RequestKind.STEP:
                     options = server.receive_options(pair, head)
                     pair.receive(*gradients.buffers)
                     self._step(number, options, gradients, [bool(flag) for flag in head[HEAD:]], weights)
                     server.answer(pair, *weights.buffers)
-                case Kind.END:
+                case RequestKind.END:
                     self._gather(number, b"", ends_epoch=True)
                     server.answer(pair, *self._final.buffers)
                     if not number:
                         server.answer_metrics(pair)
-                case Kind.EXCHANGE:
+                case RequestKind.EXCHANGE:
                     pair.send_bytes(pickle.dumps(self._gather(number, pair.receive_bytes())))
-                case Kind.STATE:
+                case RequestKind.STATE:
                     server.answer_state(pair)
 
     def _step(

@@ -27,7 +27,7 @@ from kale_dist.strategies import Layout, Settings
 from kale_dist.worker.parallel.flat import Flat
 from kale_dist.worker.parallel.pairs import LostPeerError, Pair
 from kale_dist.worker.parallel.replica import Replica
-from kale_dist.worker.parallel.server import Kind, Server, Shard, norm_bits, open_shards
+from kale_dist.worker.parallel.server import RequestKind, Server, Shard, norm_bits, open_shards
 from kale_dist.worker.training.data.sharding import ranks
 from kale_dist.worker.training.strategy import FullState, Parts
 from kale_dist.worker.training.trained import alter
@@ -96,7 +96,7 @@ class Worker(Replica):
         if kind is None:
             # This rank has all it needs, so nothing is lost with a server.
             with contextlib.suppress(LostPeerError):
-                self._send(Kind.LEAVE)
+                self._send(RequestKind.LEAVE)
             for pair in itertools.chain(*self._pairs):
                 pair.close()
 
@@ -121,7 +121,7 @@ class Worker(Replica):
             return super().total_norm(gradients, kind)
         given = set(map(id, gradients))
         norms = [torch.empty(1, dtype=torch.float64, device="cpu") for _ in self._pairs]
-        self._ask(Kind.NORM, lambda parameter: id(parameter.grad) in given, norm=kind)
+        self._ask(RequestKind.NORM, lambda parameter: id(parameter.grad) in given, norm=kind)
         for pairs, norm in zip(self._pairs, norms, strict=True):
             self._each(pairs, self._receive, norm)
         like = gradients[0] if len(gradients) else torch.empty(0, device="cpu")
@@ -146,7 +146,7 @@ class Worker(Replica):
         if self._checks or self._present_versions() != self._versions:
             self._checks = max(0, self._checks - 1)
             self._check_weights()
-        self._ask(Kind.STEP, lambda parameter: parameter.grad is not None)
+        self._ask(RequestKind.STEP, lambda parameter: parameter.grad is not None)
         self._take_weights()
 
     def _take_weights(self) -> None:
@@ -159,7 +159,7 @@ class Worker(Replica):
     def _present_versions(self) -> int:
         return sum(times_changed(parameter) for shard in self._shards for parameter in shard.parameters)
 
-    def _ask(self, kind: Kind, is_used: Callable[[Any], bool], *, norm: float = 0.0) -> None:
+    def _ask(self, kind: RequestKind, is_used: Callable[[Any], bool], *, norm: float = 0.0) -> None:
         """Send a request with gradients to all servers."""
         groups = self.parts.optimizer.param_groups
         options = pickle.dumps([{key: value for key, value in one.items() if key != "params"} for one in groups])
@@ -178,13 +178,13 @@ class Worker(Replica):
             self._each(pairs, Pair.send, *request)
             self._bytes_sent += flat.bytes * len(pairs)
 
-    def _send(self, kind: Kind) -> None:
+    def _send(self, kind: RequestKind) -> None:
         """Send a request without gradients to all servers."""
         for pairs, shard in zip(self._pairs, self._shards, strict=True):
             head = self._head(kind, shard)
             self._each(pairs, Pair.send, head)
 
-    def _head(self, kind: Kind, shard: Shard) -> Tensor:
+    def _head(self, kind: RequestKind, shard: Shard) -> Tensor:
         return torch.tensor([kind, self.parts.pace.batches, 0, 0, *([0] * len(shard.parameters))], device="cpu")
 
     def _each(self, pairs: list[Pair], call: Callable[..., None], *arguments: Any) -> None:
@@ -221,7 +221,7 @@ class Worker(Replica):
         """Tell the servers that the epoch is over; from asynchronous servers, receive the final weights."""
         self._check_weights()
         self._checks = _CHECKED_STEPS
-        self._send(Kind.END)
+        self._send(RequestKind.END)
         if self.settings.mode == "async":
             self._take_weights()
         else:
@@ -239,7 +239,7 @@ class Worker(Replica):
     def _exchange(self, value: Any) -> dict[int, Any]:
         """Exchange values with all workers that are left, by way of the first server; asynchronous only."""
         (pair,) = self._pairs[0]
-        pair.send(self._head(Kind.EXCHANGE, self._shards[0]))
+        pair.send(self._head(RequestKind.EXCHANGE, self._shards[0]))
         pair.send_bytes(pickle.dumps(value))
         found = pickle.loads(pair.receive_bytes())
         for rank in sorted(self._workers - found.keys()):
@@ -260,7 +260,7 @@ class Worker(Replica):
         whole = super().full_state()
         state: dict[int, Any] = {}
         if whole is not None:
-            self._send(Kind.STATE)
+            self._send(RequestKind.STATE)
             for pairs in self._pairs:
                 self._each(pairs, _add_state, state)
         # Asynchronous servers would step for the next batch of another worker meanwhile.

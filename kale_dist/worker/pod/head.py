@@ -18,7 +18,7 @@ from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.attempt import Site
 from kale_dist.worker.agent.job_run import JobRun, open_port
 from kale_dist.worker.agent.writer import POD_LOG_BYTES, JobWriter, StdoutCopy
-from kale_dist.worker.pod import pod_input
+from kale_dist.worker.pod import transfers
 from kale_dist.worker.pod.byte_server import ByteServer
 from kale_dist.worker.pod.head_relays import HeadsRelays
 from kale_dist.worker.pod.mpi import Mpirun
@@ -180,7 +180,7 @@ class JobHead:
         try:
             if order.returns_head:
                 # Before anything that may kill this pod each time.
-                used = await self._ask_store(functools.partial(pod_input.used_restarts, self._pod)) or 0
+                used = await self._ask_store(functools.partial(transfers.used_restarts, self._pod)) or 0
                 if used > order.policy.max_restarts:
                     reason = f"The first pod was lost after {used - 1} restarts: max_restarts allows no more"
                     # For lost pods a follower would renew the job.
@@ -188,8 +188,8 @@ class JobHead:
                     return
                 self._job.used_before = max(used, order.used_restarts)
                 await self._ask_store(self._kept.put_restarts)
-            await asyncio.to_thread(pod_input.bring, self._pod, received=self.server.received)
-            await self._ask_store(functools.partial(pod_input.bring_checkpoint, self._pod))
+            await asyncio.to_thread(transfers.bring, self._pod, received=self.server.received)
+            await self._ask_store(functools.partial(transfers.bring_checkpoint, self._pod))
         except Exception as error:  # noqa: BLE001 - the job cannot start, and has to say why
             reason = str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}"
             self._job.fail(FailureCause.NOT_STARTED, reason)
@@ -217,7 +217,7 @@ class JobHead:
             try:
                 return await asyncio.to_thread(ask)
             except (OSError, StoreError) as error:
-                text, is_refusal = f"The store {order.store} fails: {error}", pod_input.is_refusal(error)
+                text, is_refusal = f"The store {order.store} fails: {error}", transfers.is_refusal(error)
                 if is_refusal and not order.used_restarts and not order.returns_head:
                     # Some refuse to read what is not there. Whether it can be written shows later.
                     self.writer.log(f"{text}. The training begins at the beginning")
@@ -238,7 +238,7 @@ class JobHead:
 
     def _missing(self) -> list[str]:
         """Digests of the blobs that the notebook has to send."""
-        return pod_input.missing(self._pod) if self._pod.order.source is Source.STREAM and not self._has_blobs else []
+        return transfers.missing(self._pod) if self._pod.order.source is Source.STREAM and not self._has_blobs else []
 
     def _cancel(self, grace_s: float, save: bool) -> None:  # noqa: FBT001 - called by position from the server's threads
         """The notebook wants the job to end."""

@@ -24,7 +24,7 @@ from kale_dist.wire.messages import Answer, Done, FromRank
 from kale_dist.worker.agent.fork_pool import REFILL_AFTER_S
 from kale_dist.worker.agent.near_rank import End, NearRank
 from kale_dist.worker.agent.usage import UsageWatch
-from kale_dist.worker.pod import mpi, pod_input
+from kale_dist.worker.pod import mpi, transfers
 from kale_dist.worker.pod.byte_server import BlobServer
 from kale_dist.worker.pod.pod import Pod, Problem
 from kale_dist.worker.pod.relay_protocol import COUNT, TICKS, Channel, Op, is_signed, sign
@@ -196,7 +196,7 @@ class Relay:
             if self._pod.order.source is Source.STREAM:
                 await self._may_fetch.wait()
             if not is_warm:
-                await asyncio.to_thread(pod_input.bring, self._pod, server=self._server)
+                await asyncio.to_thread(transfers.bring, self._pod, server=self._server)
         except Exception as error:  # noqa: BLE001 - this pod's ranks cannot start, and it has to say why
             _refuse(head, str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}")
             return

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from kale_dist.errors import StoreError
 from kale_dist.wire import EventKind
 from kale_dist.worker.agent.writer import JobWriter
-from kale_dist.worker.pod import pod_input
+from kale_dist.worker.pod import transfers
 from kale_dist.worker.pod.pod import Pod
 
 RETRY_EACH_S = 5.0
@@ -94,7 +94,7 @@ class StoreCopy:
         """
         number = self._used_restarts() + loses_head
         if number != self._restarts:
-            pod_input.put_used_restarts(self._pod, number)
+            transfers.put_used_restarts(self._pod, number)
             self._restarts = number
 
     def _put_checkpoint(self) -> bool:
@@ -113,12 +113,12 @@ class StoreCopy:
         now, call, log = time.monotonic(), self._pod.loop.call_soon_threadsafe, self._writer.log
         try:
             if path == self._pod.files.checkpoint:
-                pod_input.put_checkpoint_into_store(self._pod)
+                transfers.put_checkpoint_into_store(self._pod)
             else:
-                pod_input.put_into_store(self._pod, path)
+                transfers.put_into_store(self._pod, path)
         except (OSError, StoreError) as error:
             text = f"{path.name} could not be put into the store {self._pod.order.store}: {error}"
-            if pod_input.is_refusal(error):
+            if transfers.is_refusal(error):
                 self.works = False
                 call(log, f"{text}. The notebook has to fetch it")
             elif self._failing_since is None:

@@ -26,7 +26,7 @@ from kale_dist.wire import JobFiles, Order, context
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.messages import Answer, Cell, CellFailed, EndLive, Give, Interrupt, Load, Numbered, Repair, ToLive
 from kale_dist.worker.agent.hang_watch import Frame, Sample, waits
-from kale_dist.worker.pod import pod_input
+from kale_dist.worker.pod import transfers
 from kale_dist.worker.rank import cell, repair, stand_ins
 from kale_dist.worker.rank.control import Control
 
@@ -248,7 +248,7 @@ class LiveRank:
         def bring(blob: str) -> None:
             # What puts it there has checked it.
             if not store.path(blob).exists():
-                pod_input.fetch(order, bytes.fromhex(order.key), store, blob)
+                transfers.fetch(order, bytes.fromhex(order.key), store, blob)
 
         bring(digest)
         for blob in loading.blobs_of(store, digest):

@@ -152,7 +152,7 @@ class Setup:
         resumption = Resumption(group, trained, given, is_in_parts=folders is not None)
         named = trained.tensors()
         # Without values they are alike.
-        prints = group.gather(fingerprint(named.values())) if not group.is_alone and made.recipe is None else []
+        prints = group.gather(fingerprint(named.values())) if not group.is_alone and made.construction is None else []
         copy_where_differing(group, list(named.items()), prints, "at the start")
         parts = Parts(
             model=trained.model,
@@ -164,7 +164,7 @@ class Setup:
             row=group.divided(sorted({one.peers for one in layouts})),
             pace=Pace(layout.shards, training.accumulate),
             move=functools.partial(trained.move_to, group.device),
-            recipe=made.recipe,
+            construction=made.construction,
             are_weights_read=folders is not None and folders.fills(resumption.found.parts),
         )
         strategy.prepare(parts, stack)

@@ -31,10 +31,10 @@ from kale_dist.wire import blobs, context
 from kale_dist.wire.files import umask
 from kale_dist.worker.training import checkpoint
 from kale_dist.worker.training.checkpoint import Stored
+from kale_dist.worker.training.construction import Construction
 from kale_dist.worker.training.contents import Checkpoint
 from kale_dist.worker.training.data.generators import generator_states, seed_generators, set_generator_states
 from kale_dist.worker.training.group import Group
-from kale_dist.worker.training.recipe import Recipe
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import FullState
 from kale_dist.worker.training.trained import Trained
@@ -92,7 +92,7 @@ class Made:
     """A training whose model was made in this rank."""
 
     training: Training
-    recipe: Recipe | None
+    construction: Construction | None
     """Gives the model's tensors their values; None where they have them."""
     folders: Folders | None
     """None where a rank holds the whole model."""
@@ -112,11 +112,11 @@ def make(training: Training, group: Group) -> Made:
             # Else it returns a step's gradients to the system, and the next step pays for each page again: 20 to 30 % of its time.
             libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
     if not training.makes_model:
-        return Made(training=training, recipe=None, folders=None)
+        return Made(training=training, construction=None, folders=None)
     before = generator_states()
     seed_generators(group.send(torch.initial_seed() if training.seed is None else training.seed))
-    recipe = Recipe(training.model) if training.in_parts and not group.is_alone else None
-    made = with_objects(training, None if recipe is None else recipe.made)
+    construction = Construction(training.model) if training.in_parts and not group.is_alone else None
+    made = with_objects(training, None if construction is None else construction.made)
     set_generator_states(before)
     place = context.context()
     conditions = strategies.Conditions(
@@ -128,11 +128,11 @@ def make(training: Training, group: Group) -> Made:
     if not training.in_parts:
         if source:
             load(pathlib.Path(source), weights_of(made.model), None)
-        return Made(training=made, recipe=None, folders=None)
+        return Made(training=made, construction=None, folders=None)
     if any(made.optimizer.state.values()):
         problem = f"{type(made.optimizer).__name__} has a state before its first step, which cannot be divided here"
         raise ConfigError("optimizer", problem, "Use another, or give a model in the place of a function")
-    return Made(training=made, recipe=recipe, folders=Folders(group, training.save_to, source))
+    return Made(training=made, construction=construction, folders=Folders(group, training.save_to, source))
 
 
 def with_objects(training: Training, model: Any = None) -> Training:

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from kale_dist.strategies import Layout, Settings
+from kale_dist.worker.training.construction import Construction
 from kale_dist.worker.training.data.sharding import Pace
 from kale_dist.worker.training.group import Buffers, Group
-from kale_dist.worker.training.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Parts:
     """The current batch."""
     move: Callable[[], None]
     """Brings model and optimizer to the rank's device, which strategies with `divides` call when they have divided them."""
-    recipe: Recipe | None = None
+    construction: Construction | None = None
     """Gives the model's tensors their values, where they have none; only strategies with `divides` are given one."""
     are_weights_read: bool = False
     """Whether the model's weights get other values after `prepare`."""

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from kale_dist.worker.training.recipe import Recipe
+from kale_dist.worker.training.construction import Construction
 
 
 class Kinds(nn.Module):
@@ -40,9 +40,9 @@ def test_tensors_get_the_values_of_the_constructor_one_by_one():
     torch.manual_seed(3)
     plain, after = Kinds(), torch.rand(1)
     torch.manual_seed(3)
-    recipe = Recipe(Kinds)
+    construction = Construction(Kinds)
     assert torch.equal(torch.rand(1), after), "draws after it are those after the constructor"
-    made = recipe.made
+    made = construction.made
     assert made.rates == plain.rates
     assert made.head.weight is made.embedding.weight
     tensors = [*made.named_parameters(), *made.named_buffers()]
@@ -50,7 +50,7 @@ def test_tensors_get_the_values_of_the_constructor_one_by_one():
     expected = dict([*plain.named_parameters(), *plain.named_buffers()])
     assert {name for name, _ in tensors} == expected.keys()
     for name, one in tensors[::-1]:
-        value = recipe.value(one)
+        value = construction.value(one)
         assert torch.equal(value, expected[name]), name
         assert value.dtype == expected[name].dtype
 
@@ -65,7 +65,7 @@ def test_a_model_of_transformers_gets_its_values_too():
     torch.manual_seed(3)
     plain = make()
     torch.manual_seed(3)
-    recipe = Recipe(make)
+    construction = Construction(make)
     expected = dict([*plain.named_parameters(), *plain.named_buffers()])
-    for name, one in [*recipe.made.named_parameters(), *recipe.made.named_buffers()]:
-        assert torch.equal(recipe.value(one), expected[name]), name
+    for name, one in [*construction.made.named_parameters(), *construction.made.named_buffers()]:
+        assert torch.equal(construction.value(one), expected[name]), name

@@ -49,7 +49,7 @@ class _Operation:
             generator.set_state(now)
 
 
-class Recipe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """How the tensors of a model come about.
 
     Args:
