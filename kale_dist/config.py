@@ -63,7 +63,7 @@ class Config:
     """Whose images are used that the registry has already: `own` (those that you made on this machine), or `shared` (also those that
     others pushed there, whose code then runs in your jobs); `own` if not set."""
     show_locals: str = ""
-    """How much an error tells of the local variables of its last frames: `none`, `summary` (numbers, shapes, types), `full` (texts
+    """How much an error shows of the local variables of its last frames: `none`, `summary` (numbers, shapes, types), `full` (texts
     and reprs, too); `summary` if not set."""
     origins: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False, compare=False)
     """(setting, file or variable that it comes from), for each that is set."""
@@ -97,7 +97,7 @@ def path(environment: Mapping[str, str] | None = None) -> pathlib.Path:
     if named:
         return pathlib.Path(os.path.expanduser(named))  # noqa: PTH111 - pathlib raises for a user without a home
     folder = environment.get("XDG_CONFIG_HOME", "")
-    if not os.path.isabs(folder):  # noqa: PTH117 - the XDG specification says to pass over relative ones
+    if not os.path.isabs(folder):  # noqa: PTH117 - by the XDG specification relative ones are ignored
         folder = os.path.expanduser("~/.config")  # noqa: PTH111 - pathlib raises for a user without a home
     return pathlib.Path(folder, "kale-dist", "config.toml")
 

@@ -79,7 +79,7 @@ class DistributedConfig:
 
 
 def distribute(*args: Any, config: DistributedConfig | None = None, **kwargs: Any) -> Job[Any]:
-    """`kale_dist.distribute`, on the cluster unless `on` says otherwise.
+    """Call `kale_dist.distribute`, on the cluster unless `on` names another place.
 
     Args:
         *args: As `kale_dist.distribute`.

@@ -99,7 +99,7 @@ def sweep(
         trials: How many trials there are in all, those of an interrupted sweep included.
         parallel: Jobs that run at the same time.
         processes: Processes that all these jobs may have together; None for no limit. A job larger than this runs alone.
-        direction: `minimize` or `maximize`. Needed, unless the metric's name says that it is a loss or an error.
+        direction: `minimize` or `maximize`. Needed, unless the metric's name shows that it is a loss or an error.
         sampler: A sampler of `optuna.samplers`; None for Optuna's default (TPE). One with a seed repeats itself when a sweep continues.
         pruner: A pruner of `optuna.pruners`; None for Optuna's default (the median of the other trials, after five of them).
         storage: A URL or storage of Optuna's; None for a file in the state folder.

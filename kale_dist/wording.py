@@ -28,14 +28,14 @@ GET_WIDGETS = "install anywidget in the environment that JupyterLab itself runs 
 
 
 def install(extra: str) -> str:
-    """How to install an extra, as the docs say it, and its packages beside a library that was installed without a clone."""
+    """Return how to install an extra, as in the docs, and its packages beside a library installed without a clone."""
     packages = " ".join(f"'{package}'" if "<" in package else package for package in EXTRAS[extra])
     return f"pip install '.[{extra}]' in the clone of kale_dist; without one, pip install {packages}"
 
 
 @contextlib.contextmanager
 def needing(extra: str, argument: str, what: str) -> Iterator[None]:
-    """Turn an import error of the block into one that says how to install the missing packages.
+    """Turn an import error of the block into one that explains how to install the missing packages.
 
     Args:
         extra: The extra with the packages.

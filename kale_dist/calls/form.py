@@ -236,7 +236,7 @@ def _numbers(choice: Mapping[str, str]) -> dict[str, Any]:
 
 
 def advice(choice: Mapping[str, str], namespace: Mapping[str, Any]) -> str:
-    """What `strategies.recommend` says of the chosen model, in a sentence; empty where something is missing or wrong."""
+    """Return the sentence of `strategies.recommend` on the chosen model; empty where something is missing or wrong."""
     model, optimizer = (namespace.get(choice.get(field, "")) for field in ("model", "optimizer"))
     number, memory = (choice.get(field, "").strip() for field in ("number_of_processes", "memory"))
     try:

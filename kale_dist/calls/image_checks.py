@@ -1,4 +1,4 @@
-"""Arguments of a call that say what its image is made of, as users write them, checked and in one form.
+"""Checks the arguments of a call that describe its image, as users write them, and brings them into one form.
 
 Files are looked at and read; nothing is written, and no registry, engine or index is asked.
 """
@@ -38,7 +38,7 @@ _NEVER_BELOW = ("/proc", "/sys", "/dev")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ImageWanted:
-    """What a call says about its image."""
+    """Holds the image that a call names, or the recipe by which it is made."""
 
     image: str = ""
     """A reference, if the image is there; else empty."""

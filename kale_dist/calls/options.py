@@ -22,7 +22,7 @@ _MOST_THREADS = 4096
 """Of a rank. Far more would take those of the agent, and with it other jobs."""
 
 _RANGE_RESTARTS = 10
-"""Losses that a job of a range of processes survives, if the call does not say how many: there pods are expected to go."""
+"""Losses that a job of a range of processes survives, if the call gives no number: there pods are expected to go."""
 
 
 def _is_size(value: Any) -> bool:

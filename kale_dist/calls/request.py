@@ -36,7 +36,7 @@ PLACE_SETTINGS = tuple(dict.fromkeys(field.name for kind in (Docker, Kubernetes)
 """Arguments of `kd.Docker` and `kd.Kubernetes`."""
 
 _ELSEWHERE_PROCESSES = 2
-"""Processes in containers if the call does not say how many: how many there is room for is not known here."""
+"""Processes in containers if the call gives no number: how many there is room for is not known here."""
 
 _LEAST_GIB = 300 / 1024
 """Memory that a process needs to import torch and to train anything with it."""
@@ -222,7 +222,7 @@ def _trains(call: Call, training: Training, options: Options, place: Place, earl
             notes.append(_NEVER_LARGER.format(training.checkpoint_every))
     resume = None
     if earlier is not None:
-        # How many ranks a range begins with is not known yet: the log says what their number changes.
+        # How many ranks a range begins with is not known yet: what their number changes is logged.
         resume = earlier.check(training, None if request.topology.sizes else request.topology.number_of_processes)
         notes += resume.sentences
     return dataclasses.replace(call, warnings=warnings, notes=tuple(notes), resume=resume)

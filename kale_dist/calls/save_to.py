@@ -1,4 +1,4 @@
-"""Where a job saves its model itself: checks `save_to` of a call, and says what its rank 0 will write to."""
+"""Checks `save_to` of a call, where a job saves its model itself, and finds the path or URL that rank 0 writes to."""
 
 from __future__ import annotations
 

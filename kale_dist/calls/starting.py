@@ -99,7 +99,7 @@ def start(call: Call) -> Job[Any]:
 
 
 def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snapshot, JobSpec, tuple[str, ...]]:
-    """The snapshot of a call, the whole specification of its job, and what the user should be told of its image.
+    """Take a call's snapshot, complete its job's specification, and return both with notes for the user on its image.
 
     Args:
         call: What is to run, where and how.

@@ -95,7 +95,7 @@ def check(training: Training) -> None:
 
 
 def check_on(training: Training, request: Request, *, is_local: bool) -> tuple[str, ...]:
-    """Check whether this can be trained where, and on as many processes as, the request says.
+    """Check whether this can be trained at the place, and on the number of processes, that the request names.
 
     Returns:
         Sentences about loaders in the arguments of the steps, which every rank reads whole.
@@ -139,7 +139,7 @@ def sizes(training: Training, asked: Sequence[int], per_pod: int | None, *, cuda
         cuda: Whether the call asks for GPUs.
 
     Raises:
-        ConfigError: It can have none of them; says why of the largest.
+        ConfigError: It can have none of them; the message gives the reason for the largest.
     """
     if training.makes_model:
         return tuple(asked)

@@ -108,7 +108,7 @@ def distribute(
         number_of_processes: None: on this machine as many as there are GPUs, or else cores; elsewhere two, or those of
             one pod if `processes_per_pod` is more. On a cluster also a range, such as `(2, 8)`: the job begins with what there
             is, at least 2, continues without pods that go, and grows when more come.
-        cuda: Whether each process gets a GPU. None: if there are enough, and a line says so; in containers, if their
+        cuda: Whether each process gets a GPU. None: if there are enough, and a line shows it; in containers, if their
             `resources` have GPUs.
         train_args: Anything; given to `train_step` as `args`.
         eval_args: Anything; given to `eval_step` as `args`.
@@ -125,7 +125,7 @@ def distribute(
         seed: The seed of rank 0; rank r gets `seed + r`. None: a random one.
         name: The job's name; None for one made from the model's class.
         on: Where: `"local"`, `"docker"` or `"kubernetes"`, with what is configured of it, or `kd.Local()`,
-            `kd.Docker(...)` or `kd.Kubernetes(...)`, which say what images, resources and volumes to use. None: the
+            `kd.Docker(...)` or `kd.Kubernetes(...)`, which name images, resources and volumes. None: the
             configured one, else this machine.
         environment: Variables to set in the processes.
         threads: Threads of a process; None for its fair share of the cores.
@@ -201,7 +201,7 @@ def launch(
     """Call a function on several processes that can talk to each other through `torch.distributed`.
 
     The names of the arguments below are launch's own; all others go to the function. If the function has an argument of
-    one of these names, too, the call is refused: `functools.partial(fn, seed=5)` says what the function gets.
+    one of these names, too, the call is refused: `functools.partial(fn, seed=5)` passes it to the function.
 
     Args:
         fn: Any function; the process group is ready when it is called.
@@ -218,7 +218,7 @@ def launch(
         stall_timeout_s: Seconds without progress (steps, collectives, output) after which the job fails. None: 1,800 for
             several processes with GPUs, else never.
         max_restarts: How often the function is called again on all processes after one was lost (a signal, an exit, a
-            stall), or a GPU or NCCL failed; `context().attempt` tells. Not after another exception or out of memory.
+            stall), or a GPU or NCCL failed; `context().attempt` counts. Not after another exception or out of memory.
         detach: As for `distribute`.
         track: Likewise.
         **kwargs: The function's keyword arguments.

@@ -211,7 +211,7 @@ class _Output:
 
         Args:
             lines: All lines, from the job's first one.
-            known: What the agent says that need not be printed.
+            known: A line of the agent's that need not be printed.
         """
         for line in itertools.islice(lines, self._shown, None):
             self._shown += 1

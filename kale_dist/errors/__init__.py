@@ -1,6 +1,6 @@
 """Every error of kale_dist, and why they form one tree.
 
-Catch `KaleDistError` to catch all of them. Below it the tree follows the steps of a call, so that the class alone tells how
+Catch `KaleDistError` to catch all of them. Below it the tree follows the steps of a call, so that the class alone shows how
 far the call came: nothing was touched (`ConfigError`), the snapshot could not be
 taken (`SnapshotError`), the place to run refused (`BackendError`), or the job itself ended badly (`JobError`).
 
@@ -12,7 +12,7 @@ taken (`SnapshotError`), the place to run refused (`BackendError`), or the job i
       StoreError                      bytes could not be kept or found (full disk, missing blob)
       ContractError                   Python, torch or contract version differ between notebook and worker
       ImageError                      an image cannot be made, found or used; `.retryable` as below
-      BackendError                    `.retryable` says whether the same call may succeed later
+      BackendError                    `.retryable`: whether the same call may succeed later
         BackendUnavailableError
         JobNotFoundError
         JobExistsError
@@ -26,7 +26,7 @@ taken (`SnapshotError`), the place to run refused (`BackendError`), or the job i
       RankError                       in the place of an exception, where a rank died without one
       RemoteError                     in the place of an exception that could not be pickled or loaded
 
-Messages say what failed, which object, on which side (notebook or worker), and what to do next. They hold no secrets.
+Messages name what failed, which object, on which side (notebook or worker), and what to do next. They hold no secrets.
 All of them survive pickling: their fields are in `args`. A notebook shows them below the user's own lines, without the
 library's; `%xmode --show` brings those back, and plain Python shows them always.
 
@@ -253,7 +253,7 @@ class WaitTimeoutError(JobError, TimeoutError):
 
 
 class ResultUnavailableError(JobError):
-    """The job has no result that can be read here; the message says why."""
+    """The job has no result that can be read here; the message gives the reason."""
 
 
 class RankError(KaleDistError):

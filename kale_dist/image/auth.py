@@ -27,7 +27,7 @@ _HUB_SERVER = "https://index.docker.io/v1/"
 """Docker Hub's name for credential helpers."""
 
 _IDENTITY_USER = "<token>"
-"""The user name that says: the secret is an identity token."""
+"""The user name that marks the secret as an identity token."""
 
 _API_PATH = re.compile(r"/v[12]/?$")
 _HELPER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -246,7 +246,7 @@ def parse_answer(answer: bytes, image: str) -> Facts:
     """Parse the output of an image's inspecting container.
 
     Raises:
-        ImageError: The program did not run; the message says why.
+        ImageError: The program did not run; the message gives the reason.
     """
     text = answer.decode(errors="replace")
     line = next((line for line in reversed(text.splitlines()) if line.startswith(_MARK)), "")

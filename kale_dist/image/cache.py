@@ -26,7 +26,7 @@ def folder(name: str = "") -> pathlib.Path:
         ImageError: The folder cannot be created.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says to ignore a relative path.
+    # By the XDG specification a relative path is ignored.
     root = pathlib.Path(base) if base.startswith("/") else pathlib.Path.home() / ".cache"
     path = root / "kale-dist" / name
     with writing(path):
@@ -36,7 +36,7 @@ def folder(name: str = "") -> pathlib.Path:
 
 @contextlib.contextmanager
 def writing(path: pathlib.Path) -> Iterator[None]:
-    """Turn an `OSError` of the block into an error that says where images are built and how to make room.
+    """Turn an `OSError` of the block into an error that names the folder where images are built and how to make room.
 
     Raises:
         ImageError: The block raised an `OSError`.

@@ -129,11 +129,11 @@ def connect(base_url: str | None = None) -> Engine:
     """Connect to an engine that answers.
 
     Args:
-        base_url: Such as `unix:///run/user/1000/docker.sock`, `tcp://host:2376` or `ssh://user@host`; None: what
-            DOCKER_HOST says, then docker's context, then the usual sockets of Docker, rootless Docker and Podman.
+        base_url: Such as `unix:///run/user/1000/docker.sock`, `tcp://host:2376` or `ssh://user@host`; None: that of
+            DOCKER_HOST, then of docker's context, then the usual sockets of Docker, rootless Docker and Podman.
 
     Raises:
-        BackendUnavailableError: No engine answers; the message says what was tried and what to do.
+        BackendUnavailableError: No engine answers; the message names what was tried and what to do.
     """
     try:
         import docker  # noqa: F401 - whether it is there
@@ -239,7 +239,7 @@ def ensure_image(
         The engine's description of the image.
 
     Raises:
-        BackendError: The image does not exist or cannot be pulled; the message says what to do.
+        BackendError: The image does not exist or cannot be pulled; the message names what to do.
     """
     import docker.errors
 

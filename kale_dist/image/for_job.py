@@ -125,7 +125,7 @@ def make(
 
 
 def variables_of(image: str) -> dict[str, str]:
-    """Environment variables that an image sets, which its registry tells without a pull; empty if it does not within 3 s."""
+    """Return an image's variables from its registry, without a pull; empty if that does not answer within 3 s."""
     found: dict[str, str] = {}
 
     def read() -> None:
@@ -146,7 +146,7 @@ def variables_of(image: str) -> dict[str, str]:
 
 
 def describe(recipe: Recipe, image: str) -> str:
-    """One line that says which image would be made, for a plan, which makes none."""
+    """Describe in one line the image that would be made, for a plan, which makes none."""
     parts = [
         *recipe.packages,
         *recipe.apt,

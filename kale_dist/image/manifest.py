@@ -95,7 +95,7 @@ def put_on_top(
         manifest: The base's manifest; its layers stay unchanged, before the new ones.
         config: The base's configuration; its user, entry point, command and working folder stay.
         layers: The new layers, lowest first.
-        history: One line that says what made the layers.
+        history: One line that names what made the layers.
         environment: Variables to set; one that the base has already is replaced.
         labels: Labels to set; one that the base has already is replaced.
 

@@ -430,7 +430,7 @@ _REMEDIES = (
     (r"was not found in the", "Look at its spelling (the name to install is not always the name to import), or name its index in `index_urls=`.", False),
     (r"building from source is disabled|Failed to build|no usable wheels|is not compatible with", f"It has to be built from source for the base image. {_COMPILED}", False),
 )  # fmt: skip
-"""What uv says, what to do about it, and whether a retry may help. The first match counts."""
+"""Patterns of uv's errors, what to do about each, and whether a retry may help. The first match counts."""
 
 
 def _explain(output: str, facts: Facts, recipe: Recipe) -> ImageError:

@@ -36,7 +36,7 @@ class Reference:
     """The name of an image in a registry.
 
     Raises:
-        ConfigError: A part of the reference is malformed; the message says which part and why.
+        ConfigError: A part of the reference is malformed; the message names the part and the reason.
     """
 
     registry: str

@@ -73,7 +73,7 @@ def read(source: str | pathlib.Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
             check_url(where, more[-1])
         else:
             raise ConfigError(where, f"{option[1]} cannot be part of an image's recipe", _REMEDY)
-    # Without a first one pip would ask its default, whose name a recipe has to say to be the same everywhere. It comes last, as with uv.
+    # Without a first one pip would ask its default, which a recipe has to name to be the same everywhere. It comes last, as with uv.
     urls = (*more, first or PYPI) if first or more else ()
     return tuple(sorted(packages)), tuple(dict.fromkeys(urls))
 

@@ -120,7 +120,7 @@ class Backend(abc.ABC):
         Raises:
             ConfigError: A value is missing, or the job needs more than the place has.
             ImageError: The image cannot be made.
-            BackendError: The job could not run there; the message says why.
+            BackendError: The job could not run there; the message gives the reason.
         """
         del submit
         return Settled.of(request, name=name, image=image, recipe=recipe)
@@ -256,7 +256,7 @@ class Backend(abc.ABC):
         """Fetch a job's file as it is now: `checkpoint`, or an outcome. That of a running job need not exist yet.
 
         Raises:
-            KaleDistError: The file of a job that has ended cannot be fetched; the message says why.
+            KaleDistError: The file of a job that has ended cannot be fetched; the message gives the reason.
         """
 
     def describe(self, ref: JobRef) -> Mapping[str, object]:
@@ -381,7 +381,7 @@ class Look:
     gone: bool = False
     """Whether the job's object has been deleted."""
     finished: Literal["", "succeeded", "failed", "cancelled"] = ""
-    """How the job ended by the state of its object; used only if no pod tells."""
+    """How the job ended by the state of its object; used only if no pod shows it."""
     fresh: bool = True
     """Whether the report is up to date: an old one must not end a job."""
 
@@ -413,7 +413,7 @@ class HeadConnection(Protocol):
 class Place(Protocol):
     """Where containers of jobs run: a Docker engine, a Kubernetes cluster.
 
-    Every method may raise `BackendError`; `retryable` says that the same call may succeed later.
+    Every method may raise `BackendError`; if that is `retryable`, the same call may succeed later.
     """
 
     name: str
@@ -438,7 +438,7 @@ class Place(Protocol):
         Args:
             spec: The job, settled by this place.
             key: The job's secret bytes.
-            life: Says which object of the job it is, and what the earlier ones have used.
+            life: Which object of the job it is, and what the earlier ones have used.
             checkpoint: From which the job resumes; None to start from the beginning.
 
         Raises:

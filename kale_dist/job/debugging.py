@@ -39,7 +39,7 @@ class Prompts:
         self._help = f"`n` next line, `c` continue, `q` end the {ends}, `h` all commands"
         self._asked: Breakpoint | None = None
         self._now: Breakpoint | None = None
-        """What the newest status says of the rank that is debugged."""
+        """The breakpoint of the rank that is debugged, in the newest status."""
         self._unreachable: set[str] = set()
         self._is_closed = False
 

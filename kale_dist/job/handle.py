@@ -202,8 +202,8 @@ class Job(Generic[R]):
     def wait(self, timeout: float | None = None) -> JobStatus:
         """Wait for the job's end. After a success the notebook's model has its weights.
 
-        A failed job does not raise here: one line says what happened, and `result()` raises. Why the job waits for its pods
-        is printed on stderr, each reason once, unless a widget shows it.
+        A failed job does not raise here: one line with the reason is printed, and `result()` raises. Why the job waits
+        for its pods is printed on stderr, each reason once, unless a widget shows it.
 
         Args:
             timeout: Seconds to wait at most; None for as long as it takes.
@@ -273,7 +273,7 @@ class Job(Generic[R]):
         """The notebook's own model with the trained weights; after `attach` elsewhere, one built from the snapshot.
 
         Waits for the job's end. Where the module's structure changed in the rank, it is a new object and a warning
-        says why.
+        gives the reason.
 
         Raises:
             JobError: As `result`, and `ResultUnavailableError` for a job of `launch`.
@@ -326,7 +326,7 @@ class Job(Generic[R]):
 
     @short_refusals
     def best_state_dict(self, *, partial: bool = False) -> dict[str, Any]:
-        """The weights of the best epoch, which `kd.callbacks.ModelCheckpoint` has kept; `job.result().best_epoch` says which.
+        """The weights of the best epoch, which `kd.callbacks.ModelCheckpoint` has kept; `job.result().best_epoch` names it.
 
         Args:
             partial: Do not wait: the best up to the last checkpoint of a job that runs or has failed.
@@ -409,7 +409,7 @@ class Job(Generic[R]):
         """Lines of the ranks' output, from the first; `str(line)` has the rank in front, and printing all shows them.
 
         Args:
-            ranks: Only these ranks; None for all, and what the agent says.
+            ranks: Only these ranks; None for all, and the agent's lines.
             follow: Whether to wait for more until the job has ended.
             tail: Only the last lines of those there are now, this many (and with `follow` all that come later).
 
@@ -455,7 +455,7 @@ class Job(Generic[R]):
             unsubscribe()
 
     def events(self) -> list[PlaceEvent]:
-        """What the cluster has said of the job and its pods, oldest first: why they wait, where they run. Elsewhere nothing.
+        """Return the cluster's events of the job and its pods, oldest first: why they wait, where they run. Elsewhere none.
 
         Raises:
             JobNotFoundError: The job was deleted.
@@ -615,7 +615,7 @@ class Job(Generic[R]):
                     callback()
 
     def _attend(self, status: JobStatus) -> None:
-        """Do what a wait does at each status: say why the job waits, open the prompts of ranks at breakpoints."""
+        """Do what a wait does at each status: print why the job waits, open the prompts of ranks at breakpoints."""
         self._inside.reasons.print(status)
         self._prompts.open(status)
 

@@ -53,7 +53,7 @@ _DOUBLE_CLICK_S = 1.0
 """A stop this soon after another is the same: a second one costs all variables."""
 
 _DEAF_S = 3.0
-"""How long a cell may go on after an interrupt until that is said."""
+"""How long a cell may go on after an interrupt until that is logged."""
 
 _OF_RANKS = frozenset(("rank", "world_size", "local_rank", "device"))
 """Names that each rank has of its own from the start."""
@@ -230,7 +230,7 @@ class LiveJob(Job[None]):
     @short_refusals
     def stop(self) -> JobStatus:
         """End the ranks, and return the job's last status. A cell that still runs in another thread is ended, too."""
-        # Ranks that are starting hear nothing.
+        # Ranks that are starting receive nothing.
         if self.status.state is StateName.RUNNING:
             self._backend.send(self._ref, -1, EndLive(attempt=self.status.attempt))
             with contextlib.suppress(WaitTimeoutError):
@@ -514,9 +514,9 @@ def _breaks(answers: Collection[Answer]) -> bool:
 
 
 def _fingerprint(value: object) -> str:
-    """What tells whether an object of the notebook has changed.
+    """Return a digest that changes when an object of the notebook changes.
 
-    Of a function or class also by what it uses; of other objects without that, because they would be sent in the place of the ranks'
+    Of a function or class with what it uses; of other objects without that, because they would be sent in the place of the ranks'
     own whenever a global of their class changes.
     """
     file = io.BytesIO()
@@ -524,7 +524,7 @@ def _fingerprint(value: object) -> str:
     pickler = CapturePickler(file, left_out=left_out)
     try:
         pickler.dump(value)
-    except Exception:  # noqa: BLE001 - sending it says why it cannot be sent
+    except Exception:  # noqa: BLE001 - sending it raises the reason
         return secrets.token_hex(8)
     digest = hashlib.sha256(file.getvalue())
     pieces = [buffer.raw() for buffer in pickler.buffers] + [piece for storage in pickler.storages for piece in storage]

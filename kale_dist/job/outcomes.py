@@ -77,7 +77,7 @@ class OutcomeReader:
         """What a rank returned.
 
         Raises:
-            ResultUnavailableError: It cannot be read here; the message says why.
+            ResultUnavailableError: It cannot be read here; the message gives the reason.
         """
         value = self._outcome(rank, attempt).value
         return value.value if isinstance(value, Returned) else value
@@ -175,7 +175,7 @@ class OutcomeReader:
         """The file of the last checkpoint, fetched if it is elsewhere.
 
         Args:
-            epoch: The epoch of the last checkpoint, as far as the job's status says.
+            epoch: The epoch of the last checkpoint, as far as the job's status shows it.
             succeeded: The attempt that has succeeded; None if none has.
 
         Raises:

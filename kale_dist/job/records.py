@@ -114,7 +114,7 @@ def state_dir() -> pathlib.Path:
     """
     base = os.environ.get("XDG_STATE_HOME", "")
     try:
-        # The XDG specification says to ignore a relative path.
+        # By the XDG specification a relative path is ignored.
         root = pathlib.Path(base) if base.startswith("/") else pathlib.Path.home() / ".local" / "state"
     except RuntimeError as error:
         raise StoreError(f"{error} Set HOME, or XDG_STATE_HOME to a folder you can write to") from error

@@ -43,7 +43,7 @@ class Usage:
     gpu_percent: int | None = None
     """How busy the rank's GPU is, in per cent, by all processes together; the mean if it has several."""
     gpu_memory_bytes: int | None = None
-    """Memory of its GPUs that it uses, in bytes; that of all processes if the driver does not tell them apart."""
+    """Memory of its GPUs that it uses, in bytes; that of all processes if the driver does not distinguish them."""
     gpu_memory_limit_bytes: int | None = None
     """Memory that its GPUs have, in bytes."""
     node: str | None = None
@@ -90,7 +90,7 @@ class ReplicaStatus:
     usage: Usage | None = None
     """None until its agent has looked for the first time."""
     agent: int | None = None
-    """Number of its agent in the job, from 0: that of its pod or container. None until an attempt says it."""
+    """Number of its agent in the job, from 0: that of its pod or container. None until an attempt gives it."""
     pod: str | None = None
     """Where it runs, on a cluster."""
     node: str | None = None
@@ -117,7 +117,7 @@ class JobStatus:
     """The training loss within the epochs so far, for a curve. `metrics` has what the steps returned."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """Those of the notes that say that something is probably wrong, such as a loss that is nan."""
+    """Those of the notes that warn of something that is probably wrong, such as a loss that is nan."""
     checkpoint_epoch: int | None = None
     failed_rank: int | None = None
     """The rank that failed first; None if none has, or if it is unknown."""
@@ -169,7 +169,7 @@ def values_of(status: JobStatus, metric: str) -> list[float]:
 def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobStatus:
     """The status after some events, in their order; fields as `wire.events` lists them.
 
-    A final state stays: what a dying job still says does not revive it. Events of an attempt before the status's own
+    A final state stays: what a dying job still sends does not revive it. Events of an attempt before the status's own
     are passed over, and the first event of a later attempt sets the ranks back to `pending`. What is no event (a file
     was damaged) changes nothing either.
     """

@@ -173,7 +173,7 @@ class AgentClient:
         raise BackendUnavailableError("The agent that runs jobs on this machine has not started", retryable=True)
 
     def cancel(self, job: str, grace_s: float = CANCEL_GRACE_S, *, save: bool = False) -> None:
-        """End a job as `cancel_message` says. A job that has ended is left as it is.
+        """End a job as `cancel_message` describes. A job that has ended is left as it is.
 
         Raises:
             BackendUnavailableError: The agent has ended, and with it the job.

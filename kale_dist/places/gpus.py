@@ -18,7 +18,7 @@ _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _PROBE_S = 60.0
 _GIB = 1 << 30
 _TAKEN = 0.1
-"""Share of a GPU's memory in use from which on a note says so."""
+"""Share of a GPU's memory in use from which on a note reports it."""
 
 _working: dict[tuple[str, str], int] = {}
 """How many GPUs work, by the interpreter and the value of CUDA_VISIBLE_DEVICES. Failures are not kept: drivers get repaired."""

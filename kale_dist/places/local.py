@@ -1,6 +1,6 @@
 """The local backend: ranks are processes of this machine, run by an agent that the notebook's process starts.
 
-A job's folder holds everything about it, and the agent's messages only say that it has changed. So `attach` needs no
+A job's folder holds everything about it, and the agent's messages only report that it has changed. So `attach` needs no
 connection to the agent of another process.
 """
 
@@ -145,7 +145,7 @@ class LocalBackend(FolderBackend):
         """Send the job's order to the agent, a new one if need be."""
         with self._lock:
             client = self._ready_client()
-            # The log of an agent's first job says why the agent is new.
+            # The log of an agent's first job has the reason why the agent is new.
             note, self._note = self._note, ""
             self._write_record(spec, client)
             client.take(_order(spec, folder, key, note))
@@ -187,7 +187,7 @@ def _order(spec: JobSpec, folder: str, key: bytes, note: str) -> Order:
     inherited = process_state.capture(cuda=spec.cuda)
     environment = dict(inherited.environment)
     if not spec.cuda:
-        # Ranks then hide GPUs from themselves, unless the call says which they see.
+        # Ranks then hide GPUs from themselves, unless the call names those they see.
         environment.pop("CUDA_VISIBLE_DEVICES", None)
     environment |= dict(spec.environment)
     return order_of(

@@ -1,4 +1,4 @@
-"""Makes a job's order, which tells its agents what to do, for all backends."""
+"""Makes a job's order, which states what its agents do, for all backends."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def _failure(job: Job[Any]) -> str:
     """The failure of a pod that returned no notebook.
 
     Raises:
-        KaleDistError: The rank raised it, for an image that cannot execute notebooks, say.
+        KaleDistError: The rank raised it, such as for an image that cannot execute notebooks.
     """
     error = job.exception()
     if error is not None and isinstance(error.__cause__, KaleDistError):

@@ -140,7 +140,7 @@ class KernelJobs:
                     with contextlib.suppress(KaleDistError):
                         record = records.read(folder.name)
                         self._seen.add(folder.name)
-                        # Warm pods outlive the notebook; the note at their creation says how they are ended.
+                        # Warm pods outlive the notebook; the note at their creation shows how they are ended.
                         if record.kernel_pid == pid and record.spec.kind != WARM:
                             job = verbs.attach(record.ref)
                             self._jobs[job] = threading.Thread(target=self._write_log, args=(job,), daemon=True)

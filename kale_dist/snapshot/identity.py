@@ -6,7 +6,7 @@ from typing import Any
 
 
 def times_changed(tensor: Any) -> int:
-    """Return how often a tensor was changed in place. Writes to `p.data` do not count, and tensors of inference mode cannot say."""
+    """Return how often a tensor was changed in place. Writes to `p.data` do not count; tensors of inference mode have no count."""
     changed: int = tensor._version  # noqa: SLF001
     return changed
 

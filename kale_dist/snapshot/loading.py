@@ -325,7 +325,7 @@ def _load(
 
 
 def _import_too(names: Iterable[str]) -> None:
-    """Import what the notebook has imported, for the effects of it; rank 0 says what cannot be imported here."""
+    """Import what the notebook has imported, for the effects of it; rank 0 logs what cannot be imported here."""
     failed = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

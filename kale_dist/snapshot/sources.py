@@ -162,7 +162,7 @@ def _clean(described: traceback.TracebackException, error: BaseException | None,
     seen.add(id(described))
     kept = [frame for frame in described.stack if not frame.filename.startswith(_OWN)]
     kept = [frame for frame in kept[:-1] if not frame.filename.endswith(_PASSING_ON)] + kept[-1:]
-    # A bug in our own code has no other frames and keeps them; our own errors say what to do without.
+    # A bug in our own code has no other frames and keeps them; our own errors name what to do without.
     described.stack[:] = kept or ([] if isinstance(error, KaleDistError) else list(described.stack))
     for frame in described.stack:
         frame.line  # noqa: B018 - read while the file name is the one that linecache knows

@@ -58,7 +58,7 @@ class FSDP(Settings):
         """Refuse models that cannot be sharded.
 
         Raises:
-            ConfigError: The message says why.
+            ConfigError: The message gives the reason.
         """
         check_fsdp(self.units, given)
 

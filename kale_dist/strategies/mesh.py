@@ -102,7 +102,7 @@ class Mesh(Settings):
         """Refuse sides that do not fit the number of processes, and models that cannot be divided.
 
         Raises:
-            ConfigError: The message says why.
+            ConfigError: The message gives the reason.
         """
         (name, inner), processes = self._side, given.number_of_processes
         outer = self.data if self.data is not None else self.fsdp

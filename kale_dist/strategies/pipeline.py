@@ -75,7 +75,7 @@ class Pipeline(Settings):
         """Check a call as `check` does, for a number of stages.
 
         Raises:
-            ConfigError: The message says why.
+            ConfigError: The message gives the reason.
         """
         model = given.model
         if isinstance(model, dict):

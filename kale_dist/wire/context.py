@@ -1,4 +1,4 @@
-"""Where a rank stands in its job, and what it tells about itself. Harmless outside a job.
+"""Holds where a rank stands in its job, and sends what it reports about itself. Harmless outside a job.
 
 Events go to the agent through a pipe of the rank's own. Only the process that the agent started writes into it: the
 DataLoader workers it forks have the same descriptor, and stay silent.
@@ -29,13 +29,13 @@ ALL_RANKS_PER_S = 1000
 """All ranks of a job together send them at most this often: their head reads each of them."""
 
 ALIVE = "alive"
-"""Kind of the record by which a rank tells its agent that something moved. It goes no further."""
+"""Kind of the record by which a rank reports to its agent that something moved. It goes no further."""
 
 SAVES = "saves"
-"""Kind of the record by which rank 0 tells its agent that it writes a checkpoint when it is asked to. It goes no further."""
+"""Kind of the record by which rank 0 reports to its agent that it writes checkpoints on request. It goes no further."""
 
 DISPENSABLE = "dispensable"
-"""Kind of the record by which rank 0 tells its agent which ranks may be lost. It goes no further."""
+"""Kind of the record by which rank 0 names to its agent the ranks that may be lost. It goes no further."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +153,7 @@ def report(**metrics: Any) -> None:
 
     Args:
         **metrics: Numbers by name: int, float, or tensors and arrays with one element. `epoch` and `step`, if they
-            are among them and whole, say where the other values belong.
+            are among them and whole, mark where the other values belong.
 
     Raises:
         ConfigError: A value is not a number, or there is none.
@@ -206,14 +206,14 @@ def log(text: str, *, warns: bool = False) -> None:
 
 
 log_once = functools.cache(log)
-"""The same for a sentence that many moments of a rank would say."""
+"""The same, but once for each sentence."""
 
 _not_shown: set[str] = set()
 
 
 @contextlib.contextmanager
 def only_shown(what: str) -> Iterator[None]:
-    """Let a rank go on without `what` it only shows, where a package no longer has what that takes; the log says so once."""
+    """Let a rank go on without `what` it only shows, where a package no longer has what that takes; this is logged once."""
     try:
         yield
     except (AttributeError, ImportError, TypeError) as error:

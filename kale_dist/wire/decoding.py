@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def decode(kind: type[T], data: Mapping[str, Any]) -> T:
-    """A dataclass from its fields by name: with tuples for lists, and classes and enums as its annotations say.
+    """Make a dataclass from its fields by name: with tuples for lists, and the classes and enums of its annotations.
 
     Raises:
         TypeError, ValueError: These are not its fields.

@@ -21,7 +21,7 @@ agent speaks of the whole job) and `attempt`; beyond these:
                 has asked for it), path (relative to the job's folder), bytes
     resumed     epoch: training continues after this epoch from its checkpoint; 0: it starts from the beginning;
                 batches: of the next epoch that are done
-    note        text: a sentence for the user (how data is sharded, say); warns: whether it is a warning
+    note        text: a sentence for the user (such as how data is sharded); warns: whether it is a warning
     display     data {MIME type: text, base64 for pictures}: what a rank shows in the notebook
     disk        problem: why ranks wait for the disk with the job's folder, as a sentence; "" if they do not. Kept like progress.
     waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress
@@ -158,13 +158,13 @@ class Verdict:
     """How an attempt or a job ended.
 
     A head's verdict is the fields of its final state event and, where nothing else comes through, its termination message.
-    A follower judges only what a head cannot know: how a head ended that said nothing, and what became of a lost pod.
+    A follower judges only what a head cannot know: how a head without a verdict ended, and what became of a lost pod.
     """
 
     state: StateName
     cause: FailureCause | None = None
     reason: str = ""
-    """A sentence; empty if there is nothing to say."""
+    """A sentence; empty if there is none."""
     rank: int | None = None
     """The rank that failed first; None if there is none, or it is unknown."""
     lost: tuple[int, ...] = ()

@@ -38,7 +38,7 @@ class JobFiles:
 
     @property
     def cancelled(self) -> pathlib.Path:
-        """There if the job's user has cancelled it on this machine; says who."""
+        """There if the job's user has cancelled it on this machine; names the user."""
         return self.folder / "cancelled"
 
     @property

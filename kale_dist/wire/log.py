@@ -9,8 +9,8 @@ Each block begins at the start of a line. Numbers are hexadecimal, but attempt a
 
 `first` is the number of a record's first line, `count` how many there are, `ms` milliseconds since 1970 by the head's
 clock, `rank` is "-" for the agent's own lines. Each line of a body has a mark before it: `|` stdout, `!` stderr, `#` the
-agent; a `+` before the mark says that the next line carries this one on. A record whose `first` is "-" has no number: the
-notebook wrote it into its copy, to say what is missing or what a pod said that had no head. The file `log` holds only
+agent; a `+` before the mark means that the next line carries this one on. A record whose `first` is "-" has no number:
+the notebook wrote it into its copy, for what is missing or what a pod wrote that had no head. The file `log` holds only
 records, the file `events` only the bare JSON lines.
 """
 
@@ -321,7 +321,7 @@ class BlockReader:
 
 
 def _lines(header: re.Match[bytes], body: bytes) -> LineBlock | None:
-    """The block, if its content is what the header says."""
+    """Return the block, if its content fits the header."""
     first, lines, _, ms, attempt, rank = header.groups()
     count = int(lines, 16)
     if body[0] not in b"|!#+" or body.count(b"\n") != count:
@@ -335,7 +335,7 @@ def _lines(header: re.Match[bytes], body: bytes) -> LineBlock | None:
 
 
 def _other(header: re.Match[bytes], content: bytes) -> EventBlock | ProgressBlock | OutcomePart | None:
-    """The block, if its content is what the header says."""
+    """Return the block, if its content fits the header."""
     if header["part"] is not None:
         try:
             data = base64.b64decode(content[:-1], validate=True)

@@ -195,7 +195,7 @@ class PassedOver:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """A live rank's answer to a message. One with number 0 says that it waits for the first."""
+    """A live rank's answer to a message. One with number 0 means that it waits for the first."""
 
     number: int = 0
     name: str = ""

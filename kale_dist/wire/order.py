@@ -1,4 +1,4 @@
-"""What an agent is told: the order of a job, its input in a pod, and the messages of the kernel's own agent."""
+"""Defines what an agent receives: the order of a job, its input in a pod, the messages of the kernel's own agent."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ class InputFiles:
     ORDER = "order.json"
     """An `Order` without its key."""
     SNAPSHOT = "snapshot.zip"
-    """The snapshot's blobs by digest, if they fit; else they come as `Order.source` says."""
+    """The snapshot's blobs by digest, if they fit; else they come from `Order.source`."""
     CHECKPOINT = "checkpoint"
     """The checkpoint that the ranks of a renewed job resume from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What a call says to the agents of its ranks: time limits, and what happens when a rank or the notebook goes away."""
+    """Holds what a call asks of its agents: time limits, and what happens when a rank or the notebook goes away."""
 
     timeout_s: float | None = None
     """Seconds from the start of the ranks to the job's end; None for no limit."""
@@ -152,7 +152,7 @@ class Debugging:
     breakpoint_wait_s: float = 600.0
     """Seconds that a rank waits in `breakpoint()` for a person; 0 where there is none, as in CI: it goes on at once."""
     show_locals: str = "summary"
-    """How much an error tells of local variables: `none`, `summary` (numbers, shapes, types), `full` (texts and reprs, too)."""
+    """How much an error shows of local variables: `none`, `summary` (numbers, shapes, types), `full` (texts and reprs, too)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +167,7 @@ class Order:
     used_restarts: int = 0
     """How many restarts earlier heads of the job have used, as far as the notebook knew."""
     number_of_processes: int
-    """How many were asked for, at most; how many there are is what each `Attempt` says."""
+    """How many were asked for, at most; how many there are is in each `Attempt`."""
     sizes: tuple[int, ...] = ()
     """World sizes that an attempt may have, from the least to `number_of_processes`: one of a fixed number, several of a range."""
     processes_per_agent: int
@@ -282,7 +282,7 @@ class Attempt:
         """Number the ranks through agents, each of which gets as many as the order allows it.
 
         Args:
-            order: The job. Its `sizes` say how many ranks there may be.
+            order: The job. Its `sizes` are the numbers of ranks that there may be.
             agents: Numbers of the agents that are ready, the head's first; the last ones may get no rank.
             number: The attempt's.
             port: MASTER_PORT.

@@ -67,7 +67,7 @@ def whole(least: int = 1, most: float = math.inf, remedy: str = "") -> Check:
 
 
 def number(what: str, remedy: str, *, may_be_0: bool = False) -> Check:
-    """Accept finite numbers above 0; `what` says what they are."""
+    """Accept finite numbers above 0, or also 0; `what` describes them in the error."""
 
     def test(value: Any) -> bool:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

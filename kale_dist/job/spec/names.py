@@ -36,7 +36,7 @@ _IMAGE = re.compile(
 
 
 def check(name: str) -> None:
-    """Accept a job's name or say what is wrong with it.
+    """Accept a job's name, or refuse it with the reason.
 
     Args:
         name: Lower-case letters, digits and dashes; begins with a letter, does not end with a dash, at most
@@ -134,7 +134,7 @@ def is_image(text: str) -> bool:
 
 
 def check_image(argument: str, reference: str) -> str:
-    """Accept an image's reference or say what is wrong with it.
+    """Accept an image's reference, or refuse it with the reason.
 
     Raises:
         ConfigError: This is no reference. The remedy has one that is, if it is near.
@@ -153,7 +153,7 @@ def check_image(argument: str, reference: str) -> str:
 def is_registry_path(text: str) -> bool:
     """Whether this is the host of a registry, with its port and a path if there are: `localhost:5000/team`.
 
-    `http://` in front says that it has no TLS.
+    `http://` in front means that it has no TLS.
     """
     text = text.removeprefix("http://")
     host = text.partition("/")[0]

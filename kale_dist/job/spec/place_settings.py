@@ -32,7 +32,7 @@ _OWN_PORTS = range(23456, 23459)
 """Ports that the agents of a job's pods use, from `manifests.settings.PORT` on."""
 _OWN_DOMAINS = ("app.kubernetes.io/", "kale-dist.dev/", "training.kubeflow.org/", "kueue.x-k8s.io/queue-name")
 TTL_S = 7 * 86400
-"""How long an ended job stays on a cluster unless its call says otherwise."""
+"""How long an ended job stays on a cluster unless its call gives `ttl_s`."""
 
 PENDING_TIMEOUT_S = 86_400.0
 """A day: what `pending_timeout_s` is unless it is given."""
@@ -87,7 +87,7 @@ def _suggests(cls: type[T]) -> type[T]:
             if name not in fields:
                 remedy = f"{closest(name, fields)}Use: {', '.join(fields)}" if fields else _TAKES_NONE
                 raise ConfigError(str(name), f"{cls.__name__} has no argument of this name", remedy)
-        # None says the same as leaving an argument out, unless it means something itself.
+        # None means the same as leaving an argument out, unless it means something itself.
         made(self, **{name: value for name, value in given.items() if value is not None or "None" in fields[name].type})
 
     def shown(self: T) -> str:
@@ -104,7 +104,7 @@ def _set(place: Any, fields: Sequence[dataclasses.Field[Any]]) -> Iterator[tuple
     for field in fields:
         default = field.default_factory() if callable(field.default_factory) else field.default
         value = getattr(place, field.name)
-        # An array cannot say whether it equals something.
+        # The comparison of an array gives no single truth value.
         if type(value) is not type(default) or value != default:
             yield field, value
 

@@ -32,7 +32,7 @@ def memory_gib(text: str) -> float:
     """GiB of a quantity such as `2Gi`, `1500M` or `2147483648` (bytes).
 
     Raises:
-        ValueError: This is no quantity; the message says what is meant by its unit.
+        ValueError: This is no quantity; the message shows what to write.
     """
     found = _QUANTITY.fullmatch(text)
     if found is None or found["unit"] not in _UNITS:
@@ -53,7 +53,7 @@ def cores(text: str) -> float:
 
 
 def amount(text: str) -> float:
-    """What an API object says of any resource: `250m`, `2Gi`, `1e3`, `4`. What is no quantity counts as nothing."""
+    """Parse an API object's amount of a resource: `250m`, `2Gi`, `1e3`, `4`. What is no quantity counts as nothing."""
     found = _AMOUNT.fullmatch(text.strip())
     return float(found["number"]) * _SMALL.get(found["unit"], _UNITS.get(found["unit"], 0)) if found else 0.0
 

@@ -52,7 +52,7 @@ class Recipe:
         rebuild: Whether the image is built although it is there.
 
     Raises:
-        ConfigError: A value is of another type. What it says is checked by the call that uses the recipe.
+        ConfigError: A value is of another type. Its content is checked by the call that uses the recipe.
     """
 
     base: str

@@ -13,13 +13,13 @@ from kale_dist.job.spec.checks import Check, check_fields, keep, number, text, w
 from kale_dist.wording import show
 
 DEFAULT_CPU = 1.0
-"""Cores that a rank asks for on a cluster if its call says nothing."""
+"""Cores that a rank asks for on a cluster if its call gives none."""
 
 DEFAULT_MEMORY_GIB = 2.0
-"""Memory that a rank asks for on a cluster if its call says nothing."""
+"""Memory that a rank asks for on a cluster if its call gives none."""
 
 GPU_CPU, GPU_MEMORY_GIB = 4.0, 16.0
-"""Cores and memory of a rank with GPUs on a cluster if its call says nothing: CUDA, NCCL and DataLoader's workers need them."""
+"""Cores and memory of a rank with GPUs on a cluster if its call gives none: CUDA, NCCL and DataLoader's workers need them."""
 
 _GPU = "nvidia.com/gpu"
 _CORES = number("a number above 0", "Give a number of cores").or_(None)

@@ -8,7 +8,7 @@
     {"/token": "secret://token"}             the keys of a Secret, as files
     {"/scratch": "emptydir://"}              an empty folder of each pod
 
-A list of `Volume` objects, or of dicts of their fields, can say everything else that a volume can have.
+A list of `Volume` objects, or of dicts of their fields, can set everything else that a volume can have.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ MAX_STRIPS = 32
 """Places along the horizontal axis that show their values under the pointer."""
 
 COLOURS = ("#3b82f6", "#f08c00", "#12a594", "#c05bd6", "#e5484d", "#8a8f98")
-"""Mid tones that can be told apart, also by those who see fewer colours, on white and on black."""
+"""Mid tones that can be distinguished, also by those who see fewer colours, on white and on black."""
 
 _EACH_BATCH = "train, single batches"
 _COLOUR_OF = {"train": COLOURS[0], "eval": COLOURS[1]}
@@ -85,7 +85,7 @@ class Curve:
     name: str
     series: tuple[Series, ...]
     vertical: str = ""
-    """What stands beside the vertical axis; empty where the name above the picture says it."""
+    """What stands beside the vertical axis; empty where the name above the picture shows it."""
     is_log: bool = False
     """Whether the horizontal axis is logarithmic; all its values are above 0 then."""
 
@@ -293,7 +293,7 @@ def _of_rank(
 
 
 def _mean(made: Sequence[Series], *, several: bool) -> Series:
-    """The mean of many ranks, between the lowest and the highest: 256 lines would tell nothing."""
+    """Return the mean of many ranks, between the lowest and the highest: 256 lines would show nothing."""
     values: dict[float, list[float]] = {}
     for one in made:
         for x, value in one.points:

@@ -246,8 +246,8 @@ def remaining(status: JobStatus, now: float | None) -> str:
 def first_error(status: JobStatus) -> tuple[int, str] | None:
     """The rank that failed first and its error; None if the job has not failed, or if that rank gave no error.
 
-    If another rank is known to have failed first (it was killed, say), the errors that followed stay in their rows of the
-    table.
+    If another rank is known to have failed first (such as a killed one), the errors that followed stay in their rows
+    of the table.
     """
     if status.state is not StateName.FAILED:
         return None

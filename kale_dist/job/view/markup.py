@@ -69,7 +69,7 @@ def html(
         status: The job's status.
         tail: The last lines of its log.
         now: The present time, in seconds since 1970; None leaves out how long a running job has run.
-        is_frozen: Whether the picture will not be updated. One of a running job is then grey, and says how to see the
+        is_frozen: Whether the picture will not be updated. One of a running job is then grey, and shows how to see the
             job again.
         remark: A note about the picture itself; escaped here.
 
@@ -213,7 +213,7 @@ def _error(status: JobStatus) -> str:
 
 
 def charts(found: Sequence[curves.Curve]) -> str:
-    """Draw the first curves beside each other, and say how many are left out; empty without any.
+    """Draw the first curves beside each other, and state how many are left out; empty without any.
 
     Above several of them stands one legend; each picture has its own last values.
     """
@@ -240,7 +240,7 @@ def charts(found: Sequence[curves.Curve]) -> str:
 
 
 def _entry(one: curves.Series, label: str, value: str = "") -> str:
-    """Draw what a legend says of a line."""
+    """Draw a line's entry in a legend."""
     dot = _dot(f"{one.colour}80" if one.is_faint else one.colour) if len(one.points) > 1 else ""
     words = f'<span style="{_MUTED}">{_text(label)}</span>' if label else ""
     figure = f'<span style="{_FIGURES};font-weight:600;white-space:nowrap">{value}</span>' if value else ""

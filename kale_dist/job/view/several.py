@@ -33,7 +33,7 @@ class Row:
 
 
 def text(rows: Sequence[Row], left_out: int, now: float) -> str:
-    """A table of jobs; `left_out` says how many older ones there are."""
+    """Draw a table of jobs as text; `left_out` is the number of older ones."""
     return "\n".join([*plain.drawn(_table(rows, left_out, now)), *_more(left_out)]) if rows else _NONE
 
 

@@ -32,7 +32,7 @@ TERMINATION_FILE = f"{WORK_FOLDER}/last-words"
 """The file of an agent's verdict, in the place of a pod's termination message."""
 
 CANCELLED_FILE = f"{INPUT_FOLDER}/cancelled"
-"""A file in the first container that says who cancelled the job. Without it, followers of other users would call the job lost."""
+"""A file in the first container that names who cancelled. Without it, followers of other users would call the job lost."""
 
 INPUT_BYTES = 8 << 20
 """A snapshot up to this size is copied into each container; a larger one into the first, from which the others fetch it."""

@@ -79,7 +79,7 @@ def _create_own(engine: Engine, name: str, spec: JobSpec, life: int) -> None:
     for tries_left in reversed(range(_TRIES)):
         there = engine.api.networks()
         if any(each["Name"] == name for each in there):
-            # The name of this job is taken: the container that is made next says so.
+            # The name of this job is taken: the container that is made next is refused for it.
             return
         ranges = {each["Labels"][_RANGE_LABEL] for each in there if _RANGE_LABEL in (each["Labels"] or {})}
         taken = [subnet for each in there for subnet in _subnets(each)]

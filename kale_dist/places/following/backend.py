@@ -112,7 +112,7 @@ class FollowedBackend(FolderBackend):
         """
         recorded = records.refs(self.name)
         known = [JobRef.parse(ref) for ref in recorded if "/" not in ref.partition("://")[2]]
-        # Places tell the age of jobs in whole seconds; records know the order of this user's own.
+        # Places report the age of jobs in whole seconds; records know the order of this user's own.
         order = {ref: number for number, ref in enumerate(recorded)}
         try:
             there = sorted(self.place.survey(None, {}), key=lambda job: (job.created or 0.0, order.get(job.ref, -1)))

@@ -54,7 +54,7 @@ class HeadClient:
         self._prefix = prefix
 
     def offer(self, job: Mapping[str, Any], packed: bytes) -> dict[str, Any]:
-        """Offer a job to warm pods; see `WarmPods.offer`, which says what both sides send."""
+        """Offer a job to warm pods; see `WarmPods.offer`, which describes what both sides send."""
         described = json.dumps(job).encode()
         return dict(json.loads(self._ask("POST", "/jobs", len(described).to_bytes(4, "big") + described + packed)))
 

@@ -1,4 +1,4 @@
-"""The notebook's copy of what a head says: `HeadCopy` appends the head's blocks to the same files here, each once, in their order.
+"""Keeps the notebook's copy of what a head sends: `HeadCopy` appends the blocks to the same files here, each once, in order.
 
 A thread (`HeadReader`) reads the blocks from a connection to the head. It reads the head's stdout, a bounded copy of the log, while no
 connection is allowed or possible, and once at the end for lines that are missing. The end of a stream means nothing: a copy is
@@ -6,7 +6,7 @@ complete with the head's verdict, which has the number of its last line.
 
 Each head counts from 0. Here its attempts, lines and events go on where those of the head before have ended (`records.Life`). The numbers
 of the next line and the next event are read from the files: a follower that was killed leaves at most a torn block, which is cut off. In
-the place of lines that are lost, one line says how many are missing and why.
+the place of lines that are lost, one line states how many are missing and why.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class HeadCopy:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that the head had to say is here."""
+        """Whether the head's verdict and all its lines are here."""
         return self.verdict is not None and self.next_line >= self.verdict.next_line
 
     def take(self, blocks: Iterable[Block], *, missing: str = "", is_last: bool = False) -> None:
@@ -208,7 +208,7 @@ class HeadCopy:
         self.last_attempt = max(self.last_attempt, attempt)
 
     def skip_lines(self, following: int, missing: str) -> None:
-        """Append a line that says which lines before a number are missing, if any are.
+        """Append a line that names the lines missing before a number, if any are.
 
         Args:
             following: The number of the next line that there is.
@@ -447,7 +447,7 @@ class HeadReader:
             self._copy.take(blocks.finish(), missing=missing, is_last=is_last)
 
     def _read_the_rest(self) -> None:
-        """Read what the place still has of an ended head's output, then say which lines are missing."""
+        """Read what the place still has of an ended head's output, then append which lines are missing."""
         with contextlib.suppress(BackendError):
             self._read_stdout(follow=False, missing=self._only_stdout or _ENDED, is_last=True)
         verdict = self._copy.verdict

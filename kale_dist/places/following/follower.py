@@ -243,7 +243,7 @@ class Follower:
             return True
         if (left := self._clear_up(life, verdict)) is None:
             return False
-        # A command exits once the job has ended; the head, and in warm pods the next job, waits to hear that the results are here.
+        # A command exits once the job has ended; the head, and in warm pods the next job, waits for this acknowledgement.
         atexit.register(self._thread.join, _ACK_S)
         if copy.verdict is not None and copy.verdict.reason == verdict.reason:
             copy.release(note=left)

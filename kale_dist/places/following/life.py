@@ -1,4 +1,4 @@
-"""One life of a job, as the process that follows it sees it: how its head is reached, what it says, and how it has ended."""
+"""Follows one life of a job: connects to its head, copies what that sends, and finds out how the life has ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GIVE_UP_S = 5.0
 """A trouble that does not heal ends the job after so long: the first look may have seen only a part of its pods."""
 
 ACT_WITHIN_S = 300.0
-"""How long a job waits for a person to mend what does not heal by itself, unless its `pending_timeout_s` says otherwise."""
+"""How long a job waits for a person to mend what does not heal by itself, unless its call gives `pending_timeout_s`."""
 
 EXPLAIN_S = 10.0
 """How long a place may need to report why a pod that the head has lost is gone."""
@@ -45,7 +45,7 @@ MADE_AGAIN = RETRIED - {"killed"}
 """Losses of pods that their controller may make again."""
 
 MAX_PODS, MAX_LINES, MAX_BYTES = 3, 20, 1 << 14
-"""How many failed pods have their last output copied into the log, and how much of it: the first that failed say why."""
+"""How many failed pods have their last output copied into the log, and how much of it: the first failures show why."""
 
 _NAMED = 5
 _MIB = 1 << 20
@@ -174,7 +174,7 @@ class FollowedLife:
         self.reach = HeadReach(job, life)
         self.copy = HeadCopy(job.files, life, job.on_lines, job.on_change)
         self.reader: HeadReader | None = None
-        """Reads what the head says; None before there is something to read."""
+        """Reads what the head sends; None before there is something to read."""
         self._job = job
         self._sight = sight
         self._on_end = on_end

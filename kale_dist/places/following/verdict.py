@@ -21,7 +21,7 @@ RETRIED = frozenset(("evicted", "deleted", "node lost", "preempted", "killed"))
 """Losses after which a job is renewed. Out of memory is none of them: it would only happen again."""
 
 _UNSURE = (FailureCause.AGENT_DIED, FailureCause.DIED, FailureCause.LEFT, FailureCause.LOST)
-"""Causes of a head's verdict that only say that something was killed; the place may know by what."""
+"""Causes of a head's verdict that only state that something was killed; the place may know by what."""
 
 _ENDED = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED, RankStateName.LOST)
 
@@ -153,7 +153,7 @@ def overlay(
         troubles.insert(0, trouble)
     is_trouble = bool(troubles) and (state is not StateName.RUNNING or not reason)
     if is_trouble:
-        # The head says which pod it waits for, and the place why that pod is not there.
+        # The head names the pod it waits for, and the place why that pod is not there.
         reason = f"{reason}. {troubles[0]}" if status.attempt and reason and not look.suspended else str(troubles[0])
     elif not reason and state is not StateName.RUNNING and look.fresh:
         expected = spec.topology.number_of_pods

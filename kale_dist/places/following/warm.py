@@ -261,7 +261,7 @@ def _files(handle: PlacedJob) -> JobFiles:
 
 
 def _ordered(handle: PlacedJob) -> pathlib.Path:
-    """The file that says which id's order the set has."""
+    """Return the path of the file with the id whose order the set has."""
     return _files(handle).folder / "ordered"
 
 

@@ -40,7 +40,7 @@ READ_S = 60.0
 """Limits of a request whose caller names none."""
 
 BUSY_S = 20.0
-"""How long a request is sent again to an API server that has too many (429), as often as its `Retry-After` says."""
+"""How long a request is sent again to an API server that has too many (429), each time after its `Retry-After`."""
 
 _POOL = 64
 """Connections kept open: each watch and each log that is read takes one, and requests come beside them."""
@@ -71,7 +71,7 @@ class Cluster:
     server: str
     """URL of the API server."""
     identity: str
-    """This user, as the API server names it; empty where it does not say."""
+    """This user, as the API server names it; empty where it does not."""
     context: str = ""
     """Name of the kubeconfig's context; empty in a pod."""
     in_cluster: bool = False
@@ -174,7 +174,7 @@ class Patience:
         self._deadline = time.monotonic() + BUSY_S
 
     def waited(self, headers: Mapping[str, str]) -> bool:
-        """Wait as long as the refusal's headers say; false if that is too long.
+        """Wait as long as the refusal's headers ask; return false if that is too long.
 
         The server refuses before it reads what is asked, so a POST can be sent again, too.
         """
@@ -336,7 +336,7 @@ def _open(source: _Source) -> Cluster:
         except (ConfigException, OSError) as error:
             raise BackendUnavailableError(f"The pod's service account cannot be used: {error}") from error
     configuration.connection_pool_maxsize = _POOL
-    # `_TimedRest` decides how long to wait. Otherwise urllib3 asks again by itself, and sleeps as long as a 429 says.
+    # `_TimedRest` decides how long to wait. Otherwise urllib3 asks again by itself, and sleeps as long as a 429 asks.
     configuration.retries = urllib3.Retry(
         total=1, connect=1, read=1, redirect=0, status=0, other=0, respect_retry_after_header=False
     )

@@ -35,7 +35,7 @@ _START_S = 60.0
 """How long it may wait for a node, a quota, or a queue."""
 
 _HINDERED_S = 20.0
-"""How long a node may say that it cannot start it: a registry is sometimes only busy."""
+"""How long a node may report that it cannot start it: a registry is sometimes only busy."""
 
 _LISTEN_S = 15.0
 _POLL_S = 0.2
@@ -56,7 +56,7 @@ def ask(cluster: Cluster, spec: Settled, image: str, command: Sequence[str], env
         What it wrote, or the runtime's words if it did not start.
 
     Raises:
-        ImageError: It could not be run within a minute; the message says why.
+        ImageError: It could not be run within a minute; the message gives the reason.
     """
     try:
         with _running(cluster, spec, image, command, environment) as started:
@@ -180,7 +180,7 @@ def _await(cluster: Cluster, namespace: str, job: str) -> PodView:
             return pod
         found = explain.hindrance(pod, JobView(name=job, namespace=namespace, pods=(pod,))) if pod is not None else None
         waited_s = time.monotonic() - began
-        # Its node pulls the image, which may be large; or says that it cannot.
+        # Its node pulls the image, which may be large; or reports that it cannot.
         has_node = pod is not None and bool(pod.node)
         limit_s = _START_S if not has_node else ERRAND_S if found is None else _HINDERED_S
         if waited_s > limit_s or (found is not None and not found.trouble.heals):

@@ -1,4 +1,4 @@
-"""Turns what the cluster says of a job's object and pods into a `Look`: what runs, what waits, and why. Pure.
+"""Turns what the cluster reports of a job's object and pods into a `Look`: what runs, what waits, and why. Pure.
 
 This module reports, and the follower judges. `Look.trouble` is the one sentence that helps most: a pod that the cluster
 killed comes before the pods that ended because of it, and a refused pod before one that merely waits for the others.
@@ -41,7 +41,7 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
     """How a job is now.
 
     Args:
-        view: What the cluster says.
+        view: What the cluster reports.
         spec: What was submitted.
         now: Seconds since 1970.
     """
@@ -92,8 +92,8 @@ def pods_of_object(view: JobView, state: ObjectState, *, replaces: bool) -> tupl
     """One pod of each number: the newest since the job was started or resumed, as a suspension ended those before.
 
     Args:
-        view: What the cluster says.
-        state: What the object says.
+        view: What the cluster reports.
+        state: What the object reports.
         replaces: Whether the job goes on with the pod that its controller makes in the place of a worker that was lost. If not,
             the lost one stands for its number.
 

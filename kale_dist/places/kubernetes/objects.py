@@ -53,7 +53,7 @@ def choose(cluster: Cluster, word: str) -> Kind:
         word: As `kd.Kubernetes(kind=...)` has it; empty for no wish.
 
     Raises:
-        ConfigError: The cluster does not serve it; the message says what it serves, and how to install the rest.
+        ConfigError: The cluster does not serve it; the message names what it serves, and how to install the rest.
         BackendError: The cluster does not answer.
     """
     if word and is_served(cluster, KINDS[word]):
@@ -79,8 +79,8 @@ def choose(cluster: Cluster, word: str) -> Kind:
 def runtime_field(cluster: Cluster, spec: Settled) -> str:
     """The field by which this cluster's version of Trainer changes a runtime's pods; empty for what is no TrainJob.
 
-    A dry run tells: an API server drops fields that it does not know. Where even that is refused, it is empty, too, and the
-    checks that follow say why.
+    A dry run shows it: an API server drops fields that it does not know. Where even that is refused, it is empty, too,
+    and the checks that follow give the reason.
     """
     kind = kind_of(spec)
     if not isinstance(kind, TrainJob):
@@ -145,7 +145,7 @@ def create(cluster: Cluster, kind: Kind, job: Any) -> Any:
 
 
 def create_policy(cluster: Cluster, spec: Settled, policy: Any) -> None:
-    """Create a job's NetworkPolicy, in one attempt; one that is refused and that the call has not asked for is only told of.
+    """Create a job's NetworkPolicy, in one attempt; one that is refused and that the call has not asked for is only logged.
 
     Raises:
         BackendError: The cluster refused.

@@ -236,8 +236,8 @@ class KubernetesPlace:
     def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[PlacedJob, bytes | None]:
         """Find the newest object of a job on the cluster, and with `trust` its key.
 
-        Who may create objects may write anything into them. So they say what a job is, and never where to connect to or what to
-        change: place, names and kind are those of the object that was found.
+        Who may create objects may write anything into them. So they state what a job is, and never where to connect to or
+        what to change: place, names and kind are those of the object that was found.
         """
         asked, _, name = ref.name.rpartition("/")
         cluster = client.connect(namespace=asked)
@@ -365,7 +365,7 @@ def _life_of(job: Mapping[str, Any]) -> int:
 
 
 def _described(spec: JobSpec, name: str, namespace: str, kind: Kind) -> JobSpec:
-    """What an object says of its job, under the names by which it was found and over the connection by which it was."""
+    """Return an object's specification of its job, with the names and the connection by which the object was found."""
     here = dataclasses.replace(spec.cluster, namespace=namespace, kind=kind.word, context="", cluster_secret="")
     return dataclasses.replace(spec, name=name, cluster=here)
 

@@ -44,7 +44,7 @@ _ENFORCE = "pod-security.kubernetes.io/enforce"
 _RESTRICTED = "restricted"
 
 _NOT_OURS = frozenset(("rights", "forbidden", "object-exists", "busy", "server-error", "refused", "credentials"))
-"""Refusals of a pod's dry run that say nothing of the controller's pods: this user's rights, and a busy cluster."""
+"""Refusals of a pod's dry run that show nothing of the controller's pods: this user's rights, and a busy cluster."""
 
 _ONLY_WARN = frozenset(("webhook", "webhook-unreachable", "quota"))
 """Refusals that may not hold for the controller's pods: a webhook sees this user and a pod without an owner; a quota empties."""
@@ -169,13 +169,13 @@ def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Findin
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist checks") as pool:
         found = [item for task in [pool.submit(ask) for ask in questions] for item in task.result()]
     sums = list(quota_sums(namespace.quotas, kind, groups))
-    # The dry run of one pod says less of the same.
+    # The dry run of one pod shows less of the same.
     found = [item for item in found if not (sums and item.name in ("quota", "quota-too-small"))] + sums
     # So does Trainer's webhook of a runtime that does not exist.
     has_no_runtime = any(item.name == "runtime" for item in found)
     found = [item for item in found if not (has_no_runtime and item.name == "webhook")]
     missing = missing_rights(cluster, kind, namespace.granted, connects=bool(spec.keep_warm_s) or spec.kind == "live")
-    # What a job does without, its plan says.
+    # What a job does without, its plan shows.
     names_policies = spec.cluster.network_policy is not False
     found += [item for item in missing if names_policies or roles.POLICIES.resource not in item.trouble.sentence]
     # The pods of both kinds may be refused alike.
@@ -583,7 +583,7 @@ def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup])
 
 
 def _python(spec: Settled) -> list[Finding]:
-    """The image's Python beside the notebook's, as its registry tells."""
+    """Compare the image's Python, as its registry names it, with the notebook's."""
     variables = {} if spec.image == NOT_MADE_YET else for_job.variables_of(spec.image)
     version, here = variables.get("PYTHON_VERSION", ""), loading.python_version()
     if not version or version.split(".")[:2] == here.split("."):

@@ -131,7 +131,7 @@ def affinity_of(options: ClusterOptions, volumes: tuple[Volume, ...], own: SelfP
 
 
 def about_claims(spec: Request, settled: Settled, own: SelfPod | None) -> list[str]:
-    """What the log says of the claims of the notebook's pod: which the pods mount, and which they do not.
+    """Return the lines to log on the claims of the notebook's pod: which the pods mount, and which they do not.
 
     Args:
         spec: The job as the call gave it.
@@ -170,7 +170,7 @@ def _own_claims(own: SelfPod | None, namespace: str | None) -> tuple[MountedClai
 
 
 def _chooses_nodes(options: ClusterOptions) -> bool:
-    """Whether the call says on which nodes the pods run, itself or by a queue with nodes of its own."""
+    """Whether the call chooses the nodes of its pods, itself or by a queue with nodes of its own."""
     is_patched = any(field in options.patch for field in ("nodeSelector", "nodeName", "affinity"))
     return bool(options.node_selector or options.affinity or options.queue or is_patched)
 

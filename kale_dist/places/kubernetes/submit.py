@@ -49,7 +49,7 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
 
     Raises:
         ConfigError: There is no image, or the cluster does not serve the kind.
-        BackendError: The job could not run; the message says why.
+        BackendError: The job could not run; the message gives the reason.
     """
     configured, asked = config.load(), request.cluster
     cluster = _reach(asked, configured, required=submit)
@@ -142,7 +142,7 @@ def create(
     Raises:
         JobExistsError: The name is taken.
         StoreError: The store cannot be written.
-        BackendError: The cluster refused; the message says what and what to do.
+        BackendError: The cluster refused; the message names the cause and what to do.
     """
     source = _place_bytes(cluster, spec, logs=life.number == 1)
     data = _input(spec, key, source, life, checkpoint)
@@ -254,7 +254,7 @@ def _made(cluster: Cluster, spec: Settled, configured: Config) -> str:
 
 
 def _check(cluster: Cluster, spec: Settled, own: SelfPod | None, namespace: preflight.Namespace) -> None:
-    """Ask the cluster whether the job would run, and tell the user what it would lack."""
+    """Ask the cluster whether the job would run, and warn the user of what it would lack."""
     if spec.store and not spec.store.startswith(CLAIM_SCHEME):
         # A protocol that this side cannot speak would show only when the results are wanted.
         UrlStore(spec.store)

@@ -142,7 +142,7 @@ class QueuePosition:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobView:
-    """All that the cluster says of one job at one moment."""
+    """Holds all that the cluster reports of one job at one moment."""
 
     name: str
     namespace: str = ""

@@ -56,7 +56,7 @@ class BatchJob(Kind):
         }
 
     def _limits(self, spec: Settled) -> dict[str, Any]:
-        """How pods are told apart, and which of them are made again: those that were evicted, those killed, but none that has judged."""
+        """Return how pods are distinguished, and which are made again: those that were evicted or killed, but none that has judged."""
         limit, is_one = spec.policy.max_restarts, spec.topology.number_of_pods == 1
         if is_one and not self.returns_head(spec):
             return {"backoffLimit": 0}

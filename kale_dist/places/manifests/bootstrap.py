@@ -6,7 +6,7 @@ from kale_dist.wire import EXIT_TERMINATED, InputFiles, PodVariable
 
 EXIT_CODE = 78
 """Exit code of a container in which the agent could not be started: the image's Python is too old, or the input cannot
-be unpacked. The container's termination message says which."""
+be unpacked. The container's termination message names which."""
 
 # Runs in whatever Python the image has: it has to be valid for all of Python 3, and is not part of the library there. The
 # working folder is taken off the path as `-P` would do it, which versions before 3.11 do not know.

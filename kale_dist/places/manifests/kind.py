@@ -7,7 +7,7 @@ asks the kind of a job for what differs. To add a kind:
 1. Write its class: derive from `Kind`, fill in the class variables, and write `body`, `pod_groups` and `pod_names`;
    the rest only where the kind differs from what is here.
 2. Make each pod's template with `pod_template`. It labels the pods with the object's name (`OBJECT_LABEL`) and with the
-   number of their type's first pod (`FIRST_POD_LABEL`), by which they are found and numbered, and tells the agents the same.
+   number of their type's first pod (`FIRST_POD_LABEL`), by which they are found and numbered, and gives the agents the same.
    `index` is the field of the pod that holds its index in its type: a label or an annotation that the controller sets.
    Pod 0 is the head, in which rank 0 runs; the others are relays.
 3. Put the instance into `KINDS`, and its word into `OBJECT_KINDS` of `job/spec/place_settings.py`.
@@ -53,7 +53,7 @@ _LARGEST_ANNOTATION = 200_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectState:
-    """What an object says of its job. The head's word comes before it."""
+    """Holds what an object reports of its job. The head's word comes before it."""
 
     finished: Finished = ""
     message: str = ""
@@ -111,7 +111,7 @@ class Kind(abc.ABC):
     install: ClassVar[str]
     """What an administrator does to have it, as an imperative without its full stop."""
     is_automatic: ClassVar[bool] = False
-    """Whether a job may become one without being told to."""
+    """Whether a job may become one without a `kind` in its call."""
     makes_services: ClassVar[bool] = False
     """Whether this library creates Services for it, for which a user needs the right."""
     services_a_pod: ClassVar[bool] = False
@@ -219,7 +219,7 @@ class Kind(abc.ABC):
         return spec.saves and bool(spec.store) and self.replaces_pods(spec)
 
     def order(self, spec: Settled) -> Mapping[str, Any]:
-        """What its agents have to know beyond what all orders say: fields of `wire.Order`."""
+        """Return what its agents have to know beyond what all orders have: fields of `wire.Order`."""
         del spec
         return {}
 
@@ -227,7 +227,7 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def state(self, made: Mapping[str, Any]) -> ObjectState:
-        """What an object of the API says of its job."""
+        """Return what an object of the API reports of its job."""
 
     def suspension(self, *, value: bool) -> dict[str, Any]:
         """The merge patch by which the controller ends the pods, or makes them again."""
@@ -252,7 +252,7 @@ class Kind(abc.ABC):
         return sum(group.pods for group in self.pod_groups(made))
 
     def reporters_of(self, name: str) -> Sequence[tuple[str, str]]:
-        """Kind and name of the objects whose events say why pods are not made, for the object of this name."""
+        """Return kind and name of the objects whose events show why pods are not made, for the object of this name."""
         return ((self.name, name),)
 
 
@@ -262,7 +262,7 @@ def last_condition(made: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((item for item in reversed(conditions) if item.get("status") == "True"), {})
 
 
-# -- what stands beside the object, and what all of them say ------------------------------------------------------------
+# -- what stands beside the object, and what all of them have -----------------------------------------------------------
 
 
 def _spec_annotation(spec: Settled) -> str:

@@ -1,7 +1,7 @@
 """A job as an object of Kubeflow's Training Operator (v1) or of the MPI Operator. Pure.
 
 - A PyTorchJob has one Master with rank 0, and Workers.
-- A TFJob has a chief with rank 0, workers, and parameter servers. The operator tells each pod in `TF_CONFIG` where the others
+- A TFJob has a chief with rank 0, workers, and parameter servers. The operator sets each pod's `TF_CONFIG`: where the others
   are and which of them it is.
 - The launcher of an MPIJob (v2beta1) is the head and has rank 0, its workers are relays. The operator's ssh and its file of
   hosts are not used: agents start the ranks, and `mpirun` reaches all pods through them (`worker/pod/mpi.py`).
@@ -63,8 +63,8 @@ class KubeflowJob(Kind):
             ObjectState.of(condition, status),
             is_running=condition.get("type") == "Running",
             is_known=bool(condition),
-            # The operator writes it after it has made the pods, on a busy cluster long after: it says which pods are of an
-            # earlier life only if the job was suspended.
+            # The operator writes it after it has made the pods, on a busy cluster long after: it shows which pods are of
+            # an earlier life only if the job was suspended.
             started=status.get("startTime") if was_suspended else None,
         )
 
@@ -79,7 +79,7 @@ class KubeflowJob(Kind):
         return {"spec": {"runPolicy": {"cleanPodPolicy": "Running", **suspend}}}
 
     def is_suspended(self, made: Mapping[str, Any]) -> bool:
-        """Whether its run policy says so."""
+        """Return whether its run policy suspends it."""
         return bool(((made.get("spec") or {}).get("runPolicy") or {}).get("suspend"))
 
     def replicas(self, spec: Settled, settings: ObjectSettings) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class PyTorchJob(KubeflowJob):
         return {"Master": 1, "Worker": pods - 1} if _has_master(spec) else {"Worker": pods}
 
     def replaces_pods(self, spec: Settled) -> bool:
-        """Of workers only the first is the head, and they are made again as it is: with a store that tells it of the attempts before."""
+        """Of workers only the first is the head, and they are made again as it is: with a store that counts the attempts before."""
         return spec.policy.max_restarts > 0 and (_has_master(spec) or (spec.saves and bool(spec.store)))
 
 

@@ -27,7 +27,7 @@ _MERGE_KEYS = {
     "ownerReferences": "uid",
     "resourceClaims": "name",
 }
-"""Lists that are merged item by item, and the field that tells which items are the same."""
+"""Lists that are merged item by item, and the field that identifies an item."""
 
 
 def apply_patch(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:

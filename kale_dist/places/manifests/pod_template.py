@@ -141,7 +141,7 @@ def roles_of(spec: Settled) -> dict[str, dict[str, Any]]:
 
 
 def _if(key: str, value: Any) -> dict[str, Any]:
-    """The entry, if there is anything to say."""
+    """Return the entry, if its value is not empty."""
     return {key: value} if value else {}
 
 

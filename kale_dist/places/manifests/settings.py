@@ -61,7 +61,7 @@ CLAIM_SCHEME = "pvc://"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectSettings:
-    """What the object of a job says beyond the job's specification."""
+    """Holds what the object of a job has beyond the job's specification."""
 
     life: int = 1
     """How many objects the job has had, this one included."""

@@ -76,7 +76,7 @@ class TrainJob(Kind):
         }
 
     def pod_groups(self, made: Mapping[str, Any]) -> list[PodGroup]:
-        """The pods as they are without what only their runtime says."""
+        """Return the pods without what only their runtime sets."""
         trainer, patch = made["spec"]["trainer"], _patch_of(made["spec"])
         main = {**patch["spec"]["containers"][0], "resources": trainer.get("resourcesPerNode", {})}
         main |= {key: trainer[key] for key in ("image", "command", "env")}
@@ -89,7 +89,7 @@ class TrainJob(Kind):
         return tuple(f"{name}-{_STEP}-0-{index}" for index in range(spec.topology.number_of_pods))
 
     def state(self, made: Mapping[str, Any]) -> ObjectState:
-        """Its conditions tell how it ended or was resumed; that it runs, only its jobs do."""
+        """Read from its conditions how it ended or was resumed, and from its jobs whether it runs."""
         status = made.get("status") or {}
         conditions = {item["type"]: item for item in status.get("conditions") or ()}
         resumed = conditions.get("Suspended", {})

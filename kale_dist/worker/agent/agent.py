@@ -192,7 +192,7 @@ class Agent:
         try:
             writer = JobWriter(files, self._loop, lambda: self._wake(name, writer.disk_problem))
         except OSError:
-            # Without a folder there is nowhere to say so; who deleted it wants no job.
+            # Without a folder there is nowhere to log it; who deleted it wants no job.
             self._wake(name)
             return
         self._jobs[name] = job = JobRun(Site(order=order, loop=self._loop, pool=self._pool, writer=writer))

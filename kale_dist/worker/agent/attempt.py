@@ -240,7 +240,7 @@ class RunningAttempt:
         """Wait until it is decided how the attempt ends: by what its ranks do, or by `end`."""
         waits_for_all = self._ends_with is EndsWith.ALL
         await self._until(lambda: self._is_over or (bool(self._failed) and not waits_for_all))
-        # Of several ranks that fail at once, the one that drew the others along may be heard of last.
+        # Of several ranks that fail at once, the one that drew the others along may be reported last.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(
                 ending.BLAME_AFTER_S if self._site.elsewhere is None else ending.BLAME_FAR_AFTER_S

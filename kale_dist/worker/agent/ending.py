@@ -1,4 +1,4 @@
-"""How a job ended, judged from how its ranks did, and how a head says it last: termination message and exit code."""
+"""Judges from how its ranks ended how a job did, and makes a head's last report: termination message and exit code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def blame(failures: Sequence[Rank]) -> Verdict:
     """The verdict on a job with failed ranks.
 
     Args:
-        failures: The ranks that failed or died, in the order in which the agent heard of it; at least one.
+        failures: The ranks that failed or died, in the order in which the agent noticed it; at least one.
     """
     first = next((rank for rank in failures if rank.done is not None and not lost_peer(rank)), None)
     dead = next((rank for rank in failures if rank.done is None and not lost_peer(rank)), None)
@@ -53,7 +53,7 @@ def blame(failures: Sequence[Rank]) -> Verdict:
 
 
 def lost_peer(rank: Rank) -> bool:
-    """Whether a rank's error, or its last lines, only say that it lost another rank."""
+    """Whether a rank's error, or its last lines, only show that it lost another rank."""
     if (fault := _fault_of(rank)) is not None:
         return fault.follows
     done = rank.done or Done()

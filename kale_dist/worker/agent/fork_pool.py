@@ -1,4 +1,4 @@
-"""The agent's side of the forkserver: starts it, keeps two ranks forked ahead, tells each rank of its end."""
+"""The agent's side of the forkserver: starts it, keeps two ranks forked ahead, and reports each rank's end."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class ForkPool:
     def _lost_server(self) -> None:
         """The forkserver has ended, and the kernel has killed its ranks."""
         self._disconnect()
-        # The next forkserver has never heard of these.
+        # The next forkserver does not know these.
         for pid, timer in self._reaping.items():
             timer.cancel()
             processes.signal_group(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What CUDA, cuDNN and NCCL say when something is wrong: one sentence and a remedy for each, and what a job may do about it.
+"""Explains errors of CUDA, cuDNN and NCCL: one sentence and a remedy for each, and what a job may do about it.
 
 An entry is recognised by the text of an exception or by a dead rank's last lines. The first that fits is taken, so the most
 specific ones come first. Texts are those of CUDA 12 and 13, NCCL 2.2x and torch 2.11 to 2.13. Pure.
@@ -26,7 +26,7 @@ class Fault:
     may_restart: bool = False
     """Whether the same ranks may do better on another try: the GPU, its node or the network is at fault, not the code."""
     follows: bool = False
-    """Whether it only says that another rank is gone: that one is to blame, if it is known."""
+    """Whether it only shows that another rank is gone: that one is to blame, if it is known."""
 
 
 _NODE = "Have the node looked at (nvidia-smi -q, dmesg), and keep jobs away from it"

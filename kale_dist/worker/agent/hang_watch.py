@@ -53,7 +53,7 @@ STALL_CHECK_S = 1.0
 """How often it is checked whether something has moved."""
 
 END_NOTICE_S = 300.0
-"""How long before their end live ranks without a cell say so."""
+"""How long before the end of live ranks without a cell a warning is given."""
 
 VISITED_WAIT_S = 3600.0
 """How long a rank waits in its debugger for the next line of a person who has come: GPUs are not held for a night."""

@@ -47,7 +47,7 @@ GROW_EACH_S = 60.0
 """An attempt lasts so long before all ranks start again because there are pods for more of them."""
 
 LOG_MISSING_EACH_S = 30.0
-"""The log says this often which pods are not ready."""
+"""How often the pods that are not ready are logged."""
 
 
 class JobRun:

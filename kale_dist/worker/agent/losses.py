@@ -26,7 +26,7 @@ class Losses:
         self._latest: dict[int, float] = {}
 
     def take(self, progress: dict[str, Any]) -> dict[str, Any] | None:
-        """Note what a rank's progress says, and return the fields of a `loss` event if one is due.
+        """Note the loss of a rank's progress, and return the fields of a `loss` event if one is due.
 
         Args:
             progress: An event of kind progress. The lowest rank that has a loss sets the pace: rank 0 may be a parameter

@@ -40,7 +40,7 @@ class End:
 
 
 class Listener(Sink, Protocol):
-    """Who hears what a rank does: the head's `Rank`, or a relay's link to the head."""
+    """Receives what a rank does: the head's `Rank`, or a relay's link to the head."""
 
     def forked(self, pid: int) -> None:
         """The rank has a process."""

@@ -299,7 +299,7 @@ def _boundary(line: bytes) -> int:
 
 
 class RateLimit:
-    """Limits what one rank writes; whole lines are left out, and a line says how many. The first and the last are kept.
+    """Limits what one rank writes; whole lines are left out, and a line counts them. The first and the last are kept.
 
     Args:
         now: Seconds of a monotonic clock.

@@ -136,7 +136,7 @@ def end_orphans(limit_s: float, spare: int = 0, job: str = "") -> None:
     Args:
         limit_s: Seconds to continue until no child is left.
         spare: Process id of the forkserver, if it is to live.
-        job: Only what ranks of this job have left behind, as far as their environment tells; empty for all.
+        job: Only what ranks of this job have left behind, as far as their environment shows it; empty for all.
     """
     deadline = time.monotonic() + limit_s
     while True:

@@ -45,7 +45,7 @@ class Process(Protocol):
 
 
 class Rank:
-    """Records what a rank says and keeps what is known of it.
+    """Records what a rank sends and keeps what is known of it.
 
     Args:
         rank: The rank.

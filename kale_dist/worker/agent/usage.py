@@ -1,4 +1,4 @@
-"""What ranks use: memory and GPUs, told while there are ranks; and whether the kernel has killed because memory ran out.
+"""Measures what memory and GPUs ranks use, while there are any, and whether the kernel has killed for lack of memory.
 
 GPUs are asked of the driver's own library (NVML), which comes with the driver and needs no CUDA. Structures and numbers are
 those of NVIDIA's `nvml.h`. Standard library only: it runs in any image.
@@ -46,16 +46,16 @@ _OK = 0
 
 
 class UsageWatch:
-    """Tells the use of each rank of one agent when it has changed.
+    """Sends the use of each rank of one agent when it has changed.
 
     Each look is a thread of its own, for it may take long, and forever if a driver does not answer; then nothing more is
-    told.
+    sent.
 
     Args:
         order: The job.
         loop: The agent's loop.
         pids: Gives the process ids of the agent's ranks that live, and their numbers.
-        tell: Called with a rank and the fields of an event of kind usage.
+        send: Called with a rank and the fields of an event of kind usage.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class UsageWatch:
 
 
 def _node(environment: Mapping[str, str]) -> str | None:
-    """The machine's name; None in a container that was not told on which it is, for its own name is no machine's."""
+    """Return the machine's name; None in a container that was not given it, for its own name is no machine's."""
     is_container = PodVariable.REPLICA_INDEX in environment
     return environment.get(PodVariable.NODE) or (None if is_container else socket.gethostname())
 
@@ -219,7 +219,7 @@ class Gpu:
     """One GPU at one moment."""
 
     percent: int | None
-    """Share of the last moments in which it had work; None where the driver does not say, as on a part of a GPU (MIG)."""
+    """Share of the last moments in which it had work; None where the driver reports none, as on a part of a GPU (MIG)."""
     used_bytes: int | None
     """Memory in use, by all processes."""
     total_bytes: int | None

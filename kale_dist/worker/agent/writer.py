@@ -39,7 +39,7 @@ QUEUED_EVENTS = 10_000
 """The same for events."""
 
 SLOW_DISK_S = 5.0
-"""A disk that takes nothing for so long is said to be why the ranks wait."""
+"""A disk that takes nothing for so long is reported as the reason why the ranks wait."""
 
 RECORD_BYTES = 64 << 10
 """Lines of one rank that come together make one record up to this size."""

@@ -11,7 +11,7 @@ a step. The weight of a rank's batch is a factor on its gradients before they ar
 A few control numbers in the last bucket show whether ranks do different things: gradients of different steps are never
 averaged without an error. On a GPU these numbers are read when the next backward pass begins (or the
 epoch ends), so that no step waits for the GPU; only a rank in which a parameter has no gradient has to wait for them,
-because they tell whether another rank has one.
+because they show whether another rank has one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kale_dist.worker.parallel.shared_memory import SharedSum
 from kale_dist.worker.training.strategy import Parts
 
 _SLOTS = 8
-"""Control numbers that tell batches apart: the batch's number modulo this."""
+"""Control numbers that distinguish batches: the batch's number modulo this."""
 
 _SKIPPED, _LEFT = _SLOTS, _SLOTS + 1
 _CONTROLS = _SLOTS + 2

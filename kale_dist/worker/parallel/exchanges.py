@@ -6,7 +6,7 @@
 | `ring` | 2 (n-1)/n M | the same |
 | `driver` | M; the first rank (n-1) M | Li et al.: Scaling Distributed Machine Learning with the Parameter Server, 2014, with one server |
 
-`ring` and `driver` count the bytes that they send. `torch` does not say what it sends, so its bytes come from the formula.
+`ring` and `driver` count the bytes that they send. `torch` does not report its own, which come from the formula.
 
 Compressed gradients are exchanged by PyTorch's own communication hooks, which take our buckets for those of its DDP. fp16 and bf16
 send half the bytes of float32. PowerSGD (Vogels et al., 2019) sends two thin matrices of rank 4 for each matrix, keeps the rest

@@ -286,7 +286,7 @@ class PipelineParallel(DataParallel):
             tensors = [self._links.receive(shape, last) for shape in shapes]
         if any(flags) and torch.is_grad_enabled():
             anchor = torch.zeros((), device="cpu", requires_grad=True)
-            # Of versions of torch, some say its type.
+            # Some versions of torch annotate its type.
             apply: Any = _Join.apply
             tensors = list(apply(anchor, self._once(passages), flags, *tensors))
         found = iter(tensors)

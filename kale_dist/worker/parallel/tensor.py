@@ -44,7 +44,7 @@ class Peers:
 
         def exchange(do: Callable[[Tensor], Tensor], undo: str) -> Callable[[Tensor], Tensor]:
             def call(tensor: Tensor) -> Tensor:
-                # Of versions of torch, some say its type.
+                # Some versions of torch annotate its type.
                 apply: Any = _Exchange.apply
                 found: Tensor = apply(tensor, do, getattr(self, undo))
                 return found

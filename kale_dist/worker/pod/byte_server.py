@@ -15,10 +15,10 @@ but for bytes. What fails for another reason comes back as `{"error": sentence}`
     POST /ack                     the notebook has all it wants
     POST /cancel {"grace_s": s, "save": b}   end the job
     POST /send?rank=R             pass a message (`wire.messages`) on to a rank; -1: to all
-    POST /jobs                    of warm pods: take a job, as `warm.WarmPods.offer` says. Requests about the job, signed with its
+    POST /jobs                    of warm pods: take a job, as `warm.WarmPods.offer` does. Requests about the job, signed with its
                                   key, are the others of this list, with /jobs/<id> before their paths
 
-A PUT says in `wire.SIZE_HEADER` how large the whole is, and so does the answer with bytes. A relay's server answers `GET /blobs/<digest>`
+A PUT has the size of the whole in `wire.SIZE_HEADER`, and so has an answer with bytes. A relay's server answers `GET /blobs/<digest>`
 alone, and sends what there is so far of a blob that it is fetching itself.
 """
 
@@ -54,7 +54,7 @@ GATHER_S = 0.02
 """What comes within this time of the last piece of a stream is sent together: each piece costs the notebook's processor alike."""
 
 NOT_YET = pathlib.Path(os.devnull), 1 << 62
-"""A blob that is coming, and of which nothing is known: an empty file, and a size that says that there is more."""
+"""A blob that is coming, and of which nothing is known: an empty file, and a size that means that there is more."""
 
 _COMING_WAIT_S = 5.0
 """Who asks a relay for more of a blob than it has waits so long before it has to ask again."""
@@ -98,7 +98,7 @@ class ByteServer(Served):
         writer: What writes that folder.
         missing: Gives the digests of the blobs that the notebook has to send.
         cancel: Ends the job, with a grace in seconds, and whether ranks that can save first.
-        tell: Passes a message on to a rank.
+        send: Passes a message on to a rank.
         acknowledge: The notebook has all it wants.
         within: The server of warm pods, which passes this job's requests on; None to listen.
         prefix: What comes before the paths of these requests.
@@ -484,7 +484,7 @@ class _BlobRequest(_Request):
                 if part == whole or is_late or part.stat().st_size > offset:
                     return self._send_file(part, offset, size)
             except FileNotFoundError:
-                # It is whole in this moment, or the relay has not heard of it yet.
+                # It is whole in this moment, or the relay does not know of it yet.
                 if is_late:
                     raise
             time.sleep(GATHER_S)

@@ -31,7 +31,7 @@ LEAVE_LIMIT_S = 20.0
 """How long relays may take to leave once the job has ended."""
 
 STRAGGLER_LIMIT_S = 60.0
-"""How long the head stays for pods that have not joined yet, to tell them that the job is over. They would wait otherwise.
+"""How long the head stays for pods that have not joined yet, to answer that the job is over. They would wait otherwise.
 A notebook that has all it wants has had them removed."""
 
 TERM_GRACE_S = 25.0
@@ -87,7 +87,7 @@ class JobHead:
             pod.loop,
             self._notify,
             limit_bytes=POD_LOG_BYTES,
-            # Blocks there do not say whose they are.
+            # Blocks there do not name their job.
             stdout=stdout if within is None else None,
             observe=(lambda _: None) if self._gauges is None else self._gauges.note,
         )
@@ -190,7 +190,7 @@ class JobHead:
                 await self._ask_store(self._kept.put_restarts)
             await asyncio.to_thread(transfers.bring, self._pod, received=self.server.received)
             await self._ask_store(functools.partial(transfers.bring_checkpoint, self._pod))
-        except Exception as error:  # noqa: BLE001 - the job cannot start, and has to say why
+        except Exception as error:  # noqa: BLE001 - the job cannot start, and has to report why
             reason = str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}"
             self._job.fail(FailureCause.NOT_STARTED, reason)
             return

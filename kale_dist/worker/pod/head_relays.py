@@ -147,7 +147,7 @@ class HeadsRelays:
         """Begin to accept relays.
 
         Args:
-            job: Is told which relays are ready, lost, or cannot run their ranks.
+            job: Is notified of relays that are ready, are lost, or cannot run their ranks.
         """
         self._judge = job
         self._listener.settimeout(0)

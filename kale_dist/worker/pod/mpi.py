@@ -35,11 +35,11 @@ _LIBRARY = "libmpi.so.40"
 _LAUNCHER = "prterun"
 _OF_MPI = ("OMPI_", "OPAL_", "PMIX_", "PRTE_", "PMI_")
 _OF_OPERATOR = ("OMPI_MCA_orte_default_hostfile", "OMPI_MCA_plm_rsh_args", "OMPI_MCA_orte_keep_fqdn_hostnames")
-"""What the MPI Operator tells a launcher that starts its ranks by ssh."""
+"""Variables that the MPI Operator sets for a launcher that starts its ranks by ssh."""
 
 _LOOK_EACH_S = 0.02
 _BLAME_AFTER_S = 3.0
-"""`MPI_Abort` ends `mpirun` first, and then the rank, whose end says more."""
+"""`MPI_Abort` ends `mpirun` first, and then the rank, whose end shows more."""
 
 _SHOWN_BYTES = 1500
 

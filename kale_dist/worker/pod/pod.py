@@ -28,7 +28,7 @@ TERMINATION_LOG_VARIABLE = "KALE_DIST_TERMINATION_LOG"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PodPlace:
-    """What a pod's environment says of it."""
+    """Holds what a pod's environment states of it."""
 
     pod: int
     """The pod's number in its job; 0 is the head."""

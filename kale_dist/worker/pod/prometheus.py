@@ -33,7 +33,7 @@ class Gauges:
 
     Args:
         name: The job's name.
-        ranks: How many ranks were asked for. As many are pending until the first attempt says how many it has.
+        ranks: How many ranks were asked for. As many are pending until the first attempt states how many it has.
         earlier_runs: Runs before this one.
     """
 

@@ -190,14 +190,14 @@ class Relay:
         self._bringing = asyncio.ensure_future(self._bring(head))
 
     async def _bring(self, head: Channel) -> None:
-        """Get the blobs, have the fork server import torch, and tell the head: others may be ended so that this pod can join."""
+        """Get the blobs, have the fork server import torch, and report it: others may be ended so that this pod can join."""
         is_warm = bool(self._pod.order.idle_s)
         try:
             if self._pod.order.source is Source.STREAM:
                 await self._may_fetch.wait()
             if not is_warm:
                 await asyncio.to_thread(transfers.bring, self._pod, server=self._server)
-        except Exception as error:  # noqa: BLE001 - this pod's ranks cannot start, and it has to say why
+        except Exception as error:  # noqa: BLE001 - this pod's ranks cannot start, and it has to report why
             _refuse(head, str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}")
             return
         await self._pod.pool.warm()
@@ -314,7 +314,7 @@ class _Forwarder:
         self._flush()
 
     async def _send_outcome(self, message: FromRank) -> None:
-        """Send the outcome file that a rank has written, and then the message that says so."""
+        """Send the outcome file that a rank has written, and then the rank's message about it."""
         size = 0
         with contextlib.suppress(OSError), self._outcome.open("rb") as file:
             while data := await asyncio.to_thread(file.read, _PART_BYTES):

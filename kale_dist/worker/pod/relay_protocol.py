@@ -9,7 +9,7 @@ stacks, `F` bytes of its outcome file. Before anything else:
     relay  {"op": "proof", "mac": ..., "serves": address of its blobs}
     head   {"op": "welcome"}, or {"op": "over"} where the job is over, or its pod was lost too often
 
-A pod that was made again says the same, and takes the place of the one before it.
+A pod that was made again sends the same, and takes the place of the one before it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Op(enum.StrEnum):
     FORKED = "forked"
     """Relay to head: a rank has a process; `pid`."""
     OUTCOME = "outcome"
-    """Relay to head: a rank's outcome has come as `F` frames; `bytes` are all of them. The message that says so follows."""
+    """Relay to head: a rank's outcome has come as `F` frames; `bytes` are all of them. The rank's message follows."""
     ENDED = "ended"
     """Relay to head: a rank's process is over; `end`."""
 
@@ -92,12 +92,12 @@ class Channel:
         self._writer = writer
         writer.transport.set_write_buffer_limits(high=1 << 20)
         self.may_send = True
-        """Whether the head has room for lines and events, as it has said."""
+        """Whether the head has room for lines and events, as it has reported."""
         # A peer that has gone already has no address.
         self.peer_host = str((writer.get_extra_info("peername") or ("",))[0])
         self.own_host = str((writer.get_extra_info("sockname") or ("",))[0])
         self.serves: object = None
-        """Host and port where the relay serves blobs to others, as it has said."""
+        """Host and port where the relay serves blobs to others, as it has reported."""
         connection: socket.socket = writer.get_extra_info("socket")
         for level, name, value in (
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

@@ -33,7 +33,7 @@ class StoreCopy:
 
     Args:
         pod: The job's.
-        writer: Gets what there is to say about the store.
+        writer: Gets lines and notes about the store.
         used_restarts: How many restarts are used by now.
     """
 

@@ -23,7 +23,7 @@ _LOOK_EACH_S = 0.2
 _TRIES = 7
 """After the first one a pause of one second, which doubles: a minute in all."""
 _SILENCE_LIMITS_S = 30.0, 10.0
-"""How long the head may say nothing, and another relay, in whose place there is the head."""
+"""How long the head may send nothing, and another relay, in whose place there is the head."""
 _PIECE_BYTES = 1 << 20
 
 
@@ -42,8 +42,8 @@ def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0, server: Blo
         server: As for `fetch`.
 
     Raises:
-        StoreError: They cannot be fetched; a sentence says why.
-        SnapshotDamagedError: A blob is not what its name says.
+        StoreError: They cannot be fetched; the message gives the reason.
+        SnapshotDamagedError: A blob does not have the digest that is its name.
         ContractError: This pod's Python or torch cannot load them.
     """
     order = pod.order
@@ -61,7 +61,7 @@ def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0, server: Blo
             if server is not None:
                 server.coming = dict.fromkeys(absent, NOT_YET)
             for digest in absent:
-                # Warm pods have blobs in common: what serves them need not have heard of this job yet.
+                # Warm pods have blobs in common: what serves them need not know of this job yet.
                 fetch(pods.order, pods.key, pod.store, digest, server)
     if absent := missing(pod):
         raise StoreError(f"{len(absent)} of the {len(order.blobs)} parts of the snapshot are missing: {absent[0]}")

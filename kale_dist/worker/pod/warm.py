@@ -45,7 +45,7 @@ class WarmPods(JobRun):
         """Take a job, unless there is one, or blobs of it are missing. One that was taken before is not taken again.
 
         Args:
-            body: Four bytes that say how long the JSON object is that follows, see `Pod.of_job`; then blobs, packed.
+            body: Four bytes with the length of the JSON object that follows, see `Pod.of_job`; then blobs, packed.
 
         Returns:
             `missing`, the digests of blobs that have to be sent before it is offered again; or `busy`, why it is not taken.

@@ -64,7 +64,7 @@ class ForkServer:
         """Descriptors of live ranks' pidfds, and their process ids."""
 
     def serve(self) -> None:
-        """Import, say so, and fork on request. Returns when the agent has closed its end."""
+        """Import, report that, and fork on request. Returns when the agent has closed its end."""
         start = time.monotonic()
         # Imports make next to no garbage, and the search for it takes a quarter of their time.
         gc.disable()
@@ -218,7 +218,7 @@ def main(connection: int, agent: int) -> int:
         ForkServer(peer).serve()
     except (BrokenPipeError, ConnectionResetError):
         return 0
-    except Exception as error:  # noqa: BLE001 - told to the agent, which tells the user
+    except Exception as error:  # noqa: BLE001 - sent to the agent, which reports it to the user
         traceback.print_exc()
         peer.sendall(wire.encode_json({"broken": f"{type(error).__name__}: {error}"[:2000]}))
         return 1

@@ -55,7 +55,7 @@ def why_not() -> str:
 
 
 def hide() -> None:
-    """Hide GPUs from a rank of a job without CUDA, unless its environment says which ones it sees. Before CUDA starts."""
+    """Hide GPUs from a rank of a job without CUDA, unless its environment names those it sees. Before CUDA starts."""
     os.environ.setdefault(HIDING, "")
 
 

@@ -26,7 +26,7 @@ from kale_dist.wire import Assignment, context
 from kale_dist.worker.rank import peers, process_state
 
 TIMEOUT = dt.timedelta(days=7)
-"""Torch's own limits must not end a job: telling a hang from slow work is the agent's task."""
+"""Torch's own limits must not end a job: distinguishing a hang from slow work is the agent's task."""
 
 CONNECT_S = 120.0
 """In which all ranks have exchanged a first number over NCCL, counted from when the last one is there. It takes seconds."""
@@ -34,7 +34,7 @@ CONNECT_S = 120.0
 _COUNT_EACH_S = 1.0
 _SHM = "/dev/shm"  # noqa: S108 - NCCL's and DataLoader's
 _SHM_BYTES = 64 << 20
-"""Bytes of shared memory for each rank. Containers have 64 MiB in all unless told otherwise."""
+"""Bytes of shared memory for each rank. Containers have 64 MiB in all unless set otherwise."""
 
 
 _NO_CONNECTION = (
@@ -172,7 +172,7 @@ class KeptGroup:
         return len(process_groups()) + self._has_other_store + sum(self.exchanges())
 
     def advise(self, *, trained: bool) -> None:
-        """After the user's function: say so if the ranks have trained and never exchanged anything.
+        """Log a hint after the user's function if the ranks have trained and never exchanged anything.
 
         Args:
             trained: Whether weights of known models changed, for functions without an optimizer of torch's.
@@ -206,7 +206,7 @@ class KeptGroup:
     def _replace_store(self) -> None:
         """Between machines, let rank 0 open a store at any other port than ours: `init_rpc(init_method="tcp://...")` waits for one.
 
-        TORCHELASTIC_USE_AGENT_STORE tells torch that a store listens already, wherever it is asked to connect to.
+        With TORCHELASTIC_USE_AGENT_STORE torch expects a store to listen already, wherever it is asked to connect to.
         """
         module: Any = sys.modules["torch.distributed.rendezvous"]
         original = module._create_c10d_store  # noqa: SLF001 - torch has no setting for it

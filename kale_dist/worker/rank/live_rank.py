@@ -1,4 +1,4 @@
-"""A live rank: runs cells one after another in the same process until it is told to end. Variables and process group stay.
+"""Runs cells as a live rank, one after another in one process until it is asked to end. Variables and process group stay.
 
 The notebook sends its messages (`ToLive`) to all ranks of a job at once, and a rank answers each numbered one with an `Answer`, which
 becomes an event. It starts with an answer of number 0. Interrupts and cuts are for one number, so that none hits the cell after it.
@@ -41,7 +41,7 @@ _MAX_TEXT = 20_000
 
 
 def serve(idle_s: float | None = None, rank: LiveRank | None = None) -> None:
-    """Run cells until the rank is told to end: the function of the job.
+    """Run cells until the rank is asked to end: the function of the job.
 
     Args:
         idle_s: Seconds without a cell after which the agent ends the job; None for never.
@@ -95,7 +95,7 @@ class LiveRank:
         self._is_cut = self._is_freed = False
 
     def serve(self, idle_s: float | None) -> None:
-        """Run cells until the rank is told to end, or its agent is gone."""
+        """Run cells until the rank is asked to end, or its agent is gone."""
         here, pid = context.context(), os.getpid()
         self._names.update(rank=here.rank, world_size=here.world_size, local_rank=here.local_rank, device=here.device)
         signal.signal(signal.SIGINT, self._raise)

@@ -53,7 +53,7 @@ def notebook(
         settings: Variables with the settings of the user who runs it.
 
     Returns:
-        The notebook as far as it was executed, and how it went, as JSON: it tells of failures, and is empty if
+        The notebook as far as it was executed, and how it went, as JSON: it reports failures, and is empty if
         the program ended without a result.
 
     Raises:

@@ -126,10 +126,10 @@ def _warn(why: str) -> None:
 
 
 def _owner(family: int, here: Address, there: Address) -> Owner | None:
-    """Whose socket it is that is connected from `here` to `there`, as the kernel tells (sock_diag(7)); None if it knows none.
+    """Ask the kernel (sock_diag(7)) whose socket is connected from `here` to `there`; None if it knows none.
 
     Raises:
-        OSError: It does not tell.
+        OSError: It answers with an error, or not in time.
     """
     packed = [socket.inet_pton(family, address).ljust(16, b"\0") for address, _ in (here, there)]
     wanted = _ADDRESSES.pack(here[1], there[1], *packed) + struct.pack("=Iq", 0, -1)

@@ -133,7 +133,7 @@ def set_torchrun_environment(assignment: Assignment) -> None:
         }
     )
     if not order.cuda:
-        # Accelerate leaves ranks without an accelerator alone, each with all data, unless it is told that this is meant.
+        # Accelerate leaves ranks without an accelerator alone, each with all data, unless this asks for the CPU.
         os.environ.setdefault("ACCELERATE_USE_CPU", "True")
     if attempt.is_on_one_machine:
         # Only this machine's processes are to reach the ranks, and the machine's name may resolve to an address that is not listened on.

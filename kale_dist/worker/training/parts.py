@@ -288,7 +288,7 @@ class Folders:
 def foreign(folder: pathlib.Path) -> str:
     """Why a job must not put its model in the place of what is there, as a clause; empty if it may.
 
-    It may where nothing is, or what a job has saved: that was written as `.NAME.part`, which its `.metadata` says.
+    It may where nothing is, or what a job has saved: that was written as `.NAME.part`, which its `.metadata` shows.
     """
     if not folder.exists():
         return ""

@@ -1,4 +1,4 @@
-"""Turns an exception of a request into an error whose message says what happened and what to do."""
+"""Turns an exception of a request into an error whose message explains what happened and what to do."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def explain(error: BaseException, doing: Doing) -> BackendError:
 
 @contextlib.contextmanager
 def asking(verb: str, resource: str, namespace: str = "", name: str = "") -> Iterator[None]:
-    """Raise in place of an error of a request what the table says of it; the arguments are those of `Doing`."""
+    """Replace an exception of a request by the table's error for it; the arguments are those of `Doing`."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - raised again, in the table's words
         doing = Doing(verb=verb, resource=resource, namespace=namespace, name=name)
-        # What the table knows is said in a sentence; forty frames of the client's libraries above it would hide it.
+        # The table explains what it knows in a sentence; forty frames of the client's libraries above it would hide it.
         is_known = isinstance(error, BackendError) or look_up(error, doing).entry.name not in ("no-answer", "answer")
         raise explain(error, doing) from None if is_known else error
 

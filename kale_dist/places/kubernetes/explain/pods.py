@@ -1,4 +1,4 @@
-"""From what the cluster says of a job and its pods to sentences with remedies. Pure; the sentences are in `table`."""
+"""Turns reports of the cluster on a job and its pods into sentences with remedies. Pure; they are in `table`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def verdict_of(pod: PodView | None) -> Verdict | None:
 
 
 def refusal(view: JobView, kind: Kind) -> Found | None:
-    """Why the controller has not made all pods of the job; None if it has, or if no event says why."""
+    """Find why the controller has not made all pods of the job; None if it has, or if no event gives a known reason."""
     there = [pod for pod in view.latest_pods if not pod.is_gone]
     expected = kind.number_of_pods(view.job or {})
     meta, told = (view.job or {}).get("metadata") or {}, kind.reporters_of(view.name)
@@ -199,7 +199,7 @@ def _pod_facts(pod: PodView, view: JobView, container: ContainerView | None) -> 
 def _exit(code: int | None) -> str:
     if code is None:
         return "an unknown exit code"
-    # A shell and the container runtime say so of a process that a signal ended.
+    # A shell and the container runtime give these codes to a process that a signal ended.
     signals = {
         128 + number: name for number, name in ((6, "SIGABRT"), (9, "SIGKILL"), (11, "SIGSEGV"), (15, "SIGTERM"))
     }
@@ -225,7 +225,7 @@ def _last_event(pod: PodView, view: JobView, words: str = "") -> str:
         event for event in view.events
         if event.object_uid == pod.uid and _words_of(event).startswith(words)
     ]  # fmt: skip
-    # What is said in one second has no order; then a warning counts, and not that the pod got its node.
+    # Events of one second have no order; then a warning counts, and not that the pod got its node.
     last = max(mine, key=lambda event: (event.time, event.is_warning), default=None)
     return _words_of(last) if last is not None and last.is_warning else ""
 

@@ -83,7 +83,7 @@ def detail(words: str) -> str:
     """The cluster's own words, `Reason: message`, without their repetitions."""
     reason, _, message = words.partition(": ")
     message = NOT_RETRIED.sub("", message)
-    # The container runtime puts its steps in front of one another; the last ones say what was wrong.
+    # The container runtime puts its steps in front of one another; the last ones name what was wrong.
     parts = message.split(": ")
     has_steps = reason.startswith(("ErrImagePull", "ImagePull", "StartError"))
     return cut(": ".join(parts[-3:]) if has_steps else message or reason)

@@ -505,7 +505,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
         Entry(
             "node-failed", (Seen.POD_EVENT, Seen.WAITING),
-            # A kubelet that does not know a new Secret yet says so of every second pod, and mounts it a moment later.
+            # A kubelet that does not know a new Secret yet reports it of every second pod, and mounts it soon after.
             r"^(?!.*failed to sync \w+ cache).*(Failed(Mount|AttachVolume|MapVolume|CreatePodSandBox)|NetworkNotReady|"
             "CreateContainer(Config)?Error|RunContainerError)",
             "node {node} cannot start it: {detail}",
