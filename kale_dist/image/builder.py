@@ -34,7 +34,7 @@ from kale_dist.wire.blobs import FolderStore
 if TYPE_CHECKING:
     from kale_dist.image.engine import Engine
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
 _HISTORY = "kale-dist: packages and files of a recipe"
@@ -61,7 +61,7 @@ def build(
     base: Base,
     base_registry: Registry,
     facts: Callable[[], Facts],
-    log: Say,
+    log: Log,
     progress: Progress,
 ) -> str:
     """Build the recipe's image and push it; returns its manifest's digest, the same for the same recipe and base.
@@ -131,7 +131,7 @@ def build(
         return registry.put_manifest(repository, target.tag, manifest_bytes, kind)
 
 
-def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts, tag: str, log: Say) -> str:
+def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts, tag: str, log: Log) -> str:
     """Build the recipe's image in a Docker engine; returns the engine's image ID.
 
     Raises:
@@ -167,7 +167,7 @@ def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts,
             engine.api.remove_container(container, force=True, v=True)
 
 
-def push(engine: Engine, target: Reference, log: Say) -> str:
+def push(engine: Engine, target: Reference, log: Log) -> str:
     """Push an image from the engine; returns the digest of its manifest.
 
     Raises:
@@ -191,7 +191,7 @@ def push(engine: Engine, target: Reference, log: Say) -> str:
     return digest
 
 
-def _install_debian(engine: Engine, container: str, packages: Sequence[str], tag: str, log: Say) -> None:
+def _install_debian(engine: Engine, container: str, packages: Sequence[str], tag: str, log: Log) -> None:
     """Run apt-get as root in a running container."""
     # As variables of the command alone, the user's proxies (with their passwords) do not become the image's.
     proxies = engine.api._proxy_configs.get_environment() if engine.api._proxy_configs else {}  # noqa: SLF001 - docker-py's own builds ask it so
@@ -217,7 +217,7 @@ def _working_folder() -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(dir=cache.folder(), prefix="building-")
 
 
-def _contents(recipe: Recipe, facts: Facts, folder: str, log: Say) -> tuple[list[tuple[list[Entry], str]], Facts]:
+def _contents(recipe: Recipe, facts: Facts, folder: str, log: Log) -> tuple[list[tuple[list[Entry], str]], Facts]:
     """The new layers as (entries, hash of the content), the packages' first; and the facts about the image with them."""
     contents = []
     if recipe.packages:
@@ -233,7 +233,7 @@ def _contents(recipe: Recipe, facts: Facts, folder: str, log: Say) -> tuple[list
 
 
 def _pushed(
-    entries: Sequence[Entry], name: str, registry: Registry, repository: str, log: Say, progress: Progress
+    entries: Sequence[Entry], name: str, registry: Registry, repository: str, log: Log, progress: Progress
 ) -> Layer:
     """Push a layer of these entries, packed while it is sent, unless the registry has it from an earlier build."""
     place = cache.folder("packed") / f"{name}.json"

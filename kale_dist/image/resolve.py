@@ -13,7 +13,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.image import auth, builder, cache
 from kale_dist.image import base as bases
 from kale_dist.image.base import Ask
-from kale_dist.image.builder import Progress, Say
+from kale_dist.image.builder import Log, Progress
 from kale_dist.image.packages import PYTORCH
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
@@ -48,7 +48,7 @@ def resolve(
     shared: bool = False,
     pull_secret_jsons: tuple[str, ...] = (),
     ask: Ask | None = None,
-    log: Say,
+    log: Log,
     progress: Progress = lambda _done, _total: None,
 ) -> Resolved:
     """Find the recipe's image in the registry, or make it and push it there.
@@ -103,7 +103,7 @@ def resolve(
     return Resolved(reference=str(pulled.with_digest(digest)), was_built=not there, tag=target.tag)
 
 
-def _there(registry: Registry, target: Reference, log: Say, *, shared: bool) -> str:
+def _there(registry: Registry, target: Reference, log: Log, *, shared: bool) -> str:
     """The digest of the image that the registry has for a tag, and that may be used; empty if it has to be made."""
     with contextlib.suppress(OSError):
         made = (cache.folder("made") / target.tag).read_text()
@@ -117,7 +117,7 @@ def _there(registry: Registry, target: Reference, log: Say, *, shared: bool) -> 
     return there if shared else ""
 
 
-def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", log: Say) -> Resolved:
+def resolve_in_engine(recipe: Recipe, *, base: str, python: str = "", log: Log) -> Resolved:
     """Find the recipe's image in the Docker engine, or make it there: for jobs of that engine, without a registry.
 
     Arguments and errors are those of `resolve`.

@@ -166,7 +166,7 @@ def test_training_resumes_from_its_checkpoint_after_a_container_was_lost(on_torc
     from trainings import summing
 
     job = flat.distribute(
-        *summing(32, lr=0.01), train_slowly, epochs=6, train_args=0.3, seed=1,
+        *summing(32, lr=0.01), train_slowly, epochs=10, train_args=0.3, seed=1,
         number_of_processes=2, threads=1, max_restarts=1, **on_torch,
     )  # fmt: skip
     deadline = time.monotonic() + 120
@@ -179,7 +179,7 @@ def test_training_resumes_from_its_checkpoint_after_a_container_was_lost(on_torc
     texts = [line.text for line in job.logs()]
     assert any(text.startswith("New run: the training resumes after epoch ") for text in texts), "\n".join(texts)
     rows = [row["epoch"] for row in job.metrics if row["source"] == "train"]
-    assert rows == list(range(1, 7)), rows
+    assert rows == list(range(1, 11)), rows
     job.delete()
 
 

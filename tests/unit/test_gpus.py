@@ -29,7 +29,7 @@ from kale_dist.snapshot import loading
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import blobs, context
 from kale_dist.wire.messages import Done
-from kale_dist.worker.agent import ending, gpu_faults
+from kale_dist.worker.agent import ending, hardware_faults
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.agent.usage import Gpu
 from kale_dist.worker.rank import gpus, group, process_state, stand_ins
@@ -440,17 +440,17 @@ SAID = {
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_cuda_and_nccl_say_is_known(name):
-    assert gpu_faults.find(SAID[name]).name == name
+    assert hardware_faults.find(SAID[name]).name == name
 
 
 def test_every_trouble_has_a_text_here_and_other_errors_are_none():
-    assert set(SAID) == {fault.name for fault in gpu_faults.TABLE}
+    assert set(SAID) == {fault.name for fault in hardware_faults.TABLE}
     for other in (
         "bad",
         "[gloo] Connection closed by peer [127.0.0.1]:1234",
         "mat1 and mat2 shapes cannot be multiplied",
     ):
-        assert gpu_faults.find(other) is None
+        assert hardware_faults.find(other) is None
 
 
 def failed(rank, name, **more):

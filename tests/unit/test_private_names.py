@@ -417,7 +417,7 @@ def test_tensor_parameters_of():
 # -- a model that ranks make -------------------------------------------------------------------------------------------
 
 
-def test_recipe_imports():
+def test_construction_imports():
     from torch.utils import _pytree
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -435,7 +435,7 @@ def test_recipe_imports():
     assert Seen.count, "TorchDispatchMode does not see operations any more"
 
 
-def test_recipe_recipe_init():
+def test_construction_construction_init():
     assert torch.zeros(1, device="meta").is_meta
     Tensor.is_meta = property(lambda _: False)
     try:
@@ -444,11 +444,11 @@ def test_recipe_recipe_init():
         del Tensor.is_meta
 
 
-def test_recipe_recipe_torch_dispatch():
+def test_construction_construction_torch_dispatch():
     assert str(torch.ops.aten._to_copy.default) == "aten._to_copy.default", "torch names its operations otherwise"
 
 
-def test_recipe_schema():
+def test_construction_schema():
     assert torch.ops.aten.add_.Tensor._schema.is_mutable, "an operation's _schema does not say that it writes any more"
 
 

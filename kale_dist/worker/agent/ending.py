@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kale_dist.wire import EXIT_TERMINATED, FailureCause, RankStateName, StateName, Verdict
 from kale_dist.wire.messages import Done
-from kale_dist.worker.agent import gpu_faults
+from kale_dist.worker.agent import hardware_faults
 from kale_dist.worker.agent.rank_run import Rank
 
 MAX_BYTES = 4096
@@ -60,13 +60,13 @@ def lost_peer(rank: Rank) -> bool:
     return bool(_PEER_GONE.search(done.error_text)) and done.error_type.endswith("Error")
 
 
-def _fault_of(rank: Rank) -> gpu_faults.Fault | None:
+def _fault_of(rank: Rank) -> hardware_faults.Fault | None:
     """What a rank's error or last lines are about, if that is a trouble of GPUs or NCCL."""
     if rank.done is not None:
-        return gpu_faults.find(rank.done.error_text)
+        return hardware_faults.find(rank.done.error_text)
     # A rank that was killed may have printed the error of an earlier try.
     aborted = rank.end is not None and rank.end.signal == "SIGABRT"
-    return gpu_faults.find("\n".join(rank.end.tail)) if rank.end is not None and aborted else None
+    return hardware_faults.find("\n".join(rank.end.tail)) if rank.end is not None and aborted else None
 
 
 def _describe(rank: Rank) -> Verdict:
@@ -94,7 +94,7 @@ def _describe(rank: Rank) -> Verdict:
     return Verdict(StateName.FAILED, FailureCause.DIED, reason, rank=rank.rank, may_restart=not end.memory_limit)
 
 
-def _describe_error(rank: int, done: Done, fault: gpu_faults.Fault | None) -> Verdict:
+def _describe_error(rank: int, done: Done, fault: hardware_faults.Fault | None) -> Verdict:
     shown = f"{done.error_type}: {done.error_text}" if done.error_text else done.error_type
     cause, what = FailureCause.ERROR, "failed"
     if done.is_not_started:

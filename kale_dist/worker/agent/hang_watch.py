@@ -1,4 +1,4 @@
-"""Tells a hang from slow work: looks at the stacks of a job's ranks when nothing moves, or when a rank has ended before others."""
+"""Tells a hang from slow work by the stacks of ranks, when nothing moves or one has ended before others; ends live ranks that idle."""
 
 from __future__ import annotations
 

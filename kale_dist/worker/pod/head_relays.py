@@ -29,7 +29,7 @@ LOST_AFTER_S = 1.0
 _PROOF_LIMIT_S = 10.0
 _MAX_STRANGERS = 64
 """Connections that have not proved the key; one more closes the oldest."""
-_MAX_REFUSALS_SAID = 10
+_MAX_REFUSALS_LOGGED = 10
 
 _GONE = (
     "its agent has ended, or can no longer be reached. The pod may have been deleted, evicted or killed (often because "
@@ -298,7 +298,7 @@ class HeadsRelays:
         channel.send_message(Op.CHALLENGE, nonce=ours, mac=sign(self._key, "head", relay.agent, theirs, ours))
         proof = await channel.read_from_stranger()
         if not is_signed(proof.get("mac", ""), self._key, "relay", relay.agent, theirs, ours):
-            if proof and self._refusals < _MAX_REFUSALS_SAID:
+            if proof and self._refusals < _MAX_REFUSALS_LOGGED:
                 self._refusals += 1
                 self._log(f"A pod at {channel.peer_host} that does not hold this job's key was refused")
             return None

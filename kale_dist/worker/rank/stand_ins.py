@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from kale_dist.errors import ConfigError
 from kale_dist.wire import EventKind, PodVariable, context
-from kale_dist.worker.agent import gpu_faults
+from kale_dist.worker.agent import hardware_faults
 from kale_dist.worker.rank.control import Control
 
 MAX_PICTURE_BYTES = 512 << 10
@@ -208,7 +208,7 @@ def clearer(error: BaseException) -> BaseException:
             "folders belong to as kd.Kubernetes(run_as_user=...), or have their owner open them to this user"
         )
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, ConfigError)
-    if is_torchs and (fault := gpu_faults.find(str(error))):
+    if is_torchs and (fault := hardware_faults.find(str(error))):
         error.add_note(f"{fault.sentence}. {fault.remedy}.")
     return error
 
