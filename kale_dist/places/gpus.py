@@ -13,7 +13,7 @@ from kale_dist.worker.agent.usage import Driver, assigned_gpu
 from kale_dist.worker.rank.gpus import HIDING
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""One of these is there where torch could find a GPU."""
+"""One of these is there where torch could find a GPU. `KALE_DIST_GPU_DEVICES` names others, for a driver with files of its own."""
 
 _PROBE_S = 60.0
 _GIB = 1 << 30
@@ -26,7 +26,8 @@ _working: dict[tuple[str, str], int] = {}
 
 def are_there() -> bool:
     """Whether this machine has a device that may be a GPU of torch's."""
-    return any(pathlib.Path(device).exists() for device in _DEVICES)
+    named = os.environ.get("KALE_DIST_GPU_DEVICES")
+    return any(pathlib.Path(device).exists() for device in (named.split(os.pathsep) if named else _DEVICES))
 
 
 def usable() -> tuple[int, str]:

@@ -16,6 +16,7 @@ if not SUITE:
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: cannot run on a CPU, not even dry")
+    config.addinivalue_line("markers", "real(why): cannot run on a simulated GPU (tests/simcuda), either")
     if SUITE:
         folder = pathlib.Path(tempfile.mkdtemp(prefix="kd-", dir="/tmp"))
         for name in ("state", "run"):
@@ -27,6 +28,9 @@ def pytest_configure(config):
 def pytest_runtest_setup(item):
     if SUITE == "cpu" and item.get_closest_marker("gpu"):
         pytest.skip("needs a GPU")
+    real = item.get_closest_marker("real")
+    if real and os.environ.get("SIMCUDA_DEVICES"):
+        pytest.skip(f"needs a real GPU: {real.args[0]}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -71,7 +71,9 @@ def main():
     figures.unlink(missing_ok=True)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (HERE / "site", HERE, HERE.parents[1]))),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [*map(str, (HERE / "site", HERE, HERE.parents[1])), os.environ.get("PYTHONPATH")])
+        ),
         "KALE_DIST_GPU_SUITE": "cpu" if given.dry else "cuda",
         "KALE_DIST_GPU_FIGURES": str(figures),
     }

@@ -29,6 +29,7 @@ def forkserver():
     raise AssertionError("no fork server")
 
 
+@pytest.mark.real("nvidia-smi")
 def test_a1_versions(figures):
     found = {"torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda}
     if CUDA:
@@ -54,7 +55,9 @@ def uuid():
     return asked.stdout.split()[0]
 
 
-@pytest.mark.parametrize("visible", ["as it is", pytest.param("by uuid", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "visible", ["as it is", pytest.param("by uuid", marks=[pytest.mark.gpu, pytest.mark.real("nvidia-smi")])]
+)
 def test_a2_the_fork_server_has_one_thread_and_nothing_of_cuda(visible, monkeypatch):
     if visible == "by uuid":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuid())
@@ -93,6 +96,7 @@ def started():
     return now, used >> 20, sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) >> 10
 
 
+@pytest.mark.real("memory of a context")
 def test_a4_cold_and_warm_start(figures):
     local.shared().close()
     agents = set()

@@ -42,6 +42,7 @@ def test_b1_used_objects_train_as_here():
     assert largest_difference(models[0].state_dict(), models[1].state_dict()) < 1e-5
 
 
+@pytest.mark.real("Triton")
 def test_b1_scaler_compiled_model_and_generator():
     model = torch.compile(net().to(DEVICE))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -85,6 +86,7 @@ def product_tflops():
     return 20 * 2 * 4096**3 / (time.perf_counter() - began) / 1e12
 
 
+@pytest.mark.real("speed")
 @pytest.mark.gpu
 @pytest.mark.parametrize("switch", ["", "torch.set_float32_matmul_precision('high')", "torch.backends.cuda.matmul.fp32_precision = 'tf32'"])  # fmt: skip
 def test_b3_tf32_is_taken_over(switch, figures):
@@ -231,6 +233,7 @@ def streams_of(trace):
 
 
 @pytest.mark.gpu
+@pytest.mark.real("the profiler")
 @pytest.mark.parametrize("pinned", [True, False])
 def test_b8_on_which_stream_batches_are_copied(pinned, tmp_path, figures):
     model = net(hidden=512)
@@ -270,6 +273,7 @@ def bad_index():
 
 
 @pytest.mark.gpu
+@pytest.mark.real("asserts on the device")
 def test_b10_a_device_side_assert_is_explained_and_not_repeated(figures):
     began = time.monotonic()
     with pytest.raises(JobFailedError, match="out of range"):
@@ -309,6 +313,7 @@ def peak_of_a_pod():
 
 
 @pytest.mark.gpu
+@pytest.mark.real("memory of a context")
 def test_b12_memory_of_a_rank(figures):
     ((rss_mib, shm_mib),) = launch(peak_of_a_pod)
     figures(rss_mib=rss_mib, shm_mib=shm_mib)
@@ -317,6 +322,7 @@ def test_b12_memory_of_a_rank(figures):
 
 
 @pytest.mark.gpu
+@pytest.mark.real("NVML")
 def test_b13_the_driver_says_how_full_the_gpu_is(figures):
     kept = torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
     gpu = Driver().read()[0]

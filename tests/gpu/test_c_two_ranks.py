@@ -53,7 +53,10 @@ class WithUnused(nn.Module):
         return self.body(x)
 
 
-@pytest.mark.parametrize("kind", ["plain", "unused", "batchnorm", "accumulate", "clip", "compile"])
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", "unused", "batchnorm", "accumulate", "clip", pytest.param("compile", marks=pytest.mark.real("Triton"))],
+)
 def test_c2_ddp_equals_one_process(kind):
     models = [make(kind).double() for _ in range(2)]
     options = {"accumulate": {"accumulate": 2}, "clip": {"clip_norm": 0.1}}.get(kind, {})
@@ -246,7 +249,7 @@ def step_with_overlap(model, data_loader, criterion, optimizer, device, args):
     return {"to_come": float(to_come[0])}
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.real("Triton"))])
 def test_c10_buckets_leave_during_the_backward_pass(is_compiled, figures):
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(24)), nn.Linear(512, 4))
     trained = torch.compile(model) if is_compiled else model
@@ -261,6 +264,7 @@ def test_c10_buckets_leave_during_the_backward_pass(is_compiled, figures):
 
 
 @pytest.mark.gpu
+@pytest.mark.real("NCCL's interfaces")
 def test_c11_a_wrong_interface_is_named():
     with pytest.raises(JobFailedError, match="NCCL_SOCKET_IFNAME"):
         launch(sums, number_of_processes=2, environment={"NCCL_SOCKET_IFNAME": "none0"})

@@ -163,7 +163,7 @@ class Attention(Net):
         self.head = nn.Linear(8, WORDS)
 
     def forward(self, x):
-        mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+        mask = nn.Transformer.generate_square_subsequent_mask(5, device=x.device, dtype=torch.float64)
         return self.head(self.blocks(self.words(x) + self.places, mask=mask))
 
 

@@ -65,7 +65,7 @@ def enumerated_with_a_warm_up(model, loader, criterion, optimizer, device, args)
 @case(STEERS)
 def hidden_state(model, loader, criterion, optimizer, device, args):
     model.train()
-    hidden = torch.zeros(4)
+    hidden = torch.zeros(4, device=device)
     for x, y in loader:
         loss = learn(model, criterion, optimizer, x + 0.1 * hidden, y)
         hidden = (0.5 * hidden + x.mean(0)).detach()

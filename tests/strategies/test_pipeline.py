@@ -45,7 +45,7 @@ class Gpt(nn.Module):
 
     def forward(self, tokens, targets=None):
         x = self.embedding(tokens) + self.positions
-        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).triu(1)
         for block in self.blocks:
             x = x + 0.1 * block(x, mask)
         scores = self.head(self.norm(x))
@@ -246,7 +246,7 @@ def test_bf16_and_checkpointing_combine():
 class Checkpointed(Gpt):
     def forward(self, tokens, targets=None):
         x = self.embedding(tokens) + self.positions
-        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).triu(1)
         for block in self.blocks:
             x = torch.utils.checkpoint.checkpoint(block, x, mask, use_reentrant=False)
         scores = self.head(self.norm(x))
@@ -417,6 +417,7 @@ def test_a_forward_that_can_be_cut_gives_the_same(make, cuts):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:.*has never run on GPUs")
 def test_a_skip_connection_ends_the_job_with_its_name():
     torch.manual_seed(0)
     model = Skip()
@@ -436,6 +437,7 @@ def copying_step(model, data_loader, criterion, optimizer, device, args):
     copy.deepcopy(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*has never run on GPUs")
 def test_a_step_that_copies_its_model_is_told_what_to_do():
     model = Four()
     loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 4)), 4)

@@ -56,7 +56,7 @@ class Transformer(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, x):
-        hidden = self.embedding(x) + self.place(torch.arange(x.shape[1]))
+        hidden = self.embedding(x) + self.place(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.encoder(hidden))

@@ -83,17 +83,23 @@ def load_state(value: Any, state: Any) -> None:
         (value.extend if isinstance(value, list | collections.deque) else value.update)(copy.deepcopy(state))
 
 
-def on_cpu(value: Any) -> Any:
-    """Return a state dict with its tensors detached and on the CPU."""
+def on_cpu(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
+    """Return a state dict with its tensors detached and on the CPU; tied weights are copied once, and stay tied."""
+    copies = {} if copies is None else copies
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        if value.device.type == "cpu" or value.layout != torch.strided or not value.numel():
+            return value.detach().cpu()
+        key = value.device, value.data_ptr(), value.shape, value.stride(), value.dtype
+        if key not in copies:
+            copies[key] = value.detach().cpu()
+        return copies[key]
     if isinstance(value, dict):
         # Not from pairs, which a Counter (milestones of MultiStepLR) would count.
-        return type(value)({key: on_cpu(item) for key, item in value.items()})
+        return type(value)({key: on_cpu(item, copies) for key, item in value.items()})
     if isinstance(value, list):
-        return [on_cpu(item) for item in value]
+        return [on_cpu(item, copies) for item in value]
     if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(on_cpu(item) for item in value)
+        return tuple(on_cpu(item, copies) for item in value)
     return value
 
 

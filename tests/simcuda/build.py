@@ -1,0 +1,74 @@
+"""Builds the simulated GPUs for the torch of this Python, once, and prints the folder that belongs onto the PYTHONPATH.
+
+    python tests/simcuda/build.py
+
+Takes one to two minutes on two cores; the folder lies in ~/.cache, by torch's version and the sources' digest.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+
+SOURCES = pathlib.Path(__file__).resolve().parent / "source" / "simcuda"
+VERSION = importlib.metadata.version("torch")
+
+
+def why_not():
+    """Why there can be no simulated GPUs here; empty if there can."""
+    if sys.implementation.name != "cpython" or sys.version_info[:2] != (3, 11):
+        return f"simulated GPUs are built for CPython 3.11, and this is {sys.version.split()[0]}"
+    if not VERSION.startswith("2.13.") or not VERSION.endswith("+cpu"):
+        return f"simulated GPUs use the inside of torch 2.13 for CPUs, and this is {VERSION}"
+    if shutil.which("g++") is None:
+        return "simulated GPUs need a C++ compiler (g++)"
+    if not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "simulated GPUs need Python's headers (Debian: python3-dev)"
+    return ""
+
+
+def folder():
+    """Where the simulation for this torch lies, whether it is built or not."""
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.is_file()))
+    caches = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return caches / "kale-dist-simcuda" / f"{VERSION}-{digest.hexdigest()[:12]}"
+
+
+def build():
+    """Build what is missing, and return its folder. Another process that does so at the same time does no harm."""
+    if (made := folder()).is_dir():
+        return made
+    import torch
+    from torch.utils.cpp_extension import include_paths
+
+    made.parent.mkdir(parents=True, exist_ok=True)
+    part = pathlib.Path(tempfile.mkdtemp(dir=made.parent))
+    shutil.copytree(SOURCES, part / "simcuda")
+    libraries = pathlib.Path(torch.__file__).parent / "lib"
+    command = [
+        "g++", "-std=c++20", "-O1", "-g0", "-s", "-Wno-interference-size", "-shared", "-fPIC", "-fvisibility=hidden",
+        "-DTORCH_EXTENSION_NAME=_sim", "-DTORCH_API_INCLUDE_EXTENSION_H", "-DUSE_C10D_GLOO",
+        *(f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))),
+        SOURCES / "_sim.cpp", "-o", part / "simcuda" / f"_sim{sysconfig.get_config_var('EXT_SUFFIX')}",
+        f"-L{libraries}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python",
+    ]  # fmt: skip
+    subprocess.run(["nice", *map(str, command)], check=True)
+    # torch finds the simulation as it finds the backends of others: by an installed package's entry point.
+    package = part / "simcuda-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: simcuda\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[torch.backends]\nsimcuda = simcuda:autoload\n")
+    try:
+        part.rename(made)
+    except OSError:
+        shutil.rmtree(part)
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(why_not()) if why_not() else print(build())

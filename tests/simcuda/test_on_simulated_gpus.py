@@ -1,0 +1,73 @@
+"""Tests of other folders, run again in processes that have simulated GPUs; README.md tells what that proves.
+
+`KALE_DIST_REQUIRE_SIMCUDA=1` fails where the simulation cannot be built, in place of leaving these tests out.
+"""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import build
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+PROBLEM = build.why_not()
+pytestmark = [
+    pytest.mark.skipif(bool(PROBLEM) and "KALE_DIST_REQUIRE_SIMCUDA" not in os.environ, reason=PROBLEM),
+    pytest.mark.timeout(900),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What runs there: arguments of pytest, or of `tests/gpu/run.py`."""
+
+    what: str
+    arguments: tuple[str, ...]
+    gpus: int = 8
+    is_nightly: bool = False
+
+
+RUNS = [
+    Run("the rules of the simulation", ("tests/simcuda/rules.py",), 2),
+    Run("what a real GPU runs with two ranks", ("--group", "C"), 1),
+    Run("each strategy equals one process", ("tests/strategies/test_equality.py", "tests/strategies/test_larger.py")),
+    Run("parts of a model equal the whole", tuple(f"tests/strategies/test_{name}.py" for name in ("tensor", "pipeline", "mesh"))),
+    Run("a rank killed within an epoch", ("tests/resuming/test_within.py", "-k", "running_loss or two_ranks or accumulate")),
+    Run("live ranks, launch, and tied weights", ("tests/simcuda/uses.py",), 2),
+    Run("drawn trainings", ("tests/hunt/test_hunt.py", "-k", "test_a_drawn_training")),
+    Run("what a real GPU runs with one rank", ("--group", "A", "--group", "B"), 1, is_nightly=True),
+    Run("all of the strategies", ("tests/strategies", "-m", ""), is_nightly=True),
+    Run("all of resuming", ("tests/resuming", "-m", ""), is_nightly=True),
+    Run("all of the agent", ("tests/agent", "-m", ""), is_nightly=True),
+    Run("150 drawn trainings", ("tests/hunt/test_hunt.py", "-m", "nightly", "-k", "300_drawn"), is_nightly=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, id=run.what, marks=[pytest.mark.nightly] if run.is_nightly else []) for run in RUNS]
+)
+def test_it_runs_on_simulated_gpus(run, tmp_path):
+    assert not PROBLEM, PROBLEM
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "KALE_DIST_TEST"))
+    }
+    environment |= {
+        "SIMCUDA_DEVICES": str(run.gpus),
+        "KALE_DIST_GPU_DEVICES": "/dev/null",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(build.build()), os.environ.get("PYTHONPATH")])),
+    }
+    if run.what.startswith("150"):
+        environment["KALE_DIST_TEST_PART"] = "0/2"
+    how = (
+        ["tests/gpu/run.py", "--out", tmp_path]
+        if run.arguments[0] == "--group"
+        else ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    )
+    ended = subprocess.run(
+        [sys.executable, *map(str, how), *run.arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-20_000:]

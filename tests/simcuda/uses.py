@@ -1,0 +1,140 @@
+"""What users do with two GPUs; `test_on_simulated_gpus.py` runs it where there are two."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import kale_dist as kd
+from kale_dist.errors import CellError, JobFailedError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.jit|accumulate_grad)")
+
+
+def data(samples=16):
+    drawn = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(samples, 4, generator=drawn), torch.randint(3, (samples,), generator=drawn))
+
+
+def net():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def in_plain_pytorch(rank_batch=4, epochs=2):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(epochs):
+        for x, y in DataLoader(data(), 2 * rank_batch):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+@pytest.fixture
+def jobs():
+    """A list of jobs that end with the test."""
+    made = []
+    yield made
+    for job in made:
+        job.delete()
+
+
+def by_hand(kind):
+    from torch import distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    context = kd.context()
+    model = net().to(context.device)
+    if kind == "ddp":
+        model = DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
+    else:
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = data()
+    for _ in range(2):
+        for start in range(0, 16, 8):
+            mine = [samples[start + index] for index in range(context.rank, 8, 2)]
+            x, y = (torch.stack(parts).to(context.device) for parts in zip(*mine, strict=True))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    state = (model.module if kind == "ddp" else model).state_dict()
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    return {name: value.cpu() for name, value in whole.items()}, str(context.device), dist.get_backend()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_torchs_own_ddp_and_fsdp2_in_launch(kind, jobs):
+    jobs.append(kd.launch(by_hand, kind, number_of_processes=2, on="local"))
+    found = jobs[0].results()
+    assert [device for _, device, _ in found] == ["cuda:0", "cuda:1"]
+    assert all("nccl" in backend for _, _, backend in found)
+    for name, value in in_plain_pytorch().items():
+        torch.testing.assert_close(found[0][0][name], value)
+
+
+def test_a_one_line_call_trains_on_both_and_gives_the_model_back_where_it_was(jobs):
+    model = net().to("cuda:1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    jobs.append(kd.distribute(model, DataLoader(data(), 4), nn.CrossEntropyLoss(), optimizer, epochs=2, on="local"))
+    result = jobs[0].result()
+    assert next(model.parameters()).device == torch.device("cuda:1")
+    assert all(value.device.type == "cpu" for value in result.model_state.values())
+    for name, value in in_plain_pytorch().items():
+        torch.testing.assert_close(result.model_state[name], value)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        return self.head(x + self.words.weight.mean(0))
+
+
+def test_tied_weights_come_back_tied(jobs):
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    jobs.append(kd.distribute(model, DataLoader(data(), 4), nn.CrossEntropyLoss(), optimizer, on="local"))
+    state = jobs[0].result().model_state
+    assert state["words.weight"].data_ptr() == state["head.weight"].data_ptr()
+
+
+def test_a_dataset_on_the_gpu_with_workers_is_told_what_to_do(jobs):
+    class OnTheGpu(TensorDataset):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x.to(kd.context().device), y
+
+    model, samples = net(), OnTheGpu(*data().tensors)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(samples, 4, num_workers=1)
+    jobs.append(kd.distribute(model, loader, nn.CrossEntropyLoss(), optimizer, on="local"))
+    with pytest.raises(JobFailedError, match="Keep the dataset's tensors on the CPU"):
+        jobs[0].result()
+
+
+def test_memory_that_runs_out_names_the_remedy(jobs):
+    def fill():
+        return [torch.empty(64 << 20, device=kd.context().device) for _ in range(64)]
+
+    jobs.append(kd.launch(fill, number_of_processes=2, on="local"))
+    with pytest.raises(JobFailedError, match="The GPU's memory ran out"):
+        jobs[0].results()
+
+
+def test_live_ranks_survive_an_error_on_one_gpu(jobs):
+    live = kd.live(number_of_processes=2, on="local")
+    jobs.append(live)
+    live.run("import torch, torch.distributed as dist; x = torch.full((2,), rank + 1.0, device=device)")
+    with pytest.raises(CellError, match="different devices"):
+        live.run("x + torch.ones(2) if rank else x.sum()")
+    live.run("x = torch.full((2,), rank + 1.0, device=device); dist.all_reduce(x)")
+    assert live.pull("x.sum().item()") == [6.0, 6.0]
+    live.stop()
