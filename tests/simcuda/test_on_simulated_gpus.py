@@ -38,6 +38,7 @@ RUNS = [
     Run("parts of a model equal the whole", tuple(f"tests/strategies/test_{name}.py" for name in ("tensor", "pipeline", "mesh"))),
     Run("a rank killed within an epoch", ("tests/resuming/test_within.py", "-k", "running_loss or two_ranks or accumulate")),
     Run("live ranks, launch, and tied weights", ("tests/simcuda/uses.py",), 2),
+    Run("waits of the host in a step", ("tests/simcuda/waits.py",), 2),
     Run("drawn trainings", ("tests/hunt/test_hunt.py", "-k", "test_a_drawn_training")),
     Run("what a real GPU runs with one rank", ("--group", "A", "--group", "B"), 1, is_nightly=True),
     Run("all of the strategies", ("tests/strategies", "-m", ""), is_nightly=True),
@@ -58,6 +59,7 @@ def test_it_runs_on_simulated_gpus(run, tmp_path):
     environment |= {
         "SIMCUDA_DEVICES": str(run.gpus),
         "KALE_DIST_GPU_DEVICES": "/dev/null",
+        "SIMCUDA_SYNCS": str(tmp_path / "syncs") if "waits" in run.what else "",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(build.build()), os.environ.get("PYTHONPATH")])),
     }
     if run.what.startswith("150"):

@@ -210,7 +210,8 @@ class _Circle:
             KaleDistError: A neighbour is at another step.
         """
         group, device = self._group, self._group.device
-        head = torch.tensor([self._owner.steps, int(at_end)], device=device)
+        step = [self._owner.steps, int(at_end)]
+        head = torch.tensor(step, device=device)
         heads, received, first, rest = [], {}, [], []
         for distance, message in messages.items():
             after = dist.get_global_rank(group.world, (group.rank + distance) % group.world_size)
@@ -227,7 +228,7 @@ class _Circle:
         works = [dist.batch_isend_irecv(operations) for operations in (first, rest) if operations]
         for work in works[0]:
             work.wait()
-        if any(theirs.tolist() != head.tolist() for theirs in heads):
+        if any(theirs != step for theirs in torch.stack(heads).tolist()):
             raise KaleDistError(different_steps(self._owner.steps))
         for work in (work for later in works[1:] for work in later):
             work.wait()
