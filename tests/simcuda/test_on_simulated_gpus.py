@@ -9,12 +9,12 @@ import pathlib
 import subprocess
 import sys
 
-import build
 import pytest
+import simulated_gpus
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-PROBLEM = build.why_not()
+PROBLEM = simulated_gpus.why_not()
 pytestmark = [
     pytest.mark.skipif(bool(PROBLEM) and "KALE_DIST_REQUIRE_SIMCUDA" not in os.environ, reason=PROBLEM),
     pytest.mark.timeout(900),
@@ -60,7 +60,7 @@ def test_it_runs_on_simulated_gpus(run, tmp_path):
         "SIMCUDA_DEVICES": str(run.gpus),
         "KALE_DIST_GPU_DEVICES": "/dev/null",
         "SIMCUDA_SYNCS": str(tmp_path / "syncs") if "waits" in run.what else "",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(build.build()), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(simulated_gpus.build()), os.environ.get("PYTHONPATH")])),
     }
     if run.what.startswith("150"):
         environment["KALE_DIST_TEST_PART"] = "0/2"

@@ -1,6 +1,6 @@
 """Builds the simulated GPUs for the torch of this Python, once, and prints the folder that belongs onto the PYTHONPATH.
 
-    python tests/simcuda/build.py
+    python tests/simulated_gpus.py
 
 Takes one to two minutes on two cores; the folder lies in ~/.cache, by torch's version and the sources' digest.
 """
@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import tempfile
 
-SOURCES = pathlib.Path(__file__).resolve().parent / "source" / "simcuda"
+SOURCES = pathlib.Path(__file__).resolve().parent / "simcuda" / "source" / "simcuda"
 VERSION = importlib.metadata.version("torch")
 
 
