@@ -1,8 +1,8 @@
-"""Builds the simulated GPUs for the torch of this Python, once, and prints the folder that belongs onto the PYTHONPATH.
+"""Builds the simulated GPUs for the torch of this Python, once, and runs tests on them; see `simcuda/README.md`.
 
     python tests/simulated_gpus.py
 
-Takes one to two minutes on two cores; the folder lies in ~/.cache, by torch's version and the sources' digest.
+prints the folder that belongs onto the PYTHONPATH. It takes a minute on two cores; the folder lies in ~/.cache, by torch's version and the sources' digest.
 """
 
 import hashlib
@@ -15,7 +15,8 @@ import sys
 import sysconfig
 import tempfile
 
-SOURCES = pathlib.Path(__file__).resolve().parent / "simcuda" / "source" / "simcuda"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "tests" / "simcuda" / "source" / "simcuda"
 VERSION = importlib.metadata.version("torch")
 
 
@@ -68,6 +69,20 @@ def build():
     except OSError:
         shutil.rmtree(part)
     return made
+
+
+def run(arguments, folder, gpus, root=ROOT, **environment):
+    """Run tests where there are so many simulated GPUs: arguments of pytest, or of `tests/gpu/run.py`; `root` is the checkout."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "KALE_DIST_TEST"))}
+    path = os.pathsep.join(filter(None, [str(build()), os.environ.get("PYTHONPATH")]))
+    simulated = {"SIMCUDA_DEVICES": str(gpus), "KALE_DIST_GPU_DEVICES": os.devnull, "PYTHONPATH": path}
+    how = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    if arguments[0] == "--group":
+        how = ["tests/gpu/run.py", "--out", folder]
+    return subprocess.run(
+        [sys.executable, *map(str, how), *arguments], cwd=root, env=kept | simulated | environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -323,7 +323,7 @@ def scheduler_before_the_loop(model, loader, criterion, optimizer, device, args)
 @case()
 def own_optimizer_of_a_local_model(model, loader, criterion, optimizer, device, args):
     torch.manual_seed(1)
-    extra = torch.nn.Linear(4, 1)
+    extra = torch.nn.Linear(4, 1).to(device)
     other = torch.optim.Adam(extra.parameters(), lr=0.1)
     model.train()
     for x, y in loader:

@@ -5,14 +5,9 @@
 
 import dataclasses
 import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 import simulated_gpus
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 PROBLEM = simulated_gpus.why_not()
 pytestmark = [
@@ -41,9 +36,9 @@ RUNS = [
     Run("waits of the host in a step", ("tests/simcuda/waits.py",), 2),
     Run("drawn trainings", ("tests/hunt/test_hunt.py", "-k", "test_a_drawn_training")),
     Run("what a real GPU runs with one rank", ("--group", "A", "--group", "B"), 1, is_nightly=True),
-    Run("all of the strategies", ("tests/strategies", "-m", ""), is_nightly=True),
-    Run("all of resuming", ("tests/resuming", "-m", ""), is_nightly=True),
-    Run("all of the agent", ("tests/agent", "-m", ""), is_nightly=True),
+    Run("all of the strategies", ("tests/strategies",), is_nightly=True),
+    Run("all of resuming", ("tests/resuming",), is_nightly=True),
+    Run("all of the agent", ("tests/agent",), is_nightly=True),
     Run("150 drawn trainings", ("tests/hunt/test_hunt.py", "-m", "nightly", "-k", "300_drawn"), is_nightly=True),
 ]  # fmt: skip
 
@@ -53,23 +48,8 @@ RUNS = [
 )
 def test_it_runs_on_simulated_gpus(run, tmp_path):
     assert not PROBLEM, PROBLEM
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "KALE_DIST_TEST"))
-    }
-    environment |= {
-        "SIMCUDA_DEVICES": str(run.gpus),
-        "KALE_DIST_GPU_DEVICES": "/dev/null",
-        "SIMCUDA_SYNCS": str(tmp_path / "syncs") if "waits" in run.what else "",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(simulated_gpus.build()), os.environ.get("PYTHONPATH")])),
-    }
+    environment = {"SIMCUDA_SYNCS": str(tmp_path / "syncs")} if "waits" in run.what else {}
     if run.what.startswith("150"):
         environment["KALE_DIST_TEST_PART"] = "0/2"
-    how = (
-        ["tests/gpu/run.py", "--out", tmp_path]
-        if run.arguments[0] == "--group"
-        else ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
-    )
-    ended = subprocess.run(
-        [sys.executable, *map(str, how), *run.arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
+    ended = simulated_gpus.run(run.arguments, tmp_path, run.gpus, **environment)
     assert ended.returncode == 0, ended.stdout[-20_000:]

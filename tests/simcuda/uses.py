@@ -1,5 +1,8 @@
 """What users do with two GPUs; `test_on_simulated_gpus.py` runs it where there are two."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -80,12 +83,34 @@ def test_torchs_own_ddp_and_fsdp2_in_launch(kind, jobs):
 def test_a_one_line_call_trains_on_both_and_gives_the_model_back_where_it_was(jobs):
     model = net().to("cuda:1")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    jobs.append(kd.distribute(model, DataLoader(data(), 4), nn.CrossEntropyLoss(), optimizer, epochs=2, on="local"))
+    jobs.append(
+        kd.distribute(
+            model, DataLoader(data(), 4), nn.CrossEntropyLoss(), optimizer, epochs=2, number_of_processes=2, on="local"
+        )
+    )
     result = jobs[0].result()
     assert next(model.parameters()).device == torch.device("cuda:1")
     assert all(value.device.type == "cpu" for value in result.model_state.values())
     for name, value in in_plain_pytorch().items():
         torch.testing.assert_close(result.model_state[name], value)
+
+
+@pytest.mark.filterwarnings("ignore:number_of_processes")
+def test_more_processes_than_gpus_train_on_the_cpu_and_the_model_stays_where_it_was(jobs, capsys):
+    model = net().to("cuda:1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    arguments = model, DataLoader(data(), 4), nn.CrossEntropyLoss(), optimizer
+    jobs.append(kd.distribute(*arguments, number_of_processes=3, on="local"))
+    jobs[0].result()
+    assert next(model.parameters()).device == torch.device("cuda:1")
+    assert "The model is on cuda:1, and the processes train on the CPU" in capsys.readouterr().err
+
+
+def test_the_doctor_counts_them():
+    asked = subprocess.run(
+        [sys.executable, "-m", "kale_dist.cli", "doctor"], capture_output=True, text=True, check=False
+    )
+    assert "2 x SimCUDA (CUDA 13.0)" in asked.stdout
 
 
 class Tied(nn.Module):

@@ -60,7 +60,7 @@ def _install(devices):
     functions = {
         "_cuda_getDeviceCount": count, "_cuda_init": init, "_cuda_setDevice": lambda n: (_lazy(), _sim.set_device(n))[1],
         "_cuda_getDevice": _sim.device, "_cuda_exchangeDevice": _sim.exchange_device,
-        "_cuda_maybeExchangeDevice": _sim.exchange_device, "_cuda_isInBadFork": _sim.is_in_bad_fork,
+        "_cuda_maybeExchangeDevice": lambda n: _sim.exchange_device(n),  # noqa: PLW0108 - as below "_cuda_isInBadFork": _sim.is_in_bad_fork,
         "_cuda_synchronize": lambda: C._accelerator_synchronizeDevice(_sim.device()), "_cuda_emptyCache": nothing,
         "_cuda_getCompiledVersion": lambda: 13000, "_cuda_getArchFlags": lambda: "sm_80 sm_90",
         "_cuda_canDeviceAccessPeer": lambda *_: True, "_cuda_ipc_collect": nothing, "_cuda_resetPeakMemoryStats": _sim.reset_peak,
@@ -84,8 +84,9 @@ def _install(devices):
     cuda.device_count = count
     cuda.is_available = lambda: count() > 0
     cuda._is_in_bad_fork = _sim.is_in_bad_fork
-    cuda._exchange_device = _sim.exchange_device
-    cuda._maybe_exchange_device = _sim.exchange_device
+    # Functions of their own: torch's compiler keeps a table of them.
+    cuda._exchange_device = lambda n: _sim.exchange_device(n)  # noqa: PLW0108
+    cuda._maybe_exchange_device = lambda n: _sim.exchange_device(n)  # noqa: PLW0108
     cuda.get_device_name = lambda device=None: "SimCUDA"
     cuda.get_device_capability = lambda device=None: (9, 0)
     cuda.get_arch_list = lambda: ["sm_80", "sm_90"]
@@ -204,13 +205,13 @@ def _install(devices):
     if path := os.environ.get("SIMCUDA_SYNCS"):
 
         def write(what):
-            frame, lines = sys._getframe(), []
-            while frame is not None and len(lines) < 12:
+            frame, stack = sys._getframe(), []
+            while frame is not None and len(stack) < 12:
                 name = frame.f_code.co_filename
                 if "/torch/" not in name and "simcuda" not in name:
-                    lines.append(f"{name}:{frame.f_lineno}")
+                    stack.append(f"{name}:{frame.f_lineno}")
                 frame = frame.f_back
             with pathlib.Path(path).open("a") as file:
-                file.write(f"{os.getpid()} {what} | {' < '.join(lines)}\n")
+                file.write(f"{os.getpid()} {what} | {' < '.join(stack)}\n")
 
         _sim.on_sync(write)
