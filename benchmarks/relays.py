@@ -542,7 +542,7 @@ class PlayedRelay:
         async for _ in every(context.Context(world_size=ranks_in_all).interval_s, self._asked.seconds):
             self._step += 1
             for rank in ranks:
-                self._tell(
+                self._send(
                     channel, rank, EventKind.PROGRESS, phase="train", epoch=1, epochs=3, step=self._step, steps=100_000,
                     samples=32 * self._step, samples_per_s=320.5, loss=1 / self._step,
                 )  # fmt: skip
@@ -550,12 +550,12 @@ class PlayedRelay:
     async def _use(self, channel: Channel, ranks: list[int]) -> None:
         async for _ in every(USAGE_EACH_S, self._asked.seconds):
             for rank in ranks:
-                self._tell(
+                self._send(
                     channel, rank, EventKind.USAGE, memory_bytes=self._step << 24, memory_limit_bytes=1 << 34,
                     gpu_percent=self._step % 100, gpu_memory_bytes=1 << 33, gpu_memory_limit_bytes=1 << 34, node=f"node-{self._agent}",
                 )  # fmt: skip
 
-    def _tell(self, channel: Channel, rank: int, kind: EventKind, **fields: Any) -> None:
+    def _send(self, channel: Channel, rank: int, kind: EventKind, **fields: Any) -> None:
         event = {"event": str(kind), "rank": rank, "attempt": self._attempt, "time": time.time(), **fields}
         channel.send(b"E", rank, wire.encode_json(event))
 

@@ -35,7 +35,9 @@ def why_not():
 
 def folder():
     """Where the simulation for this torch lies, whether it is built or not."""
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.is_file()))
+    digest = hashlib.sha256(
+        b"".join(path.read_bytes() for path in [pathlib.Path(__file__), *sorted(SOURCES.iterdir())] if path.is_file())
+    )
     caches = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return caches / "kale-dist-simcuda" / f"{VERSION}-{digest.hexdigest()[:12]}"
 
@@ -58,7 +60,11 @@ def build():
         SOURCES / "_sim.cpp", "-o", part / "simcuda" / f"_sim{sysconfig.get_config_var('EXT_SUFFIX')}",
         f"-L{libraries}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python",
     ]  # fmt: skip
-    subprocess.run(["nice", *map(str, command)], check=True)
+    try:
+        subprocess.run(["nice", *map(str, command)], check=True)
+    except subprocess.CalledProcessError:
+        shutil.rmtree(part)
+        raise
     # torch finds the simulation as it finds the backends of others: by an installed package's entry point.
     package = part / "simcuda-1.dist-info"
     package.mkdir()
@@ -68,6 +74,11 @@ def build():
         part.rename(made)
     except OSError:
         shutil.rmtree(part)
+        if not made.is_dir():
+            raise
+    for old in made.parent.glob(f"{VERSION}-*"):
+        if old != made and old.stat().st_mtime < made.stat().st_mtime - 7 * 24 * 3600:
+            shutil.rmtree(old, ignore_errors=True)
     return made
 
 

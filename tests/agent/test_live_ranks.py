@@ -102,7 +102,7 @@ def test_variables_and_the_group_stay_between_cells(live):
     assert ranks.values("'only' in globals()") == ["False", "True"]
 
 
-def test_ranks_that_are_told_to_end_succeed(live):
+def test_ranks_that_are_terminated_succeed(live):
     ranks = live()
     ranks.send(EndLive())
     assert ranks.job.wait(20)["state"] == "succeeded", ranks.job.log_text()

@@ -171,7 +171,7 @@ def test_a_head_that_is_killed_ends_the_other_pods(make_bare):
 
 
 @pytest.mark.parametrize("told", [(0, 1), (0,), (1,)])
-def test_a_head_that_is_told_to_end_is_suspended_and_another_pod_is_lost(make_bare, told):
+def test_a_head_that_is_terminated_is_suspended_and_another_pod_is_lost(make_bare, told):
     job = make_bare(speak_and_sleep, ranks=3, processes_per_agent=2).put_input().start_all()
     job.until_running()
     for number in told:
@@ -186,7 +186,7 @@ def test_a_head_that_is_told_to_end_is_suspended_and_another_pod_is_lost(make_ba
     assert ends == dict.fromkeys(range(3), "stopped")
 
 
-def test_a_pod_that_waits_for_others_can_be_told_to_end(make_bare):
+def test_a_pod_that_waits_for_others_can_be_terminated(make_bare):
     job = make_bare(rank, ranks=2).put_input()
     head = job.start(0)
     job.until(lambda: head.termination_log.parent.joinpath("work/job/log").exists())

@@ -282,7 +282,7 @@ def test_a_pod_is_lost_as_often_as_the_job_may_restart_and_then_sent_away(tmp_pa
 
 
 @pytest.mark.parametrize("has_ranks", [True, False])
-def test_a_relay_that_is_told_to_end_says_so_and_is_let_go_when_it_has_no_rank(tmp_path, has_ranks):
+def test_a_relay_that_is_terminated_says_so_and_is_let_go_when_it_has_no_rank(tmp_path, has_ranks):
     async def scene(head):
         head.relays.deal_blobs()
         played = await joined(head, 1)
@@ -317,7 +317,7 @@ def test_a_relay_that_is_told_to_end_says_so_and_is_let_go_when_it_has_no_rank(t
     play(tmp_path, 2, scene)
 
 
-def test_a_relay_that_is_told_to_end_in_the_moment_in_which_it_has_joined_says_so(tmp_path):
+def test_a_relay_that_is_terminated_in_the_moment_in_which_it_has_joined_says_so(tmp_path):
     async def scene(head):
         order = dataclasses.replace(head.order, source=Source.STREAM)
         mine = Relay(

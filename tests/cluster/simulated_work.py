@@ -20,7 +20,7 @@ def slow_step(model, data_loader, criterion, optimizer, device, args):
     return {"loss": loss.item(), "gpu": float(device.index), "nccl": float("nccl" in dist.get_backend_config())}
 
 
-def training(steps_sleep_s=0.0):
+def training():
     """A training, and the weights that one process without a GPU would give it."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))

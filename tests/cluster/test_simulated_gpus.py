@@ -41,12 +41,22 @@ def image(kubeconfig, tmp_path_factory):
     return name
 
 
-def test_two_pods_with_a_gpu_each_train_by_nccls_rules_and_survive_the_loss_of_one(namespace, image):
+@pytest.fixture
+def jobs():
+    """A list of jobs that end with the test."""
+    made = []
+    yield made
+    for job in made:
+        job.delete()
+
+
+def test_two_pods_with_a_gpu_each_train_by_nccls_rules_and_survive_the_loss_of_one(namespace, image, jobs):
     on = pods_in(namespace, image=image, resources={"cpu": 0.1, "memory": "1Gi", "gpus": 1}, processes_per_pod=1)
     arguments, expected = training()
     job = kd.distribute(
         *arguments, train_args=0.3, epochs=6, number_of_processes=2, cuda=True, max_restarts=1, threads=1, on=on
     )
+    jobs.append(job)
     wait_for(job, lambda status: (status.checkpoint_epoch or 0) >= 2)
     run_kubectl("-n", namespace, "delete", "pod", f"{job.name}-worker-0", "--wait=false", "--grace-period=0", "--force")
     assert job.wait(200).state is StateName.SUCCEEDED, (job.status, [str(line) for line in job.logs()])
@@ -55,7 +65,6 @@ def test_two_pods_with_a_gpu_each_train_by_nccls_rules_and_survive_the_loss_of_o
     assert (result.metrics["gpu"], result.metrics["nccl"]) == (0.0, 1.0)
     for name, value in expected.items():
         torch.testing.assert_close(result.model_state[name], value)
-    job.delete()
 
 
 @pytest.mark.parametrize(
@@ -66,10 +75,12 @@ def test_two_pods_with_a_gpu_each_train_by_nccls_rules_and_survive_the_loss_of_o
         ({"CUDA_VISIBLE_DEVICES": "7"}, 1, "torch sees no GPU here: No CUDA GPUs are available"),
     ],
 )
-def test_a_pod_with_too_few_gpus_says_how_many_it_sees(namespace, image, environment, processes_per_pod, sentence):
+def test_a_pod_with_too_few_gpus_says_how_many_it_sees(
+    namespace, image, environment, processes_per_pod, sentence, jobs
+):
     resources = {"cpu": 0.1, "memory": "1Gi", "gpus": 1}
     on = pods_in(namespace, image=image, resources=resources, processes_per_pod=processes_per_pod)
     job = kd.launch(device, number_of_processes=processes_per_pod, cuda=True, environment=environment, on=on)
+    jobs.append(job)
     with pytest.raises(JobFailedError, match=sentence):
         job.results()
-    job.delete()

@@ -1,7 +1,10 @@
 """One test for each rule of the simulated GPUs; `test_on_simulated_gpus.py` runs them where there are two."""
 
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -75,6 +78,42 @@ def test_memory_ends():
         torch.empty(int(os.environ.get("SIMCUDA_MIB", "1024")) << 20, device=FIRST)
 
 
+@pytest.mark.parametrize("visible", ["", "1", "1,0", "7"])
+def test_cuda_visible_devices_hides(visible):
+    program = "import torch; print(torch.cuda.device_count())"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
+    counted = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(counted.stdout) == {"": 0, "1": 1, "1,0": 2, "7": 0}[visible]
+
+
+@pytest.mark.parametrize(
+    ("wait", "what"),
+    [
+        (lambda value: value.sum().item(), "aten::_local_scalar_dense"),
+        (lambda value: value.cpu(), "copy to the host"),
+        (lambda value: value.copy_(torch.ones(4)), "copy to the GPU"),
+        (lambda value: recorded().synchronize(), "event.synchronize"),
+        (lambda value: torch.cuda.synchronize(), "synchronize"),
+        (lambda value: value.copy_(torch.ones(4).pin_memory(), non_blocking=True), ""),
+    ],
+)
+def test_each_wait_of_the_host_is_written_down(wait, what):
+    syncs = pathlib.Path(os.environ["SIMCUDA_SYNCS"])
+    value = torch.zeros(4, device=FIRST)
+    before = len(syncs.read_text().splitlines()) if syncs.exists() else 0
+    wait(value)
+    written = syncs.read_text().splitlines()[before:] if syncs.exists() else []
+    assert [line.partition(" | ")[0].split(" ", 1)[1] for line in written] == ([what] if what else [])
+
+
+def recorded():
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 def exchange(rank, store, devices, dtype, lines):
     """A rank: whether a sum is there before and after `wait()`, or how it is refused."""
     device = torch.device(devices[rank])
@@ -113,4 +152,5 @@ def test_nccl(tmp_path, devices, dtype, expected):
             rank.start()
         for rank in ranks:
             rank.join(60)
+            rank.kill()
         assert all(expected in lines[rank] for rank in range(2)), dict(lines)

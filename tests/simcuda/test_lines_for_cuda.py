@@ -17,30 +17,25 @@ ABOUT_CUDA = re.compile(r"torch\.(version\.)?cuda\b|\.is_cuda\b|[!=]= \"cuda\"|\
 SENTENCE = re.compile(r'(?<![a-z])r?"(?!cuda"|cpu"|cpu:)[^"]*"')
 
 RUNS = [
-    (
-        2,
-        "tests/simcuda/uses.py",
-        "tests/strategies/test_ddp.py",
-        "tests/strategies/test_larger.py",
-        "tests/resuming/test_within.py",
-    ),
+    (2, "tests/simcuda/uses.py"),
+    (8, "tests/strategies/test_ddp.py", "tests/strategies/test_larger.py", "tests/resuming/test_within.py"),
     (1, "--group", "A", "--group", "B", "--group", "C"),
 ]
 
 
 def statements_about_cuda(source):
-    """The innermost statement of each such line, to the line's text."""
+    """The innermost statement of each such line, with its function and its text."""
     found = {}
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    nodes = list(ast.walk(ast.parse(source)))
     for number, line in enumerate(source.splitlines(), start=1):
         text = line.partition("  #")[0].strip()
-        if ABOUT_CUDA.search(SENTENCE.sub('""', text)):
-            innermost = max(
-                (node for node in nodes if node.lineno <= number <= node.end_lineno), key=lambda one: one.lineno
-            )
-            # Docstrings speak of it, too.
-            if not (isinstance(innermost, ast.Expr) and isinstance(innermost.value, ast.Constant)):
-                found[number] = innermost, text
+        around = [node for node in nodes if getattr(node, "lineno", number + 1) <= number <= node.end_lineno]
+        # Docstrings and programs for others speak of it, too.
+        is_text = any(isinstance(node, ast.Constant) and node.lineno < node.end_lineno for node in around)
+        if ABOUT_CUDA.search(SENTENCE.sub('""', text)) and not is_text and text[:3] != '"""':
+            functions = [node.name for node in around if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+            statement = max((node for node in around if isinstance(node, ast.stmt)), key=lambda one: one.lineno)
+            found[number] = statement, f"{'.'.join(functions)}: {text}"
     return found
 
 
@@ -51,7 +46,10 @@ def note_what_runs(folder, path):
         source = module.read_text()
         lines = source.splitlines()
         for node, text in sorted(statements_about_cuda(source).values(), key=lambda one: -one[0].lineno):
-            name = f"{module.relative_to(folder)}: {text}"
+            assert not lines[node.lineno - 1].lstrip().startswith("elif"), (
+                f"write `else:` and `if` in two lines: {text}"
+            )
+            name = f"{module.relative_to(folder)} {text}"
             texts.add(name)
             note = f"with open({str(path)!r}, 'a') as _noted: _noted.write({name + chr(10)!r})"
             lines.insert(node.lineno - 1, " " * node.col_offset + note)

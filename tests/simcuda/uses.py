@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
 from kale_dist.errors import CellError, JobFailedError
+from kale_dist.worker.training.result import on_cpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.jit|accumulate_grad)")
 
@@ -117,10 +118,10 @@ class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.head = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False)
-        self.head.weight = self.words.weight
+        self.head.weight, self.other = self.words.weight, nn.Linear(4, 3, bias=False)
 
     def forward(self, x):
-        return self.head(x + self.words.weight.mean(0))
+        return self.head(x + self.words.weight.mean(0)) + self.other(x)
 
 
 def test_tied_weights_come_back_tied(jobs):
@@ -129,18 +130,59 @@ def test_tied_weights_come_back_tied(jobs):
     jobs.append(kd.distribute(model, DataLoader(data(), 4), nn.CrossEntropyLoss(), optimizer, on="local"))
     state = jobs[0].result().model_state
     assert state["words.weight"].data_ptr() == state["head.weight"].data_ptr()
+    assert state["words.weight"].data_ptr() != state["other.weight"].data_ptr()
+    assert torch.equal(state["words.weight"], model.words.weight)
+    assert torch.equal(state["other.weight"], model.other.weight)
 
 
-def test_a_dataset_on_the_gpu_with_workers_is_told_what_to_do(jobs):
-    class OnTheGpu(TensorDataset):
-        def __getitem__(self, index):
-            x, y = super().__getitem__(index)
-            return x.to(kd.context().device), y
+def test_what_looks_alike_on_a_gpu_stays_apart_on_the_cpu():
+    value = torch.arange(4.0, device="cuda:1").view(2, 2)
+    found = on_cpu(
+        {"plain": value, "turned": value.T, "again": value, "part": value[0], "bits": value.view(torch.int32)}
+    )
+    assert found["plain"].tolist() == [[0, 1], [2, 3]]
+    assert found["turned"].tolist() == [[0, 2], [1, 3]]
+    assert found["part"].tolist() == [0, 1]
+    assert found["bits"].dtype == torch.int32
+    assert found["again"] is found["plain"]
 
-    model, samples = net(), OnTheGpu(*data().tensors)
+
+def moved(x):
+    return x.to(kd.context().device)
+
+
+def doubled_there(x, kept=[]):  # noqa: B006 - the first call keeps it
+    if not kept:
+        kept.append(torch.full((4,), 2.0, device=kd.context().device))
+    return (kept[0] * 2).cpu() * x
+
+
+class OnTheGpu(TensorDataset):
+    """Its items use a GPU in the worker that reads them."""
+
+    def __init__(self, use):
+        super().__init__(*data().tensors)
+        self.use = use
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return self.use(x), y
+
+
+def reads_first(model, data_loader, criterion, optimizer, device, args):
+    data_loader.dataset[0]
+    for x, y in data_loader:
+        criterion(model(x), y).backward()
+
+
+@pytest.mark.parametrize("use", [moved, doubled_there])
+def test_a_worker_that_uses_a_gpu_is_told_what_to_do(jobs, use):
+    model, samples = net(), OnTheGpu(use)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(samples, 4, num_workers=1)
-    jobs.append(kd.distribute(model, loader, nn.CrossEntropyLoss(), optimizer, on="local"))
+    jobs.append(
+        kd.distribute(model, loader, nn.CrossEntropyLoss(), optimizer, reads_first, number_of_processes=2, on="local")
+    )
     with pytest.raises(JobFailedError, match="Keep the dataset's tensors on the CPU"):
         jobs[0].result()
 

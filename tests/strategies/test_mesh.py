@@ -31,8 +31,8 @@ def test_two_pipelines_equal_one_process_and_send_what_the_formula_says():
     # Each of two ranks writes the gradients of its stage into the memory that they share, once a window.
     gradients = passes * 2 * (6 * 10 + 10 + 10 * 8 + 8 + 8 * 4 + 4) * number
     if torch.cuda.is_available():
-        # Ranks with GPUs share no memory, and send more.
-        assert numbers["MomentumAccumulatedClipped"]["bytes_sent"] > stages + gradients
+        # Ranks with GPUs share no memory, and send numbers of control beside the gradients.
+        assert stages + gradients < numbers["MomentumAccumulatedClipped"]["bytes_sent"] < stages + 1.5 * gradients
     else:
         assert numbers["MomentumAccumulatedClipped"]["bytes_sent"] == stages + gradients
 

@@ -431,7 +431,7 @@ SAID = {
     "device-assert": "CUDA error: device-side assert triggered",
     "illegal-access": "CUDA error: an illegal memory access was encountered",
     "same-device": "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cuda:1!",
-    "forked": "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start method",
+    "forked": "CUDA error: initialization error. CUDA kernel errors might be reported later. Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start method",
     "invalid-ordinal": "CUDA error: invalid device ordinal",
     "bus-error": "DataLoader worker (pid 7) is killed by signal: Bus error. Unexpected bus error encountered in worker. "
     "This might be caused by insufficient shared memory (shm).",

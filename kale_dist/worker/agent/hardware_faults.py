@@ -1,4 +1,4 @@
-"""Explains errors of CUDA, cuDNN and NCCL: one sentence and a remedy for each, and what a job may do about it.
+"""Explains errors of CUDA, cuDNN, NCCL and shared memory: one sentence and a remedy for each, and what a job may do about it.
 
 An entry is recognised by the text of an exception or by a dead rank's last lines. The first that fits is taken, so the most
 specific ones come first. Texts are those of CUDA 12 and 13, NCCL 2.2x and torch 2.11 to 2.13. Pure.
@@ -52,7 +52,7 @@ TABLE = (
     Fault("device-assert", r"device-side assert", "An index in a kernel was out of range: often a class or token number above the model's", "Check labels and token numbers on the CPU: cuda=False names the line"),
     Fault("illegal-access", r"illegal memory access|misaligned address", "A kernel read or wrote where it may not", "environment={'CUDA_LAUNCH_BLOCKING': '1'} shows the line"),
     Fault("same-device", r"Expected all tensors to be on the same device|same device as the indexed tensor", "Tensors of one operation are on different devices", "Use the device that the step is given (in launch: kale_dist.context().device), not one that is named in a cell"),
-    Fault("forked", r"Cannot re-initialize CUDA in forked subprocess", "A forked process, such as a DataLoader's worker, used a GPU", "Keep the dataset's tensors on the CPU, from where batches are moved to each rank's GPU; or num_workers=0"),
+    Fault("forked", r"Cannot re-initialize CUDA in forked subprocess|CUDA error: initialization error", "A forked process, such as a DataLoader's worker, used a GPU", "Keep the dataset's tensors on the CPU, from where batches are moved to each rank's GPU; or num_workers=0"),
     Fault("invalid-ordinal", r"invalid device ordinal", "The code names a GPU that this rank does not have", "Use the device that the step is given (in launch: kale_dist.context().device)"),
     Fault("bus-error", r"Unexpected bus error|insufficient shared memory \(shm\)", "Shared memory (/dev/shm) is full", "Make it larger: resources={'shm': '8Gi'}, or fewer DataLoader workers"),
 )  # fmt: skip

@@ -210,8 +210,9 @@ class _Circle:
             KaleDistError: A neighbour is at another step.
         """
         group, device = self._group, self._group.device
-        step = [self._owner.steps, int(at_end)]
-        head = torch.tensor(step, device=device)
+        step = 2 * self._owner.steps + at_end
+        # Filled there: a copy of a number to a GPU is waited for.
+        head = torch.full((1,), step, device=device)
         heads, received, first, rest = [], {}, [], []
         for distance, message in messages.items():
             after = dist.get_global_rank(group.world, (group.rank + distance) % group.world_size)
@@ -228,7 +229,7 @@ class _Circle:
         works = [dist.batch_isend_irecv(operations) for operations in (first, rest) if operations]
         for work in works[0]:
             work.wait()
-        if any(theirs != step for theirs in torch.stack(heads).tolist()):
+        if any(theirs != step for theirs in torch.cat(heads).tolist()):
             raise KaleDistError(different_steps(self._owner.steps))
         for work in (work for later in works[1:] for work in later):
             work.wait()

@@ -83,16 +83,20 @@ def load_state(value: Any, state: Any) -> None:
         (value.extend if isinstance(value, list | collections.deque) else value.update)(copy.deepcopy(state))
 
 
-def on_cpu(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
+def on_cpu(value: Any, copies: dict[Any, tuple[Tensor, Tensor]] | None = None) -> Any:
     """Return a state dict with its tensors detached and on the CPU; tied weights are copied once, and stay tied."""
     copies = {} if copies is None else copies
     if isinstance(value, Tensor):
-        if value.device.type == "cpu" or value.layout != torch.strided or not value.numel():
+        # Others, such as DTensor, have no address.
+        is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and value.numel()
+        if value.device.type == "cpu" or not is_plain:
             return value.detach().cpu()
-        key = value.device, value.data_ptr(), value.shape, value.stride(), value.dtype
-        if key not in copies:
-            copies[key] = value.detach().cpu()
-        return copies[key]
+        form = value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()
+        place = value.device, value.data_ptr(), *form
+        if place not in copies:
+            # With its source, so that the address stays that one's.
+            copies[place] = value, value.detach().cpu()
+        return copies[place][1]
     if isinstance(value, dict):
         # Not from pairs, which a Counter (milestones of MultiStepLR) would count.
         return type(value)({key: on_cpu(item, copies) for key, item in value.items()})

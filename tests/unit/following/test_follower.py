@@ -647,7 +647,7 @@ def test_a_job_is_renewed_after_a_pod_that_its_head_has_lost(backend, submit, pl
     assert "The node of pod-1 was lost. The job is renewed, from" in texts(backend, ref)[0]
 
 
-def test_a_head_that_was_told_to_end_is_explained_by_its_place(backend, submit, place):
+def test_a_head_that_was_terminated_is_explained_by_its_place(backend, submit, place):
     ref, head = submit()
     head.run()
     head.verdict(StateName.CANCELLED, "The head was told to end", FailureCause.SUSPENDED)

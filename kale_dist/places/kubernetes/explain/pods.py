@@ -95,12 +95,12 @@ def refusal(view: JobView, kind: Kind) -> Found | None:
     """Find why the controller has not made all pods of the job; None if it has, or if no event gives a known reason."""
     there = [pod for pod in view.latest_pods if not pod.is_gone]
     expected = kind.number_of_pods(view.job or {})
-    meta, told = (view.job or {}).get("metadata") or {}, kind.reporters_of(view.name)
+    meta, reporters = (view.job or {}).get("metadata") or {}, kind.reporters_of(view.name)
     began = seconds(meta.get("creationTimestamp")) or 0.0
     # An object of the same name may have been there before.
     events = [
         event for event in view.events
-        if event.is_warning and "FailedCreate" in event.reason and (event.kind, event.name) in told
+        if event.is_warning and "FailedCreate" in event.reason and (event.kind, event.name) in reporters
         and (event.object_uid == meta.get("uid") or (event.kind != kind.name and event.time >= began))
     ]  # fmt: skip
     if len(there) >= expected or not events:

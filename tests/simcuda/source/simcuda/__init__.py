@@ -60,7 +60,8 @@ def _install(devices):
     functions = {
         "_cuda_getDeviceCount": count, "_cuda_init": init, "_cuda_setDevice": lambda n: (_lazy(), _sim.set_device(n))[1],
         "_cuda_getDevice": _sim.device, "_cuda_exchangeDevice": _sim.exchange_device,
-        "_cuda_maybeExchangeDevice": lambda n: _sim.exchange_device(n),  # noqa: PLW0108 - as below "_cuda_isInBadFork": _sim.is_in_bad_fork,
+        "_cuda_maybeExchangeDevice": lambda n: _sim.exchange_device(n),  # noqa: PLW0108
+         "_cuda_isInBadFork": _sim.is_in_bad_fork,
         "_cuda_synchronize": lambda: C._accelerator_synchronizeDevice(_sim.device()), "_cuda_emptyCache": nothing,
         "_cuda_getCompiledVersion": lambda: 13000, "_cuda_getArchFlags": lambda: "sm_80 sm_90",
         "_cuda_canDeviceAccessPeer": lambda *_: True, "_cuda_ipc_collect": nothing, "_cuda_resetPeakMemoryStats": _sim.reset_peak,

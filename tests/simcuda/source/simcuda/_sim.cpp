@@ -115,9 +115,9 @@ static void deliver(DeviceIndex d, uint64_t upto = UINT64_MAX) {
 }
 
 static py::object* g_on_sync = nullptr;
-static void synced(const char* what, DeviceIndex d) {
+static void synced(const char* what, DeviceIndex d, uint64_t until = UINT64_MAX) {
   g_syncs++;
-  deliver(d);
+  deliver(d, until);
   if (g_on_sync && Py_IsInitialized()) {
     py::gil_scoped_acquire gil;
     (*g_on_sync)(what);
@@ -269,8 +269,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* e) const override {
     auto event = (Event*)e;
     if (!event) return;
-    g_syncs++;
-    deliver(event->device, event->seq);
+    synced("event.synchronize", event->device, event->seq);
     event->done = true;
   }
   void synchronizeDevice(const DeviceIndex d) const override { ensure(); synced("synchronize", d < 0 ? t_device : d); }
@@ -459,7 +458,8 @@ Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
     self.copy_(alias_cpu(source));
     return self;
   }
-  if (to && !from && !(non_blocking && is_pinned(src.const_data_ptr()))) g_syncs++;
+  // From pageable memory the driver waits, too: it copies in the order of the stream.
+  if (to && !from && !(non_blocking && is_pinned(src.const_data_ptr()))) synced("copy to the GPU", self.device().index());
   alias_cpu(self).copy_(from ? alias_cpu(source) : source);
   return self;
 }
