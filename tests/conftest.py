@@ -159,6 +159,15 @@ def _job_folders():
     return {folder.name for folder in jobs.glob("[!.]*")}
 
 
+@pytest.fixture
+def jobs():
+    """A list of jobs that end with the test."""
+    made = []
+    yield made
+    for job in made:
+        job.delete()
+
+
 @pytest.fixture(autouse=True)
 def a_failed_test_gives_its_names_back(request):
     """A test that fails is run once more, and must not stumble over the jobs of its first run."""

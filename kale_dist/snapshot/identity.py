@@ -14,3 +14,11 @@ def times_changed(tensor: Any) -> int:
 def storage_id(storage: Any) -> int:
     """Return the address of a storage's C++ object, which all Python objects that stand for it share."""
     return int(storage._cdata)  # noqa: SLF001
+
+
+def place_of(tensor: Any) -> tuple[Any, ...] | None:
+    """Return what strided tensors share that show the same numbers; None without memory of its own, as of a DTensor or an empty one."""
+    if not tensor.numel() or not tensor.data_ptr():
+        return None
+    form = tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), *form

@@ -41,15 +41,6 @@ def image(kubeconfig, tmp_path_factory):
     return name
 
 
-@pytest.fixture
-def jobs():
-    """A list of jobs that end with the test."""
-    made = []
-    yield made
-    for job in made:
-        job.delete()
-
-
 def test_two_pods_with_a_gpu_each_train_by_nccls_rules_and_survive_the_loss_of_one(namespace, image, jobs):
     on = pods_in(namespace, image=image, resources={"cpu": 0.1, "memory": "1Gi", "gpus": 1}, processes_per_pod=1)
     arguments, expected = training()

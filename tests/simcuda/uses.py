@@ -36,15 +36,6 @@ def in_plain_pytorch(rank_batch=4, epochs=2):
     return model.state_dict()
 
 
-@pytest.fixture
-def jobs():
-    """A list of jobs that end with the test."""
-    made = []
-    yield made
-    for job in made:
-        job.delete()
-
-
 def by_hand(kind):
     from torch import distributed as dist
     from torch.distributed.fsdp import fully_shard

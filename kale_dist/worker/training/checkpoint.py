@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kale_dist.errors import SnapshotDamagedError, StoreError
+from kale_dist.snapshot.identity import place_of
 from kale_dist.wire import JobFiles, blobs, context, decode, fields_of
 from kale_dist.wire.memory import free_memory
 from kale_dist.worker.training.contents import Checkpoint, Given, Position, RankPosition, Resume
@@ -148,8 +149,8 @@ class _Keeper:
             return str.__str__(value)
         if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
             # Tied weights are written once; of a view, the part that it shows.
-            key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-            if not value.numel() or key not in self._copies:
+            key = place_of(value) or len(self._copies)
+            if key not in self._copies:
                 self._copies[key] = self._tensor(value)
             return self._copies[key]
         if isinstance(value, _OURS):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kale_dist.errors import ConfigError
+from kale_dist.snapshot.identity import place_of
 from kale_dist.worker.training.group import STEP_ENDS, Group
 
 
@@ -87,12 +88,8 @@ def on_cpu(value: Any, copies: dict[Any, tuple[Tensor, Tensor]] | None = None) -
     """Return a state dict with its tensors detached and on the CPU; tied weights are copied once, and stay tied."""
     copies = {} if copies is None else copies
     if isinstance(value, Tensor):
-        # Others, such as DTensor, have no address.
-        is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and value.numel()
-        if value.device.type == "cpu" or not is_plain:
+        if value.device.type == "cpu" or value.layout is not torch.strided or (place := place_of(value)) is None:
             return value.detach().cpu()
-        form = value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()
-        place = value.device, value.data_ptr(), *form
         if place not in copies:
             # With its source, so that the address stays that one's.
             copies[place] = value, value.detach().cpu()

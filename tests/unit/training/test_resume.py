@@ -13,6 +13,7 @@ from trainings import labelled
 
 from kale_dist.wire import context
 from kale_dist.worker.training import checkpoint
+from kale_dist.worker.training.contents import Checkpoint
 
 
 def fit(model, epochs=1, **options):
@@ -115,3 +116,13 @@ def test_what_does_not_fit_is_not_begun_over(ranks, tmp_path, spoil, said):
     with pytest.raises(Exception, match=rf"cannot resume: .*{said}"):
         ranks(1, after, tmp_path, spoil, keep=False)
     assert (tmp_path / "checkpoint").exists()
+
+
+def test_tensors_that_only_look_alike_are_kept_apart_and_tied_ones_once(tmp_path):
+    value = torch.tensor([1 + 2j, 3 - 1j])
+    state = {"plain": value, "conjugated": value.conj(), "tied": value, "part": value[:1]}
+    path = tmp_path / "checkpoint"
+    checkpoint.save(path, checkpoint.collect(Checkpoint(epoch=1, model=state)))
+    found = checkpoint.read(path).model
+    assert {name: one.tolist() for name, one in found.items()} == {name: one.tolist() for name, one in state.items()}
+    assert found["tied"].data_ptr() == found["plain"].data_ptr()
