@@ -36,7 +36,7 @@ from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
 from kale_dist.snapshot.given_models import Returned
-from kale_dist.wire import MEASURED_SOURCES, JobFiles, LogLine, RankStateName, StateName
+from kale_dist.wire import MEASURED_SOURCES, JobFiles, LogLine, MetricRow, RankStateName, StateName
 from kale_dist.wire.blobs import fresh
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Job(Generic[R]):
         for row in self.status.metrics:
             if row.source == "profile":
                 continue
-            place = {"time": row.time, "epoch": row.epoch, "step": row.step, "rank": row.rank, "source": row.source}
+            place = _place(row)
             place |= {"from_batch": row.from_batch} if row.from_batch else {}
             # What was measured of a training step is sent just before what the step returned, if it returned something.
             is_measured = row.source in MEASURED_SOURCES
@@ -191,6 +191,17 @@ class Job(Generic[R]):
                 rows.append(measured | place | dict(row.values))
                 measured = {}
         return [*rows, measured] if measured and self.done() else rows
+
+    @property
+    def usage(self) -> list[dict[str, Any]]:
+        """What each rank used and waited for so far, as rows like those of `metrics`, of the source `usage`.
+
+        They have what is known of `memory_gib`, `gpu_percent`, `gpu_memory_gib`, `data_percent` and `exchange_percent` (shares
+        of the time in which the rank waited for data, and in the exchange with others) and `samples_per_s`: the most memory and
+        the means since the rank's row before. `step` counts the batches of rank 0. A rank has at most 600 rows, with ever longer
+        distances.
+        """
+        return [_place(row) | dict(row.values) for moment in self.status.history for row in moment.rows()]
 
     def done(self) -> bool:
         """Whether the job has ended, well or badly."""
@@ -749,6 +760,10 @@ def resource(spec: JobSpec, status: JobStatus) -> dict[str, Any]:
         "spec": {"pytorchReplicaSpecs": {kind: {"replicas": count} for kind, count in replicas.items() if count}},
         "status": found,
     }
+
+
+def _place(row: MetricRow) -> dict[str, Any]:
+    return {"time": row.time, "epoch": row.epoch, "step": row.step, "rank": row.rank, "source": row.source}
 
 
 def inside(job: Job[Any]) -> Inside:

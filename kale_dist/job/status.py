@@ -7,7 +7,17 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kale_dist.wire import BatchLoss, EventKind, FailureCause, Member, MetricRow, RankStateName, StateName
+from kale_dist.wire import (
+    HISTORY,
+    BatchLoss,
+    EventKind,
+    FailureCause,
+    Member,
+    MetricRow,
+    Moment,
+    RankStateName,
+    StateName,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +125,8 @@ class JobStatus:
     metrics: tuple[MetricRow, ...] = ()
     losses: tuple[BatchLoss, ...] = ()
     """The training loss within the epochs so far, for a curve. `metrics` has what the steps returned."""
+    history: tuple[Moment, ...] = ()
+    """What the ranks used and waited for so far."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """Those of the notes that warn of something that is probably wrong, such as a loss that is nan."""
@@ -175,6 +187,7 @@ def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobSta
     """
     rows: list[MetricRow] = []
     losses: list[BatchLoss] = []
+    history: list[Moment] = []
     latest: dict[int, dict[str, RankProgress | Usage]] = {}
     for event in events:
         with contextlib.suppress(AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
@@ -189,6 +202,8 @@ def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobSta
                     rows.append(_metric_row(event))
                 case EventKind.LOSS:
                     losses.append(_batch_loss(event))
+                case EventKind.HISTORY:
+                    history.append(_moment(event))
                 case EventKind.PROGRESS | EventKind.USAGE as kind if 0 <= event["rank"] < len(status.replicas):
                     value = _progress(event) if kind == EventKind.PROGRESS else _usage(event)
                     latest.setdefault(event["rank"], {})[str(kind)] = value
@@ -197,6 +212,7 @@ def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobSta
                     rows, losses = [], []
                 case _:
                     status, latest = _reduce_one(_with_latest(status, latest), event), {}
+    status = dataclasses.replace(status, history=(*status.history, *history)) if history else status
     return _with_latest(_with_rows(status, rows, losses), latest)
 
 
@@ -338,6 +354,15 @@ def _batch_loss(event: dict[str, Any]) -> BatchLoss:
         step=int(event["step"]),
         steps=None if steps is None else int(steps),
         loss=float(event["loss"]),
+    )
+
+
+def _moment(event: dict[str, Any]) -> Moment:
+    step = event.get("step")
+    return Moment(
+        time=float(event["time"]),
+        step=None if step is None else int(step),
+        values=tuple((name, tuple(map(_float_or_none, event[name]))) for name in HISTORY if name in event),
     )
 
 

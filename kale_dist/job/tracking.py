@@ -20,7 +20,7 @@ from kale_dist.errors import KaleDistError, ResultUnavailableError, log
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.status import JobStatus
 from kale_dist.trackers import TrackedJob, Tracker, Writer
-from kale_dist.wire import MetricRow, StateName
+from kale_dist.wire import MetricRow, Moment, StateName
 from kale_dist.wire.blobs import fresh
 
 _END_S = 60.0
@@ -53,6 +53,8 @@ class _Bookmark:
     run_id: str = ""
     sent: int = 0
     """Rows that were sent to the tracker."""
+    moments: int = 0
+    """Moments of the history that were."""
     params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -106,6 +108,7 @@ class _Tracking:
             while True:
                 status = self._newest()
                 self._log(writer, status.metrics)
+                self._log_history(writer, status.history)
                 if status.is_final:
                     break
             self._end(writer, status.state)
@@ -132,6 +135,11 @@ class _Tracking:
             writer.log(new, sent)
             self._last = new[-1]
         self._keep(sent=len(rows))
+
+    def _log_history(self, writer: Writer, history: tuple[Moment, ...]) -> None:
+        for number, moment in enumerate(history[self._bookmark.moments :], self._bookmark.moments):
+            writer.log(tuple(moment.rows()), number)
+        self._keep(moments=len(history))
 
     def _end(self, writer: Writer, state: StateName) -> None:
         with tempfile.TemporaryDirectory() as folder:

@@ -118,6 +118,7 @@ class JobWidget(anywidget.AnyWidget):
     error = traitlets.Unicode().tag(sync=True)
     curves = traitlets.Unicode().tag(sync=True)
     profile = traitlets.Unicode().tag(sync=True)
+    history = traitlets.Unicode().tag(sync=True)
     ranks = traitlets.Unicode().tag(sync=True)
     notes = traitlets.Unicode().tag(sync=True)
     picture = traitlets.Unicode().tag(sync=True)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from kale_dist.wire.decoding import decode, fields_of, learn
 from kale_dist.wire.events import (
+    HISTORY,
     MEASURED_SOURCES,
     PHASES,
     BatchLoss,
     EventKind,
     FailureCause,
     MetricRow,
+    Moment,
     RankStateName,
     StateName,
     Verdict,

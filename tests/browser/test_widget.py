@@ -49,10 +49,11 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     expect(view.get_by_text("[1] step 12 of rank 1")).to_be_attached(timeout=90_000)
 
     # The curves have numbers at their axes, one legend, and one pointer, at which they show their values.
-    charts = view.locator(".kd-chart")
+    curves = view.locator(":scope > .kd-curves")
+    charts = curves.locator(".kd-chart")
     expect(charts).to_have_count(2)
     expect(charts.first.locator(".kd-y").first).to_have_text(re.compile(r"^\d\.\d$"))
-    expect(view.locator(".kd-legend")).to_have_text("rank 0rank 1")
+    expect(curves.locator(".kd-legend")).to_have_text("rank 0rank 1")
     charts.first.locator(".kd-frame").hover(position={"x": 60, "y": 40})
     for chart in charts.all():
         expect(chart.locator(".kd-here")).to_have_text(re.compile(r"^report \d+$"))
@@ -61,12 +62,23 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     view.get_by_label("Search the log").hover()
     expect(view.locator(".kd-here")).to_have_count(0)
     # A logarithmic axis has 1, 2, 5 and so on; a smooth line has its own behind it.
-    view.get_by_role("button", name="Log scale").click()
+    curves.get_by_role("button", name="Log scale").click()
     expect(charts.first.locator(".kd-y").last).to_have_text(re.compile(r"^(0\.0*)?[125]0*$"))
-    view.get_by_label("Smoothing").fill("0.8")
+    curves.get_by_label("Smoothing").fill("0.8")
     expect(charts.first.locator('path[stroke-opacity="0.25"]')).to_have_count(2)
-    view.get_by_label("Smoothing").fill("0")
-    view.get_by_role("button", name="Log scale").click()
+    curves.get_by_label("Smoothing").fill("0")
+    curves.get_by_role("button", name="Log scale").click()
+
+    # What ranks use is folded, and stays open.
+    use = view.locator(".kd-history")
+    expect(use.locator(".kd-grid-of-charts")).to_be_hidden()
+    use.get_by_text("Memory, GPUs and waiting").click()
+    expect(use.locator(".kd-chart-name").first).to_have_text("memory, GiB")
+    expect(use.locator(".kd-chart").first.locator(".kd-x").first).to_have_text("minute 0")
+    before = use.locator(".kd-x.kd-last").first.text_content()
+    expect(use.locator(".kd-x.kd-last").first).not_to_have_text(before)
+    expect(use.locator(".kd-grid-of-charts")).to_be_visible()
+    notebook.photograph("widget-use", use)
 
     # What is searched for is marked.
     view.get_by_label("Lines of").select_option("Rank 1")

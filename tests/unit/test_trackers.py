@@ -51,6 +51,13 @@ def expected(job):
     for row in job.status.metrics:
         for name, value in row.values:
             found.setdefault(f"{row.source}/{name}", []).append((row.epoch, pytest.approx(value, rel=1e-6)))
+    # What ranks used; a rank of a job of less than a second has one row.
+    for number, moment in enumerate(job.status.history):
+        for row in moment.rows():
+            for name, value in row.values:
+                series = f"usage/{name}{f'/rank {row.rank}' if row.rank else ''}"
+                step = number if row.step is None else row.step
+                found.setdefault(series, []).append((step, pytest.approx(value, rel=1e-6)))
     return found
 
 
@@ -76,6 +83,7 @@ def test_event_files_grow_while_the_job_runs(tmp_path):
     found = scalars(tmp_path / job.name)
     assert found["report/left"][:3] == [(0, 400.0), (1, 399.0), (2, 398.0)]
     assert "report/left/rank 1" in found
+    assert {"usage/memory_gib", "usage/memory_gib/rank 1"} <= set(found)
     job.cancel()
     job.wait(60)
 
@@ -222,4 +230,5 @@ def test_a_weights_and_biases_folder_has_metrics_and_the_model(tmp_path):
             for name, text in items.items():
                 if name.startswith(("train/", "eval/", "pace/", "strategy/")):
                     found.setdefault(name, []).append((int(items["epoch"]), float(text)))
-    assert found == expected(job), (kinds, sorted(path.name for path in folder.rglob("*")))
+    wanted = {name: values for name, values in expected(job).items() if not name.startswith("usage/")}
+    assert found == wanted, (kinds, sorted(path.name for path in folder.rglob("*")))

@@ -326,7 +326,7 @@ def test_the_values_under_the_pointer_are_told_by_the_browser():
 def test_a_page_that_draws_curves_itself_gets_their_points_and_how_many_metrics_have_none():
     rows = [row(epoch=epoch, **{f"metric_{number}": epoch / 3 for number in range(9)}) for epoch in (1, 2)]
     data = json.loads(view.parts(running(metrics=tuple(rows)))["curves"])
-    assert (len(data["charts"]), data["more"]) == (curves.MAX_CURVES, 3)
+    assert (len(data["charts"]), data["remark"]) == (curves.MAX_CURVES, "and 3 more in job.metrics")
     (series,) = data["charts"][0]["series"]
     assert series["points"] == [[1.0, 0.333333], [2.0, 0.666667]]
     assert view.parts(running())["curves"] == ""

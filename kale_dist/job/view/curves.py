@@ -16,7 +16,7 @@ from html import escape
 from typing import Any
 
 from kale_dist.job.view import facts
-from kale_dist.wire import MEASURED_SOURCES, BatchLoss, MetricRow
+from kale_dist.wire import MEASURED_SOURCES, BatchLoss, MetricRow, Moment
 
 MAX_CURVES = 6
 """Curves in a job's picture; `job.metrics` has all metrics."""
@@ -32,6 +32,15 @@ MAX_STRIPS = 32
 
 COLOURS = ("#3b82f6", "#f08c00", "#12a594", "#c05bd6", "#e5484d", "#8a8f98")
 """Mid tones that can be distinguished, also by those who see fewer colours, on white and on black."""
+
+_TITLES = {
+    "memory_gib": "memory, GiB", "gpu_percent": "GPU, %", "gpu_memory_gib": "GPU memory, GiB",
+    "data_percent": "waiting for data, %", "exchange_percent": "in exchange, %", "samples_per_s": "samples/s",
+}  # fmt: skip
+"""The names of a history's curves."""
+
+HISTORY_TITLE = "Memory, GPUs and waiting"
+"""The line under which they are folded, in the page's script, too."""
 
 _EACH_BATCH = "train, single batches"
 _COLOUR_OF = {"train": COLOURS[0], "eval": COLOURS[1]}
@@ -69,7 +78,7 @@ class Series:
     last: float
     """The last value, finite or not."""
     axis: str
-    """What the horizontal axis counts: `epoch`, `step`, `report` or `trial`."""
+    """What the horizontal axis counts: `epoch`, `step`, `report`, `minute` or `trial`."""
     is_joined: bool = True
     """Whether a line joins the points."""
     is_faint: bool = False
@@ -88,6 +97,8 @@ class Curve:
     """What stands beside the vertical axis; empty where the name above the picture shows it."""
     is_log: bool = False
     """Whether the horizontal axis is logarithmic; all its values are above 0 then."""
+    is_from_zero: bool = False
+    """Whether the vertical axis begins at 0."""
 
     @property
     def summary(self) -> str:
@@ -143,12 +154,59 @@ def collect(rows: Iterable[MetricRow], losses: Sequence[BatchLoss] = ()) -> tupl
     return tuple(curve for curve in curves if curve.series)
 
 
-def data(found: Sequence[Curve]) -> str:
-    """The first curves as JSON, for a page that draws them; empty without any."""
+def collect_history(history: Sequence[Moment], *, is_mean: bool = False) -> tuple[Curve, ...]:
+    """The curves of what the ranks of a job used and waited for, over its minutes.
+
+    Args:
+        history: The moments.
+        is_mean: Whether a curve is one line, the mean over the ranks, of few ranks, too.
+    """
+    ranks: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for moment in history:
+        minute = round((moment.time - history[0].time) / 60, 2)
+        for name, each in moment.values:
+            of_name = ranks.setdefault(name, {})
+            for rank, value in enumerate(each):
+                if value is not None and math.isfinite(value):
+                    of_name.setdefault(rank, []).append((minute, value))
+    found = []
+    for name, title in _TITLES.items():
+        made = [
+            Series(label=f"rank {rank}", colour=COLOURS[rank % len(COLOURS)], points=tuple(points), last=points[-1][1], axis="minute")
+            for rank, points in sorted(ranks.get(name, {}).items())
+        ]  # fmt: skip
+        if made:
+            series = _limited([dataclasses.replace(_mean(made, several=False), band=())] if is_mean else made)
+            found.append(Curve(name=title, series=series, is_from_zero=True))
+    return tuple(found)
+
+
+def unknown(history: Sequence[Moment]) -> str:
+    """What a history cannot show, as a remark; else empty."""
+    names = {name for moment in history for name, _ in moment.values}
+    is_unknown = "data_percent" in names and "exchange_percent" not in names
+    return "In exchange: unknown, because Python does not wait for the exchange of GPUs" if is_unknown else ""
+
+
+def left_out(found: Sequence[Curve]) -> str:
+    """How many curves no picture shows, as a remark; else empty."""
+    return f"and {len(found) - MAX_CURVES:,} more in job.metrics" if len(found) > MAX_CURVES else ""
+
+
+def data(found: Sequence[Curve], remark: str = "") -> str:
+    """The first curves as JSON, for a page that draws them; empty without any.
+
+    Args:
+        found: All curves.
+        remark: What stands below them; where it is empty, how many are left out.
+    """
     if not found:
         return ""
-    charts = [{"name": curve.name, "series": [_data(one) for one in curve.series]} for curve in found[:MAX_CURVES]]
-    return json.dumps({"charts": charts, "more": max(0, len(found) - MAX_CURVES)}, separators=(",", ":"))
+    charts = [
+        {"name": curve.name, "zero": curve.is_from_zero, "series": [_data(one) for one in curve.series]}
+        for curve in found[:MAX_CURVES]
+    ]
+    return json.dumps({"charts": charts, "remark": remark or left_out(found)}, separators=(",", ":"))
 
 
 def _data(one: Series) -> dict[str, Any]:
@@ -173,7 +231,7 @@ def svg(curve: Curve) -> str:
         return ""
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in (*one.points, *one.band, *((0.0, low) for low, _ in one.band))]
-    low, high = _span(min(ys), max(ys))
+    low, high = _span(min(0.0, *ys) if curve.is_from_zero else min(ys), max(ys))
     ticks = _ticks(low, high)
     margin = _MARGIN + _CHARACTER * max(len(text) for _, text in ticks) + (_LABEL if curve.vertical else 0.0)
     left = math.floor(min(xs)) if any(one.label == _EACH_BATCH for one in series) else min(xs)
@@ -270,12 +328,17 @@ def _curve(
         ranks = {rank: rows for (one, rank), rows in groups.items() if one == source}
         order = sorted(ranks, key=lambda rank: rank or 0)
         made = [_of_rank(source, rank, ranks[rank], ends, several=several) for rank in order]
-        if len(made) > MAX_SERIES:
-            made = [_mean(made, several=several)]
-        series += [dataclasses.replace(one, points=_thin(one.points)) for one in made]
+        series += _limited(made, several=several)
     if not any(len(one.points) > 1 for one in series if not one.is_faint):
         series = [dataclasses.replace(one, is_faint=False) for one in series]
     return Curve(name=facts.clean(name), series=tuple(series))
+
+
+def _limited(made: Sequence[Series], *, several: bool = False) -> tuple[Series, ...]:
+    """Series of ranks as they are drawn: not too many, of not too many points."""
+    if len(made) > MAX_SERIES:
+        made = [_mean(made, several=several)]
+    return tuple(dataclasses.replace(one, points=_thin(one.points)) for one in made)
 
 
 def _of_rank(

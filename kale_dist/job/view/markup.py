@@ -8,7 +8,7 @@ from html import escape
 
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import curves, facts
-from kale_dist.wire import LogLine, RankStateName, StateName
+from kale_dist.wire import LogLine, Moment, RankStateName, StateName
 
 _MAX_NOTES = 8
 _HEIGHT = 300
@@ -78,7 +78,8 @@ def html(
     """
     is_frozen = is_frozen and not status.is_final
     drawn = charts(curves.collect(status.metrics, status.losses))
-    head, *others = _parts(status, now, drawn, is_frozen=is_frozen).values()
+    history = _history(status.history)
+    head, *others = _parts(status, now, drawn, history, is_frozen=is_frozen).values()
     note = f'<div style="margin-top:6px;{_MUTED}">{_text(remark)}</div>' if remark else ""
     return frame(f"Job {facts.name(status)}", f"{head}{note}{''.join(others)}{_log(tail)}")
 
@@ -106,15 +107,16 @@ def parts(status: JobStatus, now: float | None = None, *, shows_ranks: bool = Tr
         shows_ranks: Whether to draw `ranks`, the table; that of many ranks takes as long as all else.
 
     Returns:
-        `head`, `progress`, `error`, `curves`, `profile`, `ranks` and `notes`, in the order in which they are shown; empty
-        texts for absent parts. The curves are data, which the page draws.
+        `head`, `progress`, `error`, `curves`, `profile`, `history`, `ranks` and `notes`, in the order in which they are
+        shown; empty texts for absent parts. The curves and the history are data, which the page draws.
     """
     drawn = curves.data(curves.collect(status.metrics, status.losses))
-    return _parts(status, now, drawn, is_frozen=False, shows_ranks=shows_ranks)
+    history = curves.data(curves.collect_history(status.history), curves.unknown(status.history))
+    return _parts(status, now, drawn, history, is_frozen=False, shows_ranks=shows_ranks)
 
 
 def _parts(
-    status: JobStatus, now: float | None, drawn: str, *, is_frozen: bool, shows_ranks: bool = True
+    status: JobStatus, now: float | None, drawn: str, history: str, *, is_frozen: bool, shows_ranks: bool = True
 ) -> dict[str, str]:
     return {
         "head": _head(status, now, is_frozen=is_frozen),
@@ -122,6 +124,7 @@ def _parts(
         "error": _error(status),
         "curves": drawn,
         "profile": profile(status),
+        "history": history,
         **({"ranks": _ranks(status, is_frozen=is_frozen)} if shows_ranks else {}),
         "notes": _notes(status),
     }
@@ -212,10 +215,14 @@ def _error(status: JobStatus) -> str:
     )
 
 
-def charts(found: Sequence[curves.Curve]) -> str:
-    """Draw the first curves beside each other, and state how many are left out; empty without any.
+def charts(found: Sequence[curves.Curve], remark: str = "") -> str:
+    """Draw the first curves beside each other; empty without any.
 
     Above several of them stands one legend; each picture has its own last values.
+
+    Args:
+        found: All curves.
+        remark: What stands below them; where it is empty, how many are left out.
     """
     shown = found[: curves.MAX_CURVES]
     if not shown:
@@ -223,8 +230,7 @@ def charts(found: Sequence[curves.Curve]) -> str:
     labels = {one.label: one for curve in shown for one in curve.drawn if one.label}
     entries = "".join(_entry(one, one.label) for one in labels.values()) if len(shown) > 1 else ""
     legend = f'<div style="{_LEGEND};margin-bottom:6px">{entries}</div>' if entries else ""
-    others = len(found) - len(shown)
-    more = small([f"and {others:,} more in job.metrics"] if others else [])
+    more = small([remark or curves.left_out(found)])
     # Two and four fill two columns, others three where there is room: rows are as wide as the card.
     least = "max(220px,34%)" if sum(bool(curve.drawn) for curve in shown) in (2, 4) else "220px"
     # Metrics of one value so far stand below, beside each other.
@@ -236,6 +242,17 @@ def charts(found: Sequence[curves.Curve]) -> str:
         f'<div style="margin-top:14px">{legend}<div style="display:grid;gap:12px 20px;'
         f'grid-template-columns:repeat(auto-fit,minmax(min(100%,{least}),1fr))">{lines}</div>'
         f'<div style="display:flex;flex-wrap:wrap;gap:2px 24px;margin-top:{8 if values else 0}px">{values}</div>{more}</div>'
+    )
+
+
+def _history(history: Sequence[Moment]) -> str:
+    """Draw what the ranks used and waited for, folded; empty before there are lines."""
+    found = curves.collect_history(history)
+    drawn = charts(found, curves.unknown(history)) if any(curve.drawn for curve in found) else ""
+    return (
+        f'<details style="margin-top:10px"><summary style="cursor:pointer">{curves.HISTORY_TITLE}</summary>{drawn}</details>'
+        if drawn
+        else ""
     )
 
 

@@ -95,9 +95,10 @@ def _compared(rows: Sequence[Row]) -> tuple[facts.Table, str]:
 
 
 def _series(status: JobStatus) -> list[tuple[str, curves.Series]]:
-    """A job's curves by name, such as `eval/loss`; those of evaluations first."""
+    """A job's curves by name, such as `eval/loss`; those of evaluations first, and last what its ranks used, as a mean."""
     found = [(f"{one.label}/{curve.name}", one) for curve in curves.collect(status.metrics) for one in curve.series]
-    return sorted(found, key=lambda named: not named[0].startswith("eval/"))
+    found.sort(key=lambda named: not named[0].startswith("eval/"))
+    return [*found, *((curve.name, curve.series[0]) for curve in curves.collect_history(status.history, is_mean=True))]
 
 
 def _last(status: JobStatus) -> dict[str, str]:

@@ -84,11 +84,15 @@ class ChartsView {
   }
 
   take(text) {
-    const { charts, more } = text ? JSON.parse(text) : { charts: [], more: 0 };
+    const { charts, remark } = text ? JSON.parse(text) : { charts: [], remark: "" };
     this.charts = charts;
     this.node.hidden = !charts.length;
-    this.more.textContent = more ? `and ${more.toLocaleString("en")} more in job.metrics` : "";
+    this.more.textContent = remark;
     this.draw();
+  }
+
+  get hasLines() {
+    return this.charts.some((chart) => chart.series.some((one) => one.points.length > 1));
   }
 
   choose(choice) {
@@ -142,7 +146,7 @@ class ChartsView {
     const head = element("div", { class: "kd-chart-head" },
       element("span", { class: "kd-chart-name", title: chart.name }, chart.name), element("span", { class: "kd-values" }, ...values));
     const made = element("div", { class: "kd-chart", "data-kd-name": chart.name }, head);
-    if (lines.length) made.append(this.plot(shown, `${chart.name}: ${said}`, at));
+    if (lines.length) made.append(this.plot(shown, `${chart.name}: ${said}`, at, chart.zero));
     return made;
   }
 
@@ -152,13 +156,13 @@ class ChartsView {
     return { line: isSmooth ? smoothed(one.points, this.choice.smoothing) : one.points, raw: isSmooth ? one.points : null };
   }
 
-  plot(lines, label, at) {
+  plot(lines, label, at, isFromZero) {
     const isLog = this.choice.log && lines.every((one) => one.points.every(([, y]) => y > 0) && (one.band ?? []).every(([low]) => low > 0));
     const axes = [...new Set(lines.map((one) => one.axis))];
     const ys = lines.flatMap((one) => [...one.points.map(([, y]) => y), ...(one.band ?? []).flat()]);
     // Charts of one axis show the same stretch of it, so that the pointer stands at one place in all of them.
     const [left, right] = axes.map((axis) => this.ranges.get(axis)).reduce((one, other) => [Math.min(one[0], other[0]), Math.max(one[1], other[1])]);
-    let [low, high] = [Math.min(...ys), Math.max(...ys)];
+    let [low, high] = [Math.min(...ys, ...(isFromZero && !isLog ? [0] : [])), Math.max(...ys)];
     if (!(high / 2 - low / 2 > 0)) {
       const margin = Math.abs(low) / 2 || 1;
       [low, high] = [low - margin, high + margin];

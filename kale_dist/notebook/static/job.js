@@ -181,7 +181,8 @@ const ANSWER_MS = 2000; // a kernel that runs a cell may answer only after the c
 const SAID_MS = 6000;
 const MAX_WAIT_MS = 60000;
 const ENDED = ["succeeded", "failed", "cancelled"];
-const PARTS = ["head", "progress", "error", "curves", "profile", "ranks", "notes"];
+const PARTS = ["head", "progress", "error", "curves", "profile", "history", "ranks", "notes"];
+const HISTORY_TITLE = "Memory, GPUs and waiting"; // as in job/view/curves.py
 const AFTER = {
   cancel: "The job will be cancelled then.",
   retry: "The job will be submitted again then.",
@@ -203,8 +204,10 @@ class JobView {
     this.focused = null;
     this.said = element("div", { class: "kd-said", role: "status" });
     this.log = new LogView((what) => this.ask(what), (text) => this.announce(text));
-    this.charts = new ChartsView();
-    this.places = Object.fromEntries(PARTS.map((part) => [part, part === "curves" ? this.charts.node : element("div", { class: `kd-${part}` })]));
+    this.charts = { curves: new ChartsView(), history: new ChartsView() };
+    const fold = element("details", { class: "kd-history" }, element("summary", {}, HISTORY_TITLE), this.charts.history.node);
+    const drawn = { curves: this.charts.curves.node, history: fold };
+    this.places = Object.fromEntries(PARTS.map((part) => [part, drawn[part] ?? element("div", { class: `kd-${part}` })]));
     // The button stays in place during the question, so that the second click of a double click does nothing.
     this.cancel = this.button("Cancel", () => this.confirm(true), "kd-danger");
     this.no = this.button("No", () => this.confirm(false));
@@ -344,8 +347,9 @@ class JobView {
   }
 
   drawPart(part) {
-    if (part === "curves") {
-      this.charts.take(this.model.get(part));
+    if (this.charts[part]) {
+      this.charts[part].take(this.model.get(part));
+      if (part === "history") this.places[part].hidden = !this.charts[part].hasLines;
       return;
     }
     const place = this.places[part];

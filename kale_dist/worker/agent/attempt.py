@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from kale_dist.wire.messages import Answer, CellFailed
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.fork_pool import ForkPool
 from kale_dist.worker.agent.hang_watch import HangWatch
+from kale_dist.worker.agent.history import History
 from kale_dist.worker.agent.losses import Losses
 from kale_dist.worker.agent.near_rank import NearRank
 from kale_dist.worker.agent.rank_run import Rank
@@ -90,6 +92,8 @@ class Site:
     """Whether ranks' output is rate-limited."""
     beside: Beside | None = None
     """None for nothing."""
+    history: History = dataclasses.field(default_factory=History)
+    """What the ranks have used and waited for."""
 
 
 class RunningAttempt:
@@ -145,7 +149,8 @@ class RunningAttempt:
             How the attempt ended. No rank is left.
         """
         site, order = self._site, self._site.order
-        usage = UsageWatch(order, site.loop, self._near_pids, self._send_usage)
+        usage = UsageWatch(order, site.loop, self._near_pids, self._send_usage, self._look_back)
+        site.history.begin_attempt(self.world_size)
         self._watch = HangWatch(
             self.ranks,
             site.loop,
@@ -341,8 +346,11 @@ class RunningAttempt:
         elif event.get("event") == EventKind.PROGRESS:
             if self._watch is not None:
                 self._watch.progressed(event)
+            self._site.history.take_progress(event)
             if (fields := self._losses.take(event)) is not None:
                 self._site.writer.event(EventKind.LOSS, **fields)
+        elif event.get("event") == EventKind.USAGE:
+            self._site.history.take_usage(event)
 
     def _take_answer(self, answer: Answer) -> None:
         """A live rank has answered. Those that wait in a collective for one whose cell has failed would wait for ever."""
@@ -387,7 +395,17 @@ class RunningAttempt:
         return {rank.pid: rank.rank for rank in self._near if rank.pid and rank.end is None}
 
     def _send_usage(self, rank: int, fields: dict[str, int | str | None]) -> None:
+        self._site.history.take_usage({"rank": rank, **fields})
         self._site.writer.event(EventKind.USAGE, rank, **fields)
+
+    def _look_back(self) -> None:
+        """Record a moment of the history if one is due, and what holds the training up if that has just come out."""
+        writer, history = self._site.writer, self._site.history
+        if (fields := history.moment(time.monotonic())) is not None:
+            writer.event(EventKind.HISTORY, **fields)
+        if sentence := history.bottleneck():
+            writer.log(sentence)
+            writer.event(EventKind.NOTE, text=sentence)
 
     @staticmethod
     def _kill(ranks: list[Rank]) -> None:

@@ -56,6 +56,7 @@ class UsageWatch:
         loop: The agent's loop.
         pids: Gives the process ids of the agent's ranks that live, and their numbers.
         send: Called with a rank and the fields of an event of kind usage.
+        on_look: Called in the loop after each look.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class UsageWatch:
         loop: asyncio.AbstractEventLoop,
         pids: Callable[[], Mapping[int, int]],
         send: Callable[[int, Fields], None],
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
         self._order = order
         self._loop = loop
         self._pids = pids
         self._send = send
+        self._on_look = on_look
         self._node = _node(os.environ)
         self._environment = dict(order.process.environment) if order.process is not None else dict(os.environ)
         self._driver: Driver | None = None
@@ -123,6 +126,7 @@ class UsageWatch:
             if before is None or any(_differs(name, before[name], value) for name, value in now.items()):
                 self._sent[rank] = now
                 self._send(rank, now)
+        self._on_look()
         self._timer = self._loop.call_later(max(EACH_S, REST_PER_WORK * took_s) if found else FIRST_S, self._look)
 
 

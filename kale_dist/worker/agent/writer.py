@@ -336,7 +336,9 @@ class JobWriter:
             encoded.append(wire.encode_json(event))
             if self._stdout is not None:
                 number = written.events + len(encoded) - 1
-                self._stdout.offer(wire.encode_event(number, encoded[-1]), always=True)
+                # A history would fill a pod's log; its number stays, or a reader of that log would miss it.
+                shown = b"{}" if event.get("event") == EventKind.HISTORY else encoded[-1]
+                self._stdout.offer(wire.encode_event(number, shown), always=True)
         data = b"".join(encoded)
         if self._append(self._events, data, written.event_bytes):
             event_bytes, count = written.event_bytes + len(data), written.events + len(encoded)

@@ -513,6 +513,7 @@ class Session:
 
     # -- what remains ----------------------------------------------------------------------------------------------
 
+    @CLOCK.phase("checkpoint")
     def write_checkpoint(self, position: Position | None = None, mine: RankPosition | None = None) -> None:
         """Write the states of rank 0 into the job's folder, if there is one. All ranks have to call this.
 

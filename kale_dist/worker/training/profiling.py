@@ -1,4 +1,4 @@
-"""Measures where a rank's time goes: in collectives always, and in all phases of some steps with a trace, if a profile is asked for.
+"""Measures where a rank's time goes: always for data, collectives and checkpoints; for all phases of some steps if a profile is asked for.
 
 Phases exclude each other: what is exchanged within the backward pass counts as exchange. What is in no other phase (the model's
 forward, the criterion, what the step does besides) is `forward`, so that they add up to the time of the steps.
@@ -106,6 +106,17 @@ timed = CLOCK.phase(_COLLECTIVE)
 def collective_s() -> float:
     """Return the seconds in collectives since the process began; with NCCL, those in which the process itself waits."""
     return CLOCK.totals[_COLLECTIVE]
+
+
+def spent(device: torch.device) -> dict[str, float | None]:
+    """Where the time of this process has gone since it began, as a progress event has it: seconds, None where it is not known.
+
+    Args:
+        device: The rank's. Python does not wait for the exchange of a GPU.
+    """
+    names = {"data_s": "data", "exchange_s": _COLLECTIVE, "checkpoint_s": "checkpoint"}
+    found = {field: round(CLOCK.totals[name], 4) for field, name in names.items()}
+    return found | ({} if device.type == "cpu" else {"exchange_s": None})
 
 
 class Profiler:

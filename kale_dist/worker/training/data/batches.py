@@ -26,7 +26,7 @@ from kale_dist.worker.training.data.generators import (
 from kale_dist.worker.training.data.moving import count, move
 from kale_dist.worker.training.data.sharding import Pace, Portion
 from kale_dist.worker.training.group import Group
-from kale_dist.worker.training.profiling import CLOCK, Profiler
+from kale_dist.worker.training.profiling import CLOCK, Profiler, spent
 from kale_dist.worker.training.strategy import Strategy
 
 
@@ -516,6 +516,9 @@ class Batches:
             samples=self.samples if role.reads else None,
             samples_per_s=feed.rate,
             loss=role.loss(),
+            batches=None if role.pace is None else role.pace.batches,
+            num_workers=self._loader.num_workers,
+            **spent(role.group.device),
         )
 
 

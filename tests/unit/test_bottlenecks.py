@@ -1,0 +1,137 @@
+"""What holds a training up: each cause is named right, once, after a minute, and a healthy training is told nothing."""
+
+import pytest
+
+from kale_dist.worker.agent.bottlenecks import WINDOW_S, Bottlenecks, Spent
+
+
+class Training:
+    """Ranks whose counters grow by given shares of the time, seen by a clock that the test turns."""
+
+    def __init__(self, ranks=4, **fields):
+        self.found = Bottlenecks()
+        self.ranks = ranks
+        self.fields = fields
+        self.now = 1000.0
+        self.spent = {rank: [0.0, 0.0, 0.0, 0.0] for rank in range(ranks)}
+        """Seconds for data, in exchange and for checkpoints, and batches."""
+
+    def runs(self, seconds, batch_s=0.1, each_s=2.0, **shares):
+        """Let the time pass; shares of data, exchange and checkpoints are numbers for all ranks, or one for each."""
+        told = []
+        for _ in range(round(seconds / each_s)):
+            self.now += each_s
+            for rank, spent in self.spent.items():
+                for index, name in enumerate(("data", "exchange", "checkpoints")):
+                    share = shares.get(name, 0.0)
+                    spent[index] += each_s * (share[rank] if isinstance(share, list) else share)
+                spent[3] += each_s / batch_s
+                self.take(rank)
+            told.append(self.found.sentence())
+        return [one for one in told if one]
+
+    def take(self, rank):
+        data_s, exchange_s, checkpoint_s, batches = self.spent[rank]
+        progress = {
+            "event": "progress", "rank": rank, "time": self.now, "step": 1 + int(batches), "samples": 8 * int(batches),
+            "batches": int(batches), "data_s": data_s, "exchange_s": exchange_s, "checkpoint_s": checkpoint_s,
+            "num_workers": 0, **self.fields,
+        }  # fmt: skip
+        self.found.take(rank, Spent.of(progress, None))
+
+
+@pytest.mark.parametrize(
+    ("shares", "sentence"),
+    [
+        ({"data": 0.61, "exchange": 0.05}, "Ranks wait 61% of the time for data: num_workers=0. Try a DataLoader with num_workers"),
+        (
+            {"data": [0.02, 0.02, 0.5, 0.02], "exchange": [0.5, 0.5, 0.02, 0.5]},
+            "The others wait for rank 2, and it waits 50% of the time for data: num_workers=0",
+        ),
+        (
+            {"exchange": [0.5, 0.45, 0.5, 0.05], "data": 0.03},
+            "Rank 3 is the slowest: the others wait 43% of the time for it",
+        ),
+        ({"exchange": 0.55, "batch_s": 0.2}, "Gradients are exchanged for 55% of the time (110 ms a batch). Try accumulate="),
+        ({"exchange": 0.45, "batch_s": 0.002}, "(0.9 ms a batch). Try larger batches: batch_size="),
+        (
+            # Rank 0 writes, and the others wait for it.
+            {"checkpoints": [0.09, 0.0, 0.0, 0.0], "exchange": [0.05, 0.14, 0.14, 0.14]},
+            "Checkpoints take 9% of the time. Write them more rarely: checkpoint_every=",
+        ),
+        ({"checkpoints": 0.3}, "Checkpoints take 30% of the time"),
+    ],
+)  # fmt: skip
+def test_each_cause_is_named_once_when_it_was_true_for_a_minute(shares, sentence):
+    training = Training()
+    assert training.runs(WINDOW_S - 2, **shares) == []
+    (told,) = training.runs(10, **shares)
+    assert sentence in told
+    assert training.runs(10 * WINDOW_S, **shares) == []
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        {"data": 0.1, "exchange": 0.2, "checkpoints": 0.01},
+        {"exchange": [0.1, 0.2, 0.25, 0.2]},
+        {"data": [0.0, 0.15, 0.0, 0.0], "exchange": [0.17, 0.02, 0.17, 0.17]},
+    ],
+)
+def test_a_healthy_training_is_told_nothing(shares):
+    assert Training().runs(20 * WINDOW_S, **shares) == []
+
+
+def test_what_lasts_less_than_a_minute_of_several_is_not_named():
+    training = Training()
+    told = training.runs(10, data=0.6) + training.runs(110, data=0.05)
+    assert told == []
+
+
+def test_a_rank_that_is_slow_now_and_then_is_not_the_slowest():
+    training, told = Training(2), []
+    for turn in range(60):
+        told += training.runs(2, exchange=[0.6, 0.0] if turn % 2 else [0.0, 0.6])
+    assert told == []
+
+
+def test_another_cause_later_is_named_too():
+    training = Training()
+    assert len(training.runs(2 * WINDOW_S, data=0.6)) == 1
+    assert len(training.runs(3 * WINDOW_S, exchange=0.7)) == 1
+
+
+def test_workers_that_are_too_few_are_named_by_their_number():
+    (told,) = Training(num_workers=2).runs(2 * WINDOW_S, data=0.4)
+    assert "num_workers=2. Try more of them, or a faster dataset" in told
+
+
+def test_one_process_waits_for_nobody():
+    assert Training(1).runs(3 * WINDOW_S, exchange=0.0) == []
+    assert len(Training(1).runs(3 * WINDOW_S, data=0.3)) == 1
+
+
+def test_of_gpus_whose_exchange_is_unknown_only_data_and_checkpoints_are_named():
+    assert Training(exchange_s=None).runs(3 * WINDOW_S, exchange=0.9) == []
+    assert len(Training(exchange_s=None).runs(3 * WINDOW_S, data=[0.0, 0.0, 0.6, 0.0])) == 1
+    assert len(Training(exchange_s=None).runs(3 * WINDOW_S, checkpoints=0.1)) == 1
+
+
+def test_peers_of_a_pipeline_that_wait_for_each_other_exchange_no_gradients():
+    assert Training(samples=None).runs(3 * WINDOW_S, exchange=[0.7, 0.2, 0.7, 0.7]) == []
+
+
+def test_another_attempt_begins_another_minute():
+    training = Training()
+    training.runs(WINDOW_S - 4, data=0.6)
+    training.found.begin_attempt()
+    training.spent = {rank: [0.0, 0.0, 0.0, 0.0] for rank in range(4)}
+    assert training.runs(WINDOW_S - 4, data=0.6) == []
+    assert len(training.runs(10, data=0.6)) == 1
+
+
+def test_a_rank_that_sends_nothing_for_long_delays_the_sentence():
+    training = Training(2)
+    training.runs(10, data=0.6)
+    training.spent.pop(1)
+    assert training.runs(3 * WINDOW_S, data=0.6) == []
