@@ -154,6 +154,17 @@ def half_way(notebook: jupyter_lab.Notebook) -> None:
     notebook.value("job.cancel(); job.wait()")
 
 
+def used(notebook: jupyter_lab.Notebook) -> None:
+    """Draws what the ranks of a training use and wait for."""
+    cell = notebook.start(CALL.replace("epochs=8", "epochs=16"))
+    cell.get_by_text("Memory, GPUs and waiting").click(timeout=300_000)
+    notebook.page.wait_for_function(HALF_WAY, timeout=300_000)
+    use = cell.locator(".kd-history")
+    use.evaluate("use => use.scrollIntoView()")
+    keep(notebook.page, use, "usage.png", left_out=-8)
+    notebook.value("job.cancel(); job.wait()")
+
+
 def filled_form(notebook: jupyter_lab.Notebook) -> None:
     """Draws the form of a call with Docker that resumes from a job of `compare`."""
     cell = notebook.start("kd.form()")
@@ -174,6 +185,7 @@ def filled_form(notebook: jupyter_lab.Notebook) -> None:
 
 PICTURES_OF: dict[str, Callable[[jupyter_lab.Notebook], None]] = {
     "job": half_way,
+    "usage": used,
     "failed": widget("failed", FAILS),
     "pending": widget("pending", PENDING),
     "profile": widget("succeeded-profile", PROFILED),

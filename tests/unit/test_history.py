@@ -94,6 +94,7 @@ def test_an_attempt_with_other_ranks_counts_from_its_own_beginning():
     assert history.moment(0.0) is not None
     history.begin_attempt(2)
     assert history.moment(10.0) is None
+    assert history.moment(10.0, is_last=True) is None
     for rank in (0, 1):
         history.take_usage(usage(rank))
         history.take_progress(progress(rank, at=1010.0, batches=1))
@@ -102,6 +103,17 @@ def test_an_attempt_with_other_ranks_counts_from_its_own_beginning():
     for rank in (0, 1):
         history.take_progress(progress(rank, at=1014.0, batches=9, data_s=1.0))
     assert history.moment(14.0)["data_percent"] == (25.0, 25.0)
+
+
+def test_a_job_that_is_over_before_the_second_moment_has_its_shares_too():
+    history = begun()
+    history.take_usage(usage())
+    history.take_progress(progress(at=0.0, batches=1))
+    assert "data_percent" not in history.moment(0.0)
+    history.take_progress(progress(at=1.0, batches=11, data_s=0.5))
+    assert history.moment(1.0) is None
+    last = history.moment(1.0, is_last=True)
+    assert (last["data_percent"], last["samples_per_s"]) == ((50.0,), (80.0,))
 
 
 def events(moments=3, ranks=2, **values):

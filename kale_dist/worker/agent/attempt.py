@@ -170,6 +170,7 @@ class RunningAttempt:
             self._watch.stop()
             await self._end_ranks()
             usage.stop()
+            self._look_back(is_last=True)
             if site.beside is not None:
                 site.beside.stop()
         # While the ranks ended for another attempt, the job may have been cancelled.
@@ -398,10 +399,10 @@ class RunningAttempt:
         self._site.history.take_usage({"rank": rank, **fields})
         self._site.writer.event(EventKind.USAGE, rank, **fields)
 
-    def _look_back(self) -> None:
+    def _look_back(self, *, is_last: bool = False) -> None:
         """Record a moment of the history if one is due, and what holds the training up if that has just come out."""
         writer, history = self._site.writer, self._site.history
-        if (fields := history.moment(time.monotonic())) is not None:
+        if (fields := history.moment(time.monotonic(), is_last=is_last)) is not None:
             writer.event(EventKind.HISTORY, **fields)
         if sentence := history.bottleneck():
             writer.log(sentence)

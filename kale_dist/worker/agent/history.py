@@ -33,7 +33,7 @@ class _Rank:
     """Added up over the looks that have one."""
     gpu_looks: int = 0
     before: Spent | None = None
-    """Its counters at the last moment."""
+    """Its counters at the last moment, at first those that it sent first."""
     spent: Spent | None = None
     """Its counters now; None in a rank that trains nothing."""
 
@@ -83,23 +83,24 @@ class History:
     def take_progress(self, progress: dict[str, Any]) -> None:
         """Note an event of kind progress."""
         if (rank := self._rank(progress)) is not None and (spent := Spent.of(progress, rank.spent)) is not None:
-            rank.spent = spent
+            rank.before, rank.spent = rank.before or spent, spent
             self._bottlenecks.take(progress["rank"], spent)
 
     def _rank(self, event: dict[str, Any]) -> _Rank | None:
         rank = event.get("rank")
         return self._ranks[rank] if isinstance(rank, int) and 0 <= rank < len(self._ranks) else None
 
-    def moment(self, now: float) -> dict[str, Any] | None:
+    def moment(self, now: float, *, is_last: bool = False) -> dict[str, Any] | None:
         """Look at all ranks, and return the fields of a `history` event if one is due.
 
         Args:
             now: The time, of any clock that only grows, in seconds.
+            is_last: Whether the attempt has ended; then one is due, whenever the last one was.
         """
         for rank in self._ranks:
             rank.look()
         # Nothing is known before the ranks have processes.
-        if now < self._due_at or not any(rank.usage for rank in self._ranks):
+        if (now < self._due_at and not is_last) or not any(rank.usage for rank in self._ranks):
             return None
         self._began_at = now if self._began_at is None else self._began_at
         wide = max(1.0, len(self._ranks) / _WHOLE_RANKS)
