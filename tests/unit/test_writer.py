@@ -259,7 +259,7 @@ def test_a_reader_of_stdout_that_sleeps_holds_nothing_up(tmp_path):
     os.close(writer)
 
 
-def test_a_history_is_in_the_folder_and_leaves_only_its_number_on_stdout(tmp_path):
+def test_a_history_is_in_the_folder_and_leaves_only_its_name_on_stdout(tmp_path):
     reader, writer = os.pipe()
     folder = Folder(tmp_path, stdout=StdoutCopy(writer))
     folder.writer.event(EventKind.HISTORY, memory_gib=[1.0] * 1000)
@@ -267,7 +267,7 @@ def test_a_history_is_in_the_folder_and_leaves_only_its_number_on_stdout(tmp_pat
     folder.close()
     time.sleep(0.2)
     history, note = BlockReader().feed(os.read(reader, 1 << 20))
-    assert (history.number, history.event) == (0, {})
+    assert (history.number, history.event) == (0, {"event": "history"})
     assert (note.number, note.event["text"]) == (1, "a note")
     assert b"memory_gib" in folder.files.events.read_bytes()
     os.close(reader)

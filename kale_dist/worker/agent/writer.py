@@ -336,8 +336,9 @@ class JobWriter:
             encoded.append(wire.encode_json(event))
             if self._stdout is not None:
                 number = written.events + len(encoded) - 1
-                # A history would fill a pod's log; its number stays, or a reader of that log would miss it.
-                shown = b"{}" if event.get("event") == EventKind.HISTORY else encoded[-1]
+                # Its numbers would fill a pod's log; without the event itself a reader of that log would miss one.
+                is_history = event.get("event") == EventKind.HISTORY
+                shown = wire.encode_json({"event": EventKind.HISTORY}) if is_history else encoded[-1]
                 self._stdout.offer(wire.encode_event(number, shown), always=True)
         data = b"".join(encoded)
         if self._append(self._events, data, written.event_bytes):
