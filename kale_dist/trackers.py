@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import os
 import pathlib
 import re
@@ -263,10 +264,15 @@ class _WandBWriter:
         self.run_id = str(self._run.id)
 
     def log(self, rows: Sequence[MetricRow], first: int) -> None:
-        for number, row in enumerate(rows, start=first):
-            values = {name: value for _, name, value, _ in series((row,), number)}
-            place = {"epoch": row.epoch, "step": row.step}
-            self._run.log({**values, **{name: count for name, count in place.items() if count is not None}})
+        # What all ranks used at one moment is one row there.
+        for (_, source), group in itertools.groupby(
+            enumerate(rows, start=first), lambda pair: (pair[1].time, pair[1].source)
+        ):
+            found = list(group)
+            for some in [found] if source == "usage" else [[pair] for pair in found]:
+                values = {name: value for number, row in some for _, name, value, _ in series((row,), number)}
+                place = {"epoch": some[0][1].epoch, "step": some[0][1].step}
+                self._run.log({**values, **{name: count for name, count in place.items() if count is not None}})
 
     def end(self, state: StateName, model: pathlib.Path | None) -> None:
         with contextlib.ExitStack() as stack:

@@ -358,10 +358,8 @@ def _batch_loss(event: dict[str, Any]) -> BatchLoss:
 
 
 def _moment(event: dict[str, Any]) -> Moment:
-    step = event.get("step")
     return Moment(
         time=float(event["time"]),
-        step=None if step is None else int(step),
         values=tuple((name, tuple(map(_float_or_none, event[name]))) for name in HISTORY if name in event),
     )
 

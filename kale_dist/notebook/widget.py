@@ -244,7 +244,8 @@ class JobWidget(anywidget.AnyWidget):
             shows_ranks = is_few or time.monotonic() - self._ranked_at >= due_s
             if shows_ranks:
                 self._ranked, self._ranked_at = states, time.monotonic()
-            found = view.parts(status, time.time(), shows_ranks=shows_ranks)
+            shows_history = self._status is None or status.history is not self._status.history
+            found = view.parts(status, time.time(), shows_ranks=shows_ranks, shows_history=shows_history)
             with self.hold_sync():
                 self.ref = facts.clean(status.ref)
                 self.name = facts.name(status)

@@ -11,15 +11,16 @@ agent speaks of the whole job) and `attempt`; beyond these:
     metrics     values {name: number}; epoch and step where they are known; source: "train" or "eval" (what the steps
                 returned), "averaged" (eval_step with averaged weights), "report", or one of `MEASURED_SOURCES`
     progress    phase ("train", "eval", ...), epoch (from 1), epochs, step (from 1), steps (or None),
-                samples and samples_per_s (None in a rank whose batches another one reads and counts), loss (or None);
-                since its process began: batches (of training), data_s (waited for data), exchange_s (None on GPUs),
-                checkpoint_s; num_workers (of the loader). Kept in `progress.json` alone, the last one of each rank.
+                samples and samples_per_s (None in a rank whose batches another one reads and counts), loss (or None).
+                Of training also num_workers, meets (whether all ranks exchange gradients in each step) and, since the
+                process began, batches, trained (samples, or None), data_s (waited for data), exchange_s (None on GPUs)
+                and checkpoint_s. Kept in `progress.json` alone, the last one of each rank.
     loss        epoch (from 1), step (from 1), steps (or None), loss: the mean over the ranks' latest batches, now and then while an
                 epoch is trained: for the eye, with ever longer distances, so that a job of weeks has some thousand
     usage       memory_bytes, memory_limit_bytes, gpu_percent, gpu_memory_bytes, gpu_memory_limit_bytes (each an int
                 or None) and node (or None): what the rank uses, as its agent sees it. Kept like progress.
-    history     step (batches of rank 0 so far, or None) and some of `HISTORY`, each a list with a number or None for every
-                rank: what ranks used and waited for since the one before, with ever longer distances. Not in a pod's log.
+    history     some of `HISTORY`, each a list with a number or None for every rank: what ranks used and waited for since the one
+                before, with ever longer distances. A pod's log has no more of it than its name.
     checkpoint  epoch (finished ones), step, batches (of the epoch that has begun; 0 between epochs), asked (whether the agent
                 has asked for it), path (relative to the job's folder), bytes
     resumed     epoch: training continues after this epoch from its checkpoint; 0: it starts from the beginning;
@@ -167,18 +168,16 @@ class Moment:
 
     time: float
     """Seconds since 1970."""
-    step: int | None
-    """Batches that rank 0 had trained on, in all epochs; None where there are none."""
     values: tuple[tuple[str, tuple[float | None, ...]], ...]
     """Those of `HISTORY` that are known, by name: a value of each rank, or None."""
 
-    def rows(self) -> Iterator[MetricRow]:
+    def rows(self, step: int | None = None) -> Iterator[MetricRow]:
         """The same as metrics of the source `usage`, a row for each rank."""
         for rank in range(max((len(each) for _, each in self.values), default=0)):
             found = ((name, each[rank]) for name, each in self.values if rank < len(each))
             values = tuple((name, value) for name, value in found if value is not None)
             if values:
-                yield MetricRow(time=self.time, rank=rank, epoch=None, step=self.step, source="usage", values=values)
+                yield MetricRow(time=self.time, rank=rank, epoch=None, step=step, source="usage", values=values)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

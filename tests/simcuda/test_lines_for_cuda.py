@@ -13,7 +13,9 @@ from simulated_gpus import ROOT
 LISTED = pathlib.Path(__file__).with_name("lines_not_run.txt")
 PROBLEM = simulated_gpus.why_not()
 
-ABOUT_CUDA = re.compile(r"torch\.(version\.)?cuda\b|\.is_cuda\b|[!=]= \"cuda\"|\"cpu\", \"cuda\"|\"cuda\" if|cuda:nccl")
+ABOUT_CUDA = re.compile(
+    r"torch\.(version\.)?cuda\b|\.is_cuda\b|[!=]= \"(cuda|cpu)\"|\"cpu\", \"cuda\"|\"cuda\" if|cuda:nccl"
+)
 SENTENCE = re.compile(r'(?<![a-z])r?"(?!cuda"|cpu"|cpu:)[^"]*"')
 
 RUNS = [

@@ -32,6 +32,7 @@ RUNS = [
     Run("the rules of the simulation", ("tests/simcuda/rules.py",), 2),
     Run("what a real GPU runs with two ranks", ("--group", "C"), 1),
     Run("each strategy equals one process", ("tests/strategies/test_equality.py", "tests/strategies/test_larger.py")),
+    Run("servers, local SGD and gossip", (*(f"tests/strategies/test_{name}.py" for name in ("server", "local_sgd", "gossip")), "-k", "equal or comes")),
     Run("parts of a model equal the whole", tuple(f"tests/strategies/test_{name}.py" for name in ("tensor", "pipeline", "mesh"))),
     Run("a rank killed within an epoch", ("tests/resuming/test_within.py", "-k", "running_loss or (two and ranks) or accumulate")),
     Run("live ranks, launch, and tied weights", ("tests/simcuda/uses.py",), 2),

@@ -2,14 +2,17 @@
 
 import pytest
 
-from kale_dist.worker.agent.bottlenecks import WINDOW_S, Bottlenecks, Spent
+from kale_dist.worker.agent.bottlenecks import HALF_S, Bottlenecks, Spent
+
+MINUTE_S = 2 * HALF_S
 
 
 class Training:
     """Ranks whose counters grow by given shares of the time, seen by a clock that the test turns."""
 
-    def __init__(self, ranks=4, **fields):
+    def __init__(self, ranks=4, gpu_percent=0, **fields):
         self.found = Bottlenecks()
+        self.gpu_percent, self.looks = gpu_percent, 0
         self.ranks = ranks
         self.fields = fields
         self.now = 1000.0
@@ -33,11 +36,11 @@ class Training:
     def take(self, rank):
         data_s, exchange_s, checkpoint_s, batches = self.spent[rank]
         progress = {
-            "event": "progress", "rank": rank, "time": self.now, "step": 1 + int(batches), "samples": 8 * int(batches),
-            "batches": int(batches), "data_s": data_s, "exchange_s": exchange_s, "checkpoint_s": checkpoint_s,
-            "num_workers": 0, **self.fields,
+            "time": self.now, "batches": batches, "trained": 8 * batches, "data_s": data_s, "exchange_s": exchange_s,
+            "checkpoint_s": checkpoint_s, "num_workers": 0, "meets": True, **self.fields,
         }  # fmt: skip
-        self.found.take(rank, Spent.of(progress, None))
+        self.looks += 1
+        self.found.take(rank, Spent.of(progress, self.gpu_percent * self.looks, self.looks * (self.gpu_percent > 0)))
 
 
 @pytest.mark.parametrize(
@@ -64,10 +67,10 @@ class Training:
 )  # fmt: skip
 def test_each_cause_is_named_once_when_it_was_true_for_a_minute(shares, sentence):
     training = Training()
-    assert training.runs(WINDOW_S - 2, **shares) == []
+    assert training.runs(MINUTE_S - 2, **shares) == []
     (told,) = training.runs(10, **shares)
     assert sentence in told
-    assert training.runs(10 * WINDOW_S, **shares) == []
+    assert training.runs(10 * MINUTE_S, **shares) == []
 
 
 @pytest.mark.parametrize(
@@ -79,13 +82,22 @@ def test_each_cause_is_named_once_when_it_was_true_for_a_minute(shares, sentence
     ],
 )
 def test_a_healthy_training_is_told_nothing(shares):
-    assert Training().runs(20 * WINDOW_S, **shares) == []
+    assert Training().runs(20 * MINUTE_S, **shares) == []
 
 
-def test_what_lasts_less_than_a_minute_of_several_is_not_named():
+def test_what_lasts_less_than_a_minute_is_not_named():
     training = Training()
-    told = training.runs(10, data=0.6) + training.runs(110, data=0.05)
+    told = training.runs(MINUTE_S, data=0.05) + training.runs(20, data=0.9) + training.runs(MINUTE_S, data=0.05)
     assert told == []
+
+
+def test_a_rank_that_stands_still_at_a_breakpoint_is_not_the_slowest():
+    training = Training(2)
+    told = training.runs(10, data=0.02)
+    for _ in range(3):
+        # Rank 0 waits for it in its exchange.
+        told += training.runs(300, each_s=300, batch_s=300, exchange=[0.99, 0.0])
+    assert told + training.runs(2 * MINUTE_S, data=0.02) == []
 
 
 def test_a_rank_that_is_slow_now_and_then_is_not_the_slowest():
@@ -97,41 +109,54 @@ def test_a_rank_that_is_slow_now_and_then_is_not_the_slowest():
 
 def test_another_cause_later_is_named_too():
     training = Training()
-    assert len(training.runs(2 * WINDOW_S, data=0.6)) == 1
-    assert len(training.runs(3 * WINDOW_S, exchange=0.7)) == 1
+    assert len(training.runs(2 * MINUTE_S, data=0.6)) == 1
+    assert len(training.runs(3 * MINUTE_S, exchange=0.7)) == 1
 
 
 def test_workers_that_are_too_few_are_named_by_their_number():
-    (told,) = Training(num_workers=2).runs(2 * WINDOW_S, data=0.4)
+    (told,) = Training(num_workers=2).runs(2 * MINUTE_S, data=0.4)
     assert "num_workers=2. Try more of them, or a faster dataset" in told
 
 
 def test_one_process_waits_for_nobody():
-    assert Training(1).runs(3 * WINDOW_S, exchange=0.0) == []
-    assert len(Training(1).runs(3 * WINDOW_S, data=0.3)) == 1
+    assert Training(1).runs(3 * MINUTE_S, exchange=0.0) == []
+    assert len(Training(1).runs(3 * MINUTE_S, data=0.3)) == 1
 
 
-def test_of_gpus_whose_exchange_is_unknown_only_data_and_checkpoints_are_named():
-    assert Training(exchange_s=None).runs(3 * WINDOW_S, exchange=0.9) == []
-    assert len(Training(exchange_s=None).runs(3 * WINDOW_S, data=[0.0, 0.0, 0.6, 0.0])) == 1
-    assert len(Training(exchange_s=None).runs(3 * WINDOW_S, checkpoints=0.1)) == 1
+@pytest.mark.parametrize(
+    ("gpu_percent", "shares", "count"),
+    [
+        (0, {"exchange": 0.9}, 0),
+        (40, {"data": [0.0, 0.0, 0.6, 0.0]}, 1),
+        # The next batch is read while the GPU computes.
+        (95, {"data": 0.6}, 0),
+        # It is not known whether the GPU waits.
+        (0, {"data": 0.6}, 0),
+        (95, {"checkpoints": [0.1, 0.0, 0.0, 0.0], "data": [0.0, 0.01, 0.0, 0.0]}, 1),
+    ],
+)
+def test_of_gpus_whose_exchange_is_unknown_only_data_and_checkpoints_are_named(gpu_percent, shares, count):
+    assert len(Training(gpu_percent=gpu_percent, exchange_s=None).runs(3 * MINUTE_S, **shares)) == count
 
 
-def test_peers_of_a_pipeline_that_wait_for_each_other_exchange_no_gradients():
-    assert Training(samples=None).runs(3 * WINDOW_S, exchange=[0.7, 0.2, 0.7, 0.7]) == []
+def test_ranks_that_do_not_meet_in_each_step_have_no_slowest():
+    assert Training(meets=False).runs(3 * MINUTE_S, exchange=[0.7, 0.2, 0.7, 0.7]) == []
+    assert Training(meets=False).runs(3 * MINUTE_S, exchange=0.8) == []
 
 
 def test_another_attempt_begins_another_minute():
     training = Training()
-    training.runs(WINDOW_S - 4, data=0.6)
+    training.runs(MINUTE_S - 4, data=0.6)
     training.found.begin_attempt()
     training.spent = {rank: [0.0, 0.0, 0.0, 0.0] for rank in range(4)}
-    assert training.runs(WINDOW_S - 4, data=0.6) == []
+    assert training.runs(MINUTE_S - 4, data=0.6) == []
     assert len(training.runs(10, data=0.6)) == 1
 
 
-def test_a_rank_that_sends_nothing_for_long_delays_the_sentence():
+def test_a_lost_rank_is_not_waited_for():
     training = Training(2)
     training.runs(10, data=0.6)
     training.spent.pop(1)
-    assert training.runs(3 * WINDOW_S, data=0.6) == []
+    assert training.runs(2 * MINUTE_S, data=0.6) == []
+    training.found.forget(1)
+    assert len(training.runs(2 * MINUTE_S, data=0.6)) == 1

@@ -13,15 +13,15 @@ from kale_dist.worker.agent.history import SOONEST_S, History
 GIB = 1 << 30
 
 
-def usage(rank=0, memory=GIB, **changes):
-    return {"rank": rank, "memory_bytes": memory, "gpu_percent": None, "gpu_memory_bytes": None, **changes}
+def usage(memory=GIB, **changes):
+    return {"memory_bytes": memory, "gpu_percent": None, "gpu_memory_bytes": None, **changes}
 
 
-def progress(rank=0, at=0.0, batches=0, data_s=0.0, exchange_s=0.0, **changes):
+def progress(at=0.0, batches=0, data_s=0.0, exchange_s=0.0, **changes):
     return {
-        "event": "progress", "rank": rank, "time": at, "phase": "train", "epoch": 1, "step": batches, "steps": 900,
-        "samples": 8 * batches, "samples_per_s": 1.0, "batches": batches, "data_s": data_s, "exchange_s": exchange_s,
-        "checkpoint_s": 0.0, "num_workers": 0, **changes,
+        "event": "progress", "time": at, "phase": "train", "epoch": 1, "step": batches, "steps": 900,
+        "batches": batches, "trained": 8 * batches, "data_s": data_s, "exchange_s": exchange_s, "checkpoint_s": 0.0,
+        "num_workers": 0, "meets": True, **changes,
     }  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def looked(ranks, seconds):
     """How many moments a job of that length has; later looks that are too early to matter are left out."""
     history, now, moments = begun(ranks), 0.0, 0
     for rank in range(ranks):
-        history.take_usage(usage(rank))
+        history.take_usage(rank, usage())
     while now < seconds:
         moments += history.moment(now) is not None
         now += max(SOONEST_S, now / 400)
@@ -58,16 +58,16 @@ def test_a_rank_has_at_most_600_moments_however_long_its_job_is(ranks, seconds, 
 
 def test_a_moment_has_the_most_memory_and_means_of_all_looks_since_the_one_before():
     history = begun()
-    history.take_usage(usage(memory=GIB, gpu_percent=0, gpu_memory_bytes=2 * GIB))
-    assert history.moment(0.0) == {"step": None, "memory_gib": (1.0,), "gpu_percent": (0.0,), "gpu_memory_gib": (2.0,)}
-    history.take_usage(usage(memory=3 * GIB, gpu_percent=100, gpu_memory_bytes=GIB))
+    history.take_usage(0, usage(memory=GIB, gpu_percent=0, gpu_memory_bytes=2 * GIB))
+    assert history.moment(0.0) == {"memory_gib": (1.0,), "gpu_percent": (0.0,), "gpu_memory_gib": (2.0,)}
+    history.take_usage(0, usage(memory=3 * GIB, gpu_percent=100, gpu_memory_bytes=GIB))
     assert history.moment(1.0) is None
-    history.take_usage(usage(memory=2 * GIB, gpu_percent=51, gpu_memory_bytes=GIB))
-    history.take_progress(progress(at=100.0, batches=10, data_s=1.0, exchange_s=5.0))
-    assert history.moment(2.0) == {"step": 10, "memory_gib": (3.0,), "gpu_percent": (75.5,), "gpu_memory_gib": (1.0,)}
-    history.take_progress(progress(at=104.0, batches=30, data_s=2.0, exchange_s=7.0))
+    history.take_usage(0, usage(memory=2 * GIB, gpu_percent=51, gpu_memory_bytes=GIB))
+    history.take_progress(0, progress(at=100.0, batches=10, data_s=1.0, exchange_s=5.0))
+    assert history.moment(2.0) == {"memory_gib": (3.0,), "gpu_percent": (75.5,), "gpu_memory_gib": (1.0,)}
+    history.take_progress(0, progress(at=104.0, batches=30, data_s=2.0, exchange_s=7.0))
     assert history.moment(4.0) == {
-        "step": 30, "memory_gib": (2.0,), "gpu_percent": (51.0,), "gpu_memory_gib": (1.0,), "data_percent": (25.0,),
+        "memory_gib": (2.0,), "gpu_percent": (51.0,), "gpu_memory_gib": (1.0,), "data_percent": (25.0,),
         "exchange_percent": (50.0,), "samples_per_s": (40.0,),
     }  # fmt: skip
 
@@ -76,11 +76,10 @@ def test_an_unknown_exchange_and_batches_that_another_rank_reads_are_left_out():
     history = begun(2)
     for at, batches in ((0.0, 0), (2.0, 4)):
         for rank, samples in ((0, 8 * batches), (1, None)):
-            history.take_usage(usage(rank))
-            history.take_progress(progress(rank, at, batches, exchange_s=None, samples=samples))
+            history.take_usage(rank, usage())
+            history.take_progress(rank, progress(at, batches, exchange_s=None, trained=samples))
         moment = history.moment(at)
     assert moment == {
-        "step": 4,
         "memory_gib": (1.0, 1.0),
         "data_percent": (0.0, 0.0),
         "samples_per_s": (16.0, None),
@@ -89,37 +88,63 @@ def test_an_unknown_exchange_and_batches_that_another_rank_reads_are_left_out():
 
 def test_an_attempt_with_other_ranks_counts_from_its_own_beginning():
     history = begun(1)
-    history.take_usage(usage())
-    history.take_progress(progress(at=1000.0, batches=500, data_s=900.0))
+    history.take_usage(0, usage())
+    history.take_progress(0, progress(at=1000.0, batches=500, data_s=900.0))
     assert history.moment(0.0) is not None
     history.begin_attempt(2)
     assert history.moment(10.0) is None
     assert history.moment(10.0, is_last=True) is None
     for rank in (0, 1):
-        history.take_usage(usage(rank))
-        history.take_progress(progress(rank, at=1010.0, batches=1))
-    assert history.moment(12.0) == {"step": 1, "memory_gib": (1.0, 1.0)}
-    history.take_progress(progress(7, at=1011.0))
+        history.take_usage(rank, usage())
+        history.take_progress(rank, progress(at=1010.0, batches=1))
+    assert history.moment(12.0) == {"memory_gib": (1.0, 1.0)}
     for rank in (0, 1):
-        history.take_progress(progress(rank, at=1014.0, batches=9, data_s=1.0))
+        history.take_progress(rank, progress(at=1014.0, batches=9, data_s=1.0))
     assert history.moment(14.0)["data_percent"] == (25.0, 25.0)
 
 
 def test_a_job_that_is_over_before_the_second_moment_has_its_shares_too():
     history = begun()
-    history.take_usage(usage())
-    history.take_progress(progress(at=0.0, batches=1))
+    history.take_usage(0, usage())
+    history.take_progress(0, progress(at=0.0, batches=1))
     assert "data_percent" not in history.moment(0.0)
-    history.take_progress(progress(at=1.0, batches=11, data_s=0.5))
+    history.take_progress(0, progress(at=1.0, batches=11, data_s=0.5))
     assert history.moment(1.0) is None
     last = history.moment(1.0, is_last=True)
     assert (last["data_percent"], last["samples_per_s"]) == ((50.0,), (80.0,))
 
 
+@pytest.mark.parametrize("odd", ["x", None, float("nan"), 10**400, [], True])
+@pytest.mark.parametrize(
+    "name", ["time", "batches", "data_s", "exchange_s", "checkpoint_s", "trained", "num_workers", "meets"]
+)
+def test_odd_progress_of_a_rank_stops_nothing(name, odd):
+    history = begun()
+    history.take_usage(0, usage(gpu_percent=odd, gpu_memory_bytes=odd))
+    history.take_progress(0, progress(at=0.0))
+    history.take_progress(0, progress(at=1.0, batches=3) | {name: odd})
+    assert history.moment(2.0)["memory_gib"] == (1.0,)
+    assert history.bottleneck() == ""
+
+
+def test_a_lost_rank_has_no_values_any_more():
+    history = begun(2)
+    for at in (0.0, 2.0):
+        for rank in (0, 1):
+            history.take_usage(rank, usage())
+            history.take_progress(rank, progress(at, batches=round(at)))
+        moment = history.moment(at)
+    assert moment["memory_gib"] == (1.0, 1.0)
+    history.forget(1)
+    history.take_progress(0, progress(4.0, batches=4))
+    moment = history.moment(4.0)
+    assert (moment["memory_gib"], moment["samples_per_s"]) == ((1.0, None), (8.0, None))
+
+
 def events(moments=3, ranks=2, **values):
     each = {"memory_gib": 0.5, "data_percent": 12.5, **values}
     return [
-        {"event": "history", "time": 60.0 * index, "rank": None, "attempt": 0, "step": index}
+        {"event": "history", "time": 60.0 * index, "rank": None, "attempt": 0}
         | {name: [value] * ranks for name, value in each.items()}
         for index in range(moments)
     ]
@@ -131,12 +156,16 @@ def test_the_status_has_the_moments_and_a_row_of_each_rank():
     assert status.metrics == ()
     assert len(status.history) == 4
     rows = [row for moment in status.history for row in moment.rows()]
-    assert [(row.rank, row.step, row.source) for row in rows[:3]] == [(0, 0, "usage"), (1, 0, "usage"), (0, 1, "usage")]
+    assert [(row.time, row.rank, row.source) for row in rows[:3]] == [
+        (0, 0, "usage"),
+        (0, 1, "usage"),
+        (60, 0, "usage"),
+    ]
     assert dict(rows[0].values) == {"memory_gib": 0.5, "data_percent": 12.5}
     assert dict(rows[-1].values) == {"data_percent": 12.5}
 
 
-@pytest.mark.parametrize("broken", [{"time": None}, {"memory_gib": 3}, {"memory_gib": ["x"]}, {"step": "x"}])
+@pytest.mark.parametrize("broken", [{"time": None}, {"memory_gib": 3}, {"memory_gib": ["x"]}])
 def test_a_damaged_moment_is_passed_over(broken):
     assert reduce_events(JobStatus(ref="local://x"), [{**events(1)[0], **broken}]).history == ()
 
@@ -169,10 +198,9 @@ def test_before_there_are_lines_nothing_is_shown():
 
 
 def test_many_ranks_are_their_mean_between_the_lowest_and_the_highest():
-    moments = [
-        Moment(time=60.0 * at, step=None, values=(("gpu_percent", tuple(map(float, range(64)))),)) for at in (0, 1)
-    ]
+    moments = [Moment(time=60.0 * at, values=(("gpu_percent", tuple(map(float, range(64)))),)) for at in (0, 1)]
     (curve,) = curves.collect_history(moments)
     (series,) = curve.series
+    assert series.label.startswith("mean of 64 ranks")
     assert series.points == ((0.0, 31.5), (1.0, 31.5))
     assert series.band == ((0.0, 63.0), (0.0, 63.0))

@@ -42,6 +42,7 @@ _TITLES = {
 HISTORY_TITLE = "Memory, GPUs and waiting"
 """The line under which they are folded, in the page's script, too."""
 
+_AS_MEAN = "mean of {} ranks (area: lowest to highest)"
 _EACH_BATCH = "train, single batches"
 _COLOUR_OF = {"train": COLOURS[0], "eval": COLOURS[1]}
 """Colours by source, the same in every picture. Ranks have the same colours as in the log."""
@@ -161,24 +162,37 @@ def collect_history(history: Sequence[Moment], *, is_mean: bool = False) -> tupl
         history: The moments.
         is_mean: Whether a curve is one line, the mean over the ranks, of few ranks, too.
     """
-    ranks: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    found: dict[str, dict[int, list[tuple[float, float]]]] = {name: {} for name in _TITLES}
+    bands: dict[str, list[tuple[float, float]]] = {name: [] for name in _TITLES}
+    count = max((len(each) for one in history for _, each in one.values), default=0)
+    is_mean = is_mean or count > MAX_SERIES
     for moment in history:
         minute = round((moment.time - history[0].time) / 60, 2)
         for name, each in moment.values:
-            of_name = ranks.setdefault(name, {})
-            for rank, value in enumerate(each):
-                if value is not None and math.isfinite(value):
-                    of_name.setdefault(rank, []).append((minute, value))
-    found = []
-    for name, title in _TITLES.items():
-        made = [
-            Series(label=f"rank {rank}", colour=COLOURS[rank % len(COLOURS)], points=tuple(points), last=points[-1][1], axis="minute")
-            for rank, points in sorted(ranks.get(name, {}).items())
-        ]  # fmt: skip
-        if made:
-            series = _limited([dataclasses.replace(_mean(made, several=False), band=())] if is_mean else made)
-            found.append(Curve(name=title, series=series, is_from_zero=True))
-    return tuple(found)
+            known = {rank: value for rank, value in enumerate(each) if value is not None and math.isfinite(value)}
+            if is_mean and known:
+                bands[name].append((min(known.values()), max(known.values())))
+                known = {0: math.fsum(known.values()) / len(known)}
+            for rank, value in known.items():
+                found[name].setdefault(rank, []).append((minute, value))
+    made = []
+    for name, ranks in found.items():
+        series = []
+        for rank, points in sorted(ranks.items()):
+            kept = _kept(points)
+            series.append(
+                Series(
+                    label=_AS_MEAN.format(count) if is_mean else f"rank {rank}",
+                    colour=COLOURS[rank % len(COLOURS)],
+                    points=tuple(points[index] for index in kept),
+                    last=points[-1][1],
+                    axis="minute",
+                    band=tuple(bands[name][index] for index in kept) if is_mean else (),
+                )
+            )
+        if series:
+            made.append(Curve(name=_TITLES[name], series=tuple(series), is_from_zero=True))
+    return tuple(made)
 
 
 def unknown(history: Sequence[Moment]) -> str:
@@ -328,17 +342,12 @@ def _curve(
         ranks = {rank: rows for (one, rank), rows in groups.items() if one == source}
         order = sorted(ranks, key=lambda rank: rank or 0)
         made = [_of_rank(source, rank, ranks[rank], ends, several=several) for rank in order]
-        series += _limited(made, several=several)
+        if len(made) > MAX_SERIES:
+            made = [_mean(made, several=several)]
+        series += [dataclasses.replace(one, points=_thin(one.points)) for one in made]
     if not any(len(one.points) > 1 for one in series if not one.is_faint):
         series = [dataclasses.replace(one, is_faint=False) for one in series]
     return Curve(name=facts.clean(name), series=tuple(series))
-
-
-def _limited(made: Sequence[Series], *, several: bool = False) -> tuple[Series, ...]:
-    """Series of ranks as they are drawn: not too many, of not too many points."""
-    if len(made) > MAX_SERIES:
-        made = [_mean(made, several=several)]
-    return tuple(dataclasses.replace(one, points=_thin(one.points)) for one in made)
 
 
 def _of_rank(
@@ -364,7 +373,7 @@ def _mean(made: Sequence[Series], *, several: bool) -> Series:
     points = [(x, math.fsum(value / len(values[x]) for value in values[x])) for x in sorted(values)]
     kept = _kept(points)
     return Series(
-        label=f"mean of {len(made)} ranks (area: lowest to highest)",
+        label=_AS_MEAN.format(len(made)),
         colour=COLOURS[2 if several else 0],
         points=tuple(points[index] for index in kept),
         last=sum(one.last / len(made) for one in made),

@@ -98,25 +98,30 @@ def frame(label: str, body: str) -> str:
     )
 
 
-def parts(status: JobStatus, now: float | None = None, *, shows_ranks: bool = True) -> dict[str, str]:
+def parts(
+    status: JobStatus, now: float | None = None, *, shows_ranks: bool = True, shows_history: bool = True
+) -> dict[str, str]:
     """Draw the parts of a job's picture, without frame and log, so that a page can replace each by itself.
 
     Args:
         status: The job's status.
         now: The present time, as for `html`.
         shows_ranks: Whether to draw `ranks`, the table; that of many ranks takes as long as all else.
+        shows_history: Whether to draw `history`, which changes more rarely than the others.
 
     Returns:
         `head`, `progress`, `error`, `curves`, `profile`, `history`, `ranks` and `notes`, in the order in which they are
         shown; empty texts for absent parts. The curves and the history are data, which the page draws.
     """
     drawn = curves.data(curves.collect(status.metrics, status.losses))
-    history = curves.data(curves.collect_history(status.history), curves.unknown(status.history))
+    history = None
+    if shows_history:
+        history = curves.data(curves.collect_history(status.history), curves.unknown(status.history))
     return _parts(status, now, drawn, history, is_frozen=False, shows_ranks=shows_ranks)
 
 
 def _parts(
-    status: JobStatus, now: float | None, drawn: str, history: str, *, is_frozen: bool, shows_ranks: bool = True
+    status: JobStatus, now: float | None, drawn: str, history: str | None, *, is_frozen: bool, shows_ranks: bool = True
 ) -> dict[str, str]:
     return {
         "head": _head(status, now, is_frozen=is_frozen),
@@ -124,7 +129,7 @@ def _parts(
         "error": _error(status),
         "curves": drawn,
         "profile": profile(status),
-        "history": history,
+        **({} if history is None else {"history": history}),
         **({"ranks": _ranks(status, is_frozen=is_frozen)} if shows_ranks else {}),
         "notes": _notes(status),
     }

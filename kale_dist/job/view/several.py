@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import curves, facts, markup, plain
@@ -58,7 +58,9 @@ def comparison_html(rows: Sequence[Row]) -> str:
     )
     colours = dict(zip((row.name for row in rows), curves.COLOURS, strict=False))
     drawn = markup.table(table, "Compared jobs", colours=colours)
-    charts = markup.charts([curve for curve in _curves(rows) if curve.drawn])
+    charts = "".join(
+        markup.charts([curve for curve in _curves(rows, series) if curve.drawn]) for series in (_series, _use)
+    )
     return markup.frame("Comparison of jobs", f"{drawn}{markup.small([same, most])}{charts}")
 
 
@@ -79,7 +81,7 @@ def _compared(rows: Sequence[Row]) -> tuple[facts.Table, str]:
     """The table of a comparison, and a line of the arguments that are equal in all jobs."""
     names = list(dict.fromkeys(name for row in rows for name in row.arguments))
     differing = [name for name in names if len({row.arguments.get(name) for row in rows}) > 1]
-    last = [_last(row.status) for row in rows]
+    last = [_last(row.status) | {name: facts.number(one.last) for name, one in _use(row.status)} for row in rows]
     metrics = list(dict.fromkeys(name for one in last for name in one))
     cells = [
         (
@@ -95,20 +97,27 @@ def _compared(rows: Sequence[Row]) -> tuple[facts.Table, str]:
 
 
 def _series(status: JobStatus) -> list[tuple[str, curves.Series]]:
-    """A job's curves by name, such as `eval/loss`; those of evaluations first, and last what its ranks used, as a mean."""
+    """A job's curves by name, such as `eval/loss`; those of evaluations first."""
     found = [(f"{one.label}/{curve.name}", one) for curve in curves.collect(status.metrics) for one in curve.series]
-    found.sort(key=lambda named: not named[0].startswith("eval/"))
-    return [*found, *((curve.name, curve.series[0]) for curve in curves.collect_history(status.history, is_mean=True))]
+    return sorted(found, key=lambda named: not named[0].startswith("eval/"))
+
+
+def _use(status: JobStatus) -> list[tuple[str, curves.Series]]:
+    """What a job's ranks used and waited for, as means over them."""
+    drawn = curves.collect_history(status.history, is_mean=True)
+    return [(curve.name, dataclasses.replace(curve.series[0], band=())) for curve in drawn]
 
 
 def _last(status: JobStatus) -> dict[str, str]:
     return {name: facts.number(one.last) for name, one in _series(status)}
 
 
-def _curves(rows: Sequence[Row]) -> list[curves.Curve]:
+def _curves(
+    rows: Sequence[Row], series_of: Callable[[JobStatus], list[tuple[str, curves.Series]]]
+) -> list[curves.Curve]:
     found: dict[str, list[curves.Series]] = {}
     for row, colour in zip(rows, curves.COLOURS, strict=False):
-        for name, one in _series(row.status):
+        for name, one in series_of(row.status):
             found.setdefault(name, []).append(dataclasses.replace(one, label=row.name, colour=colour))
     return [curves.Curve(name=name, series=tuple(series)) for name, series in found.items()]
 

@@ -307,6 +307,7 @@ class RunningAttempt:
         if rank.end is not None and rank.state in _ALIVE:
             if rank.done is None and self.verdict is None and self._can_lose(rank.rank):
                 self.lost.append(rank)
+                self._site.history.forget(rank.rank)
                 rank.record(RankStateName.LOST)
                 self._site.writer.log(f"{ending.blame([rank]).reason}. The other ranks carry on without it")
             else:
@@ -347,11 +348,17 @@ class RunningAttempt:
         elif event.get("event") == EventKind.PROGRESS:
             if self._watch is not None:
                 self._watch.progressed(event)
-            self._site.history.take_progress(event)
+            self._note(self._site.history.take_progress, event)
             if (fields := self._losses.take(event)) is not None:
                 self._site.writer.event(EventKind.LOSS, **fields)
         elif event.get("event") == EventKind.USAGE:
-            self._site.history.take_usage(event)
+            self._note(self._site.history.take_usage, event)
+
+    def _note(self, take: Callable[[int, Mapping[str, Any]], None], event: Mapping[str, Any]) -> None:
+        """Note an event of a rank of this attempt in the history."""
+        rank = event.get("rank")
+        if isinstance(rank, int) and 0 <= rank < self.world_size:
+            take(rank, event)
 
     def _take_answer(self, answer: Answer) -> None:
         """A live rank has answered. Those that wait in a collective for one whose cell has failed would wait for ever."""
@@ -396,7 +403,7 @@ class RunningAttempt:
         return {rank.pid: rank.rank for rank in self._near if rank.pid and rank.end is None}
 
     def _send_usage(self, rank: int, fields: dict[str, int | str | None]) -> None:
-        self._site.history.take_usage({"rank": rank, **fields})
+        self._site.history.take_usage(rank, fields)
         self._site.writer.event(EventKind.USAGE, rank, **fields)
 
     def _look_back(self, *, is_last: bool = False) -> None:

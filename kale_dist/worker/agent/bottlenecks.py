@@ -1,21 +1,25 @@
-"""Finds what holds a training up: for a minute each, where the time of its ranks goes.
+"""Finds what holds a training up, from where the time of its ranks goes.
 
-Ranks that train together wait for the slowest in their exchange. So the rank that waits least there is the slowest, and where
-its own time goes is the cause.
+Ranks that exchange gradients in each step wait there for the slowest. So the rank that waits least is the slowest, and where its
+own time goes is the cause.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Any, Self
 
-WINDOW_S = 60.0
-"""So long has a cause to hold before it is named."""
+HALF_S = 30.0
+"""A cause is named that holds for two such times one after the other."""
 
 DATA, CHECKPOINTS, SLOWEST, EXCHANGE = 0.2, 0.05, 0.2, 0.4
 """From which share of the time on waiting for data, checkpoints, waiting for the slowest rank, and the exchange are named."""
+
+_BUSY_PERCENT = 70
+"""A GPU that is busier than that does not wait for the data that its process loads meanwhile."""
 
 _LATENCY_S = 0.005
 """An exchange that takes less than that is a matter of messages, not of bytes: larger batches have fewer of them."""
@@ -25,62 +29,77 @@ _LATENCY_S = 0.005
 class Share:
     """Where the time of one rank went between two events, as shares from 0 to 1."""
 
+    seconds: float
     data: float
     exchange: float | None
     checkpoints: float
-    batches: int
-    seconds: float
+    batches: float
+    samples: float | None
+    gpu_percent: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """The counters of one rank, since its process began."""
+    """The counters of one rank since its process began, as an event of kind progress has them."""
 
     time: float
     data_s: float
     exchange_s: float | None
     """None where it is not known, as on GPUs."""
     checkpoint_s: float
-    batches: int
+    batches: float
     """Batches that were trained on."""
-    batch_samples: float | None
-    """Samples of a batch of this rank, as a mean over the epoch; None where another rank reads its batches, as in a pipeline."""
-    num_workers: int
+    trained: float | None
+    """Samples of those batches; None where another rank reads and counts them."""
+    num_workers: float
+    """Of the training loader."""
+    meets: bool
+    """Whether all ranks exchange gradients in each step."""
+    gpu_percent: float = 0.0
+    """How busy its GPU was, added up over the looks at it."""
+    gpu_looks: int = 0
 
     @classmethod
-    def of(cls, progress: Mapping[str, Any], before: Self | None) -> Self | None:
-        """The counters in an event of kind progress; None where it has none.
+    def of(cls, progress: Mapping[str, Any], gpu_percent: float = 0.0, gpu_looks: int = 0) -> Self | None:
+        """The counters in an event; None where it has none that can be used: it comes from a process that runs the user's code.
 
         Args:
             progress: The event.
-            before: The counters in the one before it: an evaluation counts no batches.
+            gpu_percent: How busy its GPU was so far, added up over the looks at it.
+            gpu_looks: How many these were.
         """
-        if progress.get("data_s") is None:
+        names = ("time", "data_s", "exchange_s", "checkpoint_s", "batches", "trained", "num_workers")
+        found = {name: number(progress.get(name)) for name in names}
+        if any(found[name] is None for name in names if name not in ("exchange_s", "trained")):
             return None
-        batches, samples, step = progress["batches"], progress["samples"], progress["step"]
-        return cls(
-            time=progress["time"],
-            data_s=progress["data_s"],
-            exchange_s=progress["exchange_s"],
-            checkpoint_s=progress["checkpoint_s"],
-            batches=batches if batches is not None else 0 if before is None else before.batches,
-            batch_samples=None if samples is None else samples / max(1, step),
-            num_workers=progress["num_workers"],
-        )
+        counters: dict[str, Any] = {**found, "meets": progress.get("meets") is True}
+        return cls(**counters, gpu_percent=gpu_percent, gpu_looks=gpu_looks)
 
     def since(self, before: Self) -> Share | None:
         """Where the time between two events went; None where there is none between them."""
-        seconds = self.time - before.time
+        seconds, looks = self.time - before.time, self.gpu_looks - before.gpu_looks
         if seconds <= 0:
             return None
-        is_known = self.exchange_s is not None and before.exchange_s is not None
+        exchange_s, trained = _difference(self.exchange_s, before.exchange_s), _difference(self.trained, before.trained)
         return Share(
+            seconds=seconds,
             data=(self.data_s - before.data_s) / seconds,
-            exchange=((self.exchange_s or 0.0) - (before.exchange_s or 0.0)) / seconds if is_known else None,
+            exchange=None if exchange_s is None else exchange_s / seconds,
             checkpoints=(self.checkpoint_s - before.checkpoint_s) / seconds,
             batches=self.batches - before.batches,
-            seconds=seconds,
+            samples=trained,
+            gpu_percent=(self.gpu_percent - before.gpu_percent) / looks if looks else None,
         )
+
+
+def number(value: Any) -> float | None:
+    """A finite number as a float; None for all else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2.0**63
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def _difference(now: float | None, before: float | None) -> float | None:
+    return None if now is None or before is None else now - before
 
 
 class Bottlenecks:
@@ -88,14 +107,21 @@ class Bottlenecks:
 
     def __init__(self) -> None:
         self._first: dict[int, Spent] = {}
-        """The counters of each rank when the present minute began."""
+        """The counters of each rank when the present half of a minute began."""
         self._last: dict[int, Spent] = {}
+        self._cause = ""
+        """That of the half before."""
         self._named = {""}
         """The causes that were named, and that there is none."""
 
     def begin_attempt(self) -> None:
         """Other processes begin."""
-        self._first, self._last = {}, {}
+        self._first, self._last, self._cause = {}, {}, ""
+
+    def forget(self, rank: int) -> None:
+        """A rank is lost, and the others carry on."""
+        self._first.pop(rank, None)
+        self._last.pop(rank, None)
 
     def take(self, rank: int, spent: Spent) -> None:
         """Note a rank's counters."""
@@ -105,14 +131,17 @@ class Bottlenecks:
     def sentence(self) -> str:
         """The cause in a minute that has just ended, if it is a new one; else empty."""
         shares = {rank: spent.since(self._first[rank]) for rank, spent in self._last.items()}
-        whole = {rank: share for rank, share in shares.items() if share is not None and share.seconds >= WINDOW_S}
+        whole = {rank: share for rank, share in shares.items() if share is not None and share.seconds >= HALF_S}
         if not whole or len(whole) < len(shares):
             return ""
-        self._first = dict(self._last)
-        cause, sentence = _judge(whole, self._last)
-        if cause in self._named:
+        self._first, before = dict(self._last), self._cause
+        self._cause, sentence = _judge(whole, self._last)
+        if any(share.seconds > 2 * HALF_S for share in whole.values()):
+            # A rank has stood still, at a breakpoint or for a long evaluation.
+            self._cause = ""
+        if self._cause != before or self._cause in self._named:
             return ""
-        self._named.add(cause)
+        self._named.add(self._cause)
         return sentence
 
 
@@ -123,23 +152,19 @@ def _judge(shares: Mapping[int, Share], spent: Mapping[int, Spent]) -> tuple[str
     slowest = min(waits, key=waits.__getitem__) if is_known else max(shares, key=lambda rank: shares[rank].data)
     one, waited = shares[slowest], waits.get(slowest, 0.0)
     others = [share for rank, share in shares.items() if rank != slowest]
-    if one.data >= DATA:
+    if one.data >= DATA and (is_known or (one.gpu_percent is not None and one.gpu_percent < _BUSY_PERCENT)):
         is_all = all(share.data >= DATA for share in others)
         who = "Ranks wait" if is_all else f"The others wait for rank {slowest}, and it waits"
-        workers = spent[slowest].num_workers
-        remedy = "more of them, or a faster dataset," if workers else "a DataLoader with num_workers"
-        return "data", f"{who} {one.data:.0%} of the time for data: num_workers={workers}. Try {remedy} to read ahead"
-    if one.checkpoints >= CHECKPOINTS:
-        return (
-            "checkpoints",
-            f"Checkpoints take {one.checkpoints:.0%} of the time. Write them more rarely: checkpoint_every=",
-        )
-    # Peers of a pipeline wait for each other's layers, and that is no exchange of gradients.
-    if not (is_known and others and all(each.batch_samples is not None for each in spent.values())):
+        workers = round(spent[slowest].num_workers)
+        remedy = "more of them, or a faster dataset" if workers else "a DataLoader with num_workers, which read ahead"
+        return "data", f"{who} {one.data:.0%} of the time for data: num_workers={workers}. Try {remedy}"
+    if (taken := max(share.checkpoints for share in shares.values())) >= CHECKPOINTS:
+        return "checkpoints", f"Checkpoints take {taken:.0%} of the time. Write them more rarely: checkpoint_every="
+    if not (is_known and others and all(each.meets for each in spent.values())):
         return "", ""
     loss = statistics.fmean(waits[rank] for rank in waits if rank != slowest) - waited
     if loss >= SLOWEST:
-        return "slowest", f"Rank {slowest} is the slowest: the others wait {loss:.0%} of the time for it"
+        return f"rank {slowest}", f"Rank {slowest} is the slowest: the others wait {loss:.0%} of the time for it"
     if waited < EXCHANGE or not one.batches:
         return "", ""
     exchange_s = waited * one.seconds / one.batches

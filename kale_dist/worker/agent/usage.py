@@ -126,8 +126,8 @@ class UsageWatch:
             if before is None or any(_differs(name, before[name], value) for name, value in now.items()):
                 self._sent[rank] = now
                 self._send(rank, now)
-        self._on_look()
         self._timer = self._loop.call_later(max(EACH_S, REST_PER_WORK * took_s) if found else FIRST_S, self._look)
+        self._on_look()
 
 
 def _node(environment: Mapping[str, str]) -> str | None:

@@ -61,6 +61,8 @@ class DataParallel(Replica):
         layout: This rank's layout.
     """
 
+    meets_in_steps = True
+
     def __init__(self, settings: Settings, layout: Layout) -> None:
         super().__init__(settings, layout)
         self.average_buffers = self.settings.average_buffers

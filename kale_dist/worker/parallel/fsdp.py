@@ -58,7 +58,7 @@ class FullySharded(Replica):
         layout: This rank's layout.
     """
 
-    reduces, divides = False, True
+    reduces, divides, meets_in_steps = False, True, True
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
         super().__init__(settings, layout)

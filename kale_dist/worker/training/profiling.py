@@ -26,6 +26,9 @@ from kale_dist.worker.training.trained import alter
 FIRST_STEP = 2
 """The first step is left out: memory, caches and lazy parts are made in it."""
 
+MOVING = "moving"
+"""The phase in which a batch is moved to the device: from ordinary memory, it waits for the GPU."""
+
 _COLLECTIVE = "collective"
 _SILENT = "6"
 """A level above all of torch's tracer."""
@@ -189,8 +192,9 @@ class Profiler:
         CLOCK.is_marking, CLOCK.synchronise = False, None
         self._stack.close()
         self._profile.stop_trace()
-        spent = {name: CLOCK.totals[name] - self._before.get(name, 0.0) for name in (*PHASES, _COLLECTIVE)}
+        spent = {name: CLOCK.totals[name] - self._before.get(name, 0.0) for name in (*PHASES, MOVING, _COLLECTIVE)}
         spent["exchange"] += spent[_COLLECTIVE]
+        spent["data"] += spent[MOVING]
         steps = self._taken - FIRST_STEP + 1
         values: dict[str, float] = {"steps": steps, "step_s": sum(spent[name] for name in PHASES) / steps}
         values |= {f"{name}_s": spent[name] / steps for name in PHASES}

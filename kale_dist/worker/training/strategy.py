@@ -79,6 +79,8 @@ class Strategy:
     """Whether there are moments within an epoch at which all ranks are at the same step and `is_settled`."""
     is_settled = True
     """Whether, between two batches, `full_state` and `own_state` hold all that the ranks need to go on."""
+    meets_in_steps = False
+    """Whether all ranks exchange gradients in each step, and so wait for the slowest."""
     average_buffers = True
     """Whether floating-point buffers are averaged over shards after each epoch."""
 

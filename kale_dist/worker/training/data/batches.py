@@ -26,7 +26,7 @@ from kale_dist.worker.training.data.generators import (
 from kale_dist.worker.training.data.moving import count, move
 from kale_dist.worker.training.data.sharding import Pace, Portion
 from kale_dist.worker.training.group import Group
-from kale_dist.worker.training.profiling import CLOCK, Profiler, spent
+from kale_dist.worker.training.profiling import CLOCK, MOVING, Profiler, spent
 from kale_dist.worker.training.strategy import Strategy
 
 
@@ -265,7 +265,8 @@ class Batches:
             except StopIteration:
                 self._finish()
                 raise
-            batch = move(batch, role.group.device)
+            with CLOCK.phase(MOVING):
+                batch = move(batch, role.group.device)
         if role.profiler is not None:
             role.profiler.took_batch()
         self.index += 1
@@ -516,10 +517,21 @@ class Batches:
             samples=self.samples if role.reads else None,
             samples_per_s=feed.rate,
             loss=role.loss(),
-            batches=None if role.pace is None else role.pace.batches,
-            num_workers=self._loader.num_workers,
-            **spent(role.group.device),
+            **self._counters(),
         )
+
+    def _counters(self) -> dict[str, Any]:
+        """What a progress event of a training has besides: numbers since the process began."""
+        role = self._feed.role
+        if role.pace is None or role.strategy is None:
+            return {}
+        return {
+            "batches": role.pace.batches,
+            "trained": role.pace.trained if role.reads else None,
+            "num_workers": self._loader.num_workers,
+            "meets": role.strategy.meets_in_steps and role.row.is_alone,
+            **spent(role.group.device),
+        }
 
 
 def _make(loader: DataLoader[Any], feed: Feed, make_iterator: Callable[[], Any]) -> Any:

@@ -172,6 +172,8 @@ class Pace:
         self.portion: Portion | None = None
         self.batches = 0
         """Batches given so far in the whole job: a number on which all ranks agree."""
+        self.trained = 0
+        """Samples of this rank in them."""
         self.optimizer_steps_of_batch = 0
         self._foreseen = 0
         self._seen = 0
@@ -180,6 +182,7 @@ class Pace:
         """Called when the training loader gives a batch."""
         self.portion = portion
         self.batches += 1
+        self.trained += portion.local
         self.optimizer_steps_of_batch = 0
         if self.accumulate == 1 or not self._seen:
             self._foreseen = portion.window or portion.total * self.accumulate
