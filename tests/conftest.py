@@ -39,6 +39,12 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_runtest_setup(item):
+    real = item.get_closest_marker("real")
+    if real and os.environ.get("SIMCUDA_DEVICES"):
+        pytest.skip(f"not on a simulated GPU: {real.args[0]}")
+
+
 def _of_this_run():
     """Processes of kale_dist, and kernels, that tests of this run have started: pid to command line."""
     mark = f"{_RUN_NAME}={os.environ[_RUN_NAME]}".encode()

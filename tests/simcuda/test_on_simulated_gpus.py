@@ -40,7 +40,8 @@ RUNS = [
     Run("drawn trainings", ("tests/hunt/test_hunt.py", "-k", "test_a_drawn_training")),
     Run("what a real GPU runs with one rank", ("--group", "A", "--group", "B"), 1, is_nightly=True),
     Run("all of the strategies", ("tests/strategies",), is_nightly=True),
-    Run("all of resuming", ("tests/resuming",), is_nightly=True),
+    Run("what the nightly has of the strategies", ("tests/strategies", "-m", "nightly"), is_nightly=True),
+    Run("all of resuming", ("tests/resuming", "-m", ""), is_nightly=True),
     Run("all of the agent", ("tests/agent",), is_nightly=True),
     Run("150 drawn trainings", ("tests/hunt/test_hunt.py", "-m", "nightly", "-k", "300_drawn"), is_nightly=True, part="0/2"),
 ]  # fmt: skip

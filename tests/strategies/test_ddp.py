@@ -185,6 +185,7 @@ def weights_where_memory_is(hidden, **settings):
 
 
 @pytest.mark.nightly
+@pytest.mark.real("shared memory is for CPUs")
 def test_ranks_that_cannot_share_memory_exchange_by_torch_unless_memory_was_asked_for():
     torch.testing.assert_close(weights_where_memory_is(True), weights_where_memory_is(False))
     with pytest.raises(KaleDistError, match="exchange='shared-memory' does not work here"):

@@ -73,6 +73,7 @@ def test_four_ranks_equal_one_process(strategy):
 
 
 @pytest.mark.nightly
+@pytest.mark.real("Triton")
 def test_compiled_units_equal_one_process():
     compare(FSDP(units=("layers.*",), compile=True), names=("Stacked",), cases=UNITS)
 

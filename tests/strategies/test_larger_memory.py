@@ -21,6 +21,7 @@ def memory(field):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
+@pytest.mark.real("memory of a process")
 def test_a_rank_of_four_takes_at_most_40_percent_of_the_states():
     before = {}
 

@@ -62,12 +62,14 @@ def test_four_ranks_equal_one_process(strategy):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
+@pytest.mark.real("Triton")
 def test_a_compiled_mesh_equals_one_process():
     compare(Mesh(data=2, tensor=2, plan=PLAN, compile=True), 4, names=("Attentive",), cases=ATTENTION)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
+@pytest.mark.real("Triton")
 def test_compiled_pipelines_equal_one_process():
     compare(Mesh(data=2, pipeline=2, micro_batches=2, compile=True), 4, names=("MomentumAccumulatedClipped",))
 

@@ -121,6 +121,7 @@ def test_a_loss_of_the_model_shared_weights_in_a_window_and_two_calls_equal_one_
 
 
 @pytest.mark.nightly
+@pytest.mark.real("Triton")
 def test_compiled_stages_equal_one_process():
     compare(Pipeline(compile=True, activation_checkpointing=True), names=("GptAdamClippedInStep",), cases=GPTS)
 

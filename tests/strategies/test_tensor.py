@@ -196,6 +196,7 @@ def test_four_ranks_equal_one_process(strategy):
 
 
 @pytest.mark.nightly
+@pytest.mark.real("Triton")
 def test_compiled_blocks_equal_one_process():
     compare(Tensor(plan=PLAN, compile=True), names=("Attentive",), cases=ATTENTION)
 

@@ -214,4 +214,5 @@ class PowerSGD(AllReduce):
         mine.iter = state["iter"]
         kept = ((mine.error_dict, "errors"), (mine.p_memory_dict, "p"), (mine.q_memory_dict, "q"))
         for memory, name in kept:
-            memory.update({index: torch.clone(tensor) for index, tensor in state[name].items()})
+            # A checkpoint has them on the CPU.
+            memory.update({index: tensor.to(self.group.device, copy=True) for index, tensor in state[name].items()})
