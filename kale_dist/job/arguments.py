@@ -52,6 +52,7 @@ def of_training(
         kinds = [_function(one) if made else type(one).__name__ for one in several.values() if one is not None]
         found[name] = ", ".join(kinds) or None
     found["batch_size"] = training.train_data_loader.batch_size
+    found["num_workers"] = training.train_data_loader.num_workers
     optimizers = training.optimizer.values() if isinstance(training.optimizer, dict) else (training.optimizer,)
     found |= _of_groups(options or [group for one in optimizers for group in getattr(one, "param_groups", ())])
     found |= _of_scheduler("scheduler", training.scheduler, schedule or {})

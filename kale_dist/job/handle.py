@@ -197,9 +197,9 @@ class Job(Generic[R]):
         """What each rank used and waited for so far, as rows like those of `metrics`, of the source `usage`.
 
         They have what is known of `memory_gib`, `gpu_percent`, `gpu_memory_gib`, `data_percent` and `exchange_percent` (shares
-        of the time in which the rank waited for data, and in the exchange with others) and `samples_per_s`: the most memory and
-        the means since the rank's row before. `step` counts the batches of rank 0. A rank has at most 600 rows, with ever longer
-        distances.
+        of the time in which the rank waited for data, and in the exchange with others) and `samples_per_s` of the rank: the most
+        memory and the means since its row before. A rank has at most 600 rows, with ever longer distances, unless the job's
+        first pod was lost.
         """
         return [_place(row) | dict(row.values) for moment in self.status.history for row in moment.rows()]
 

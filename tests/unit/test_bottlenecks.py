@@ -46,7 +46,7 @@ class Training:
 @pytest.mark.parametrize(
     ("shares", "sentence"),
     [
-        ({"data": 0.61, "exchange": 0.05}, "Ranks wait 61% of the time for data: num_workers=0. Try a DataLoader with num_workers"),
+        ({"data": 0.61, "exchange": 0.05}, "Ranks wait 61% of the time for data: num_workers=0. Try DataLoader(num_workers=2): workers read ahead"),
         (
             {"data": [0.02, 0.02, 0.5, 0.02], "exchange": [0.5, 0.5, 0.02, 0.5]},
             "The others wait for rank 2, and it waits 50% of the time for data: num_workers=0",
@@ -115,7 +115,7 @@ def test_another_cause_later_is_named_too():
 
 def test_workers_that_are_too_few_are_named_by_their_number():
     (told,) = Training(num_workers=2).runs(2 * MINUTE_S, data=0.4)
-    assert "num_workers=2. Try more of them, or a faster dataset" in told
+    assert "num_workers=2. Try more of them, persistent_workers=True" in told
 
 
 def test_one_process_waits_for_nobody():

@@ -204,3 +204,13 @@ def test_many_ranks_are_their_mean_between_the_lowest_and_the_highest():
     assert series.label.startswith("mean of 64 ranks")
     assert series.points == ((0.0, 31.5), (1.0, 31.5))
     assert series.band == ((0.0, 63.0), (0.0, 63.0))
+
+
+def test_a_comparison_has_the_mean_over_time_and_the_most_memory():
+    moments = [
+        Moment(time=60.0 * at, values=(("memory_gib", (memory, 1.0)), ("data_percent", (share, share))))
+        for at, memory, share in ((0, 1.0, 90.0), (1, 3.0, 10.0), (4, 1.0, 50.0))
+    ]
+    memory, share = curves.collect_history(moments, is_compared=True)
+    assert (memory.series[0].last, share.series[0].last) == (2.0, 40.0)
+    assert share.series[0].band == ()

@@ -332,6 +332,14 @@ def test_a_page_that_draws_curves_itself_gets_their_points_and_how_many_metrics_
     assert view.parts(running())["curves"] == ""
 
 
+def test_an_ended_training_shows_the_pace_of_its_training_and_not_of_its_last_evaluation():
+    evaluated = (ReplicaStatus(rank=0, progress=progress(phase="eval", samples_per_s=90_000.0)),)
+    paces = tuple(row("pace", epoch=epoch, samples_per_s=pace) for epoch, pace in ((1, 1000.0), (2, 1200.0)))
+    status = JobStatus(ref="local://x", state=StateName.SUCCEEDED, replicas=evaluated, metrics=paces)
+    assert facts.rate(status) == "1,200 samples/s"
+    assert facts.rate(dataclasses.replace(status, metrics=())) == "90,000 samples/s"
+
+
 def losses(*values, epoch=1, steps=4):
     return tuple(BatchLoss(epoch=epoch, step=step, steps=steps, loss=value) for step, value in enumerate(values, 1))
 

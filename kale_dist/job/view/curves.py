@@ -35,7 +35,7 @@ COLOURS = ("#3b82f6", "#f08c00", "#12a594", "#c05bd6", "#e5484d", "#8a8f98")
 
 _TITLES = {
     "memory_gib": "memory, GiB", "gpu_percent": "GPU, %", "gpu_memory_gib": "GPU memory, GiB",
-    "data_percent": "waiting for data, %", "exchange_percent": "in exchange, %", "samples_per_s": "samples/s",
+    "data_percent": "waiting for data, %", "exchange_percent": "in exchange, %", "samples_per_s": "samples/s of a rank",
 }  # fmt: skip
 """The names of a history's curves."""
 
@@ -155,17 +155,17 @@ def collect(rows: Iterable[MetricRow], losses: Sequence[BatchLoss] = ()) -> tupl
     return tuple(curve for curve in curves if curve.series)
 
 
-def collect_history(history: Sequence[Moment], *, is_mean: bool = False) -> tuple[Curve, ...]:
+def collect_history(history: Sequence[Moment], *, is_compared: bool = False) -> tuple[Curve, ...]:
     """The curves of what the ranks of a job used and waited for, over its minutes.
 
     Args:
         history: The moments.
-        is_mean: Whether a curve is one line, the mean over the ranks, of few ranks, too.
+        is_compared: Whether a curve is one line for the job, the mean over its ranks, and `last` the mean over time, of memory the most.
     """
     found: dict[str, dict[int, list[tuple[float, float]]]] = {name: {} for name in _TITLES}
     bands: dict[str, list[tuple[float, float]]] = {name: [] for name in _TITLES}
     count = max((len(each) for one in history for _, each in one.values), default=0)
-    is_mean = is_mean or count > MAX_SERIES
+    is_mean = is_compared or count > MAX_SERIES
     for moment in history:
         minute = round((moment.time - history[0].time) / 60, 2)
         for name, each in moment.values:
@@ -185,14 +185,22 @@ def collect_history(history: Sequence[Moment], *, is_mean: bool = False) -> tupl
                     label=_AS_MEAN.format(count) if is_mean else f"rank {rank}",
                     colour=COLOURS[rank % len(COLOURS)],
                     points=tuple(points[index] for index in kept),
-                    last=points[-1][1],
+                    last=_whole(points, is_most="memory" in name) if is_compared else points[-1][1],
                     axis="minute",
-                    band=tuple(bands[name][index] for index in kept) if is_mean else (),
+                    band=tuple(bands[name][index] for index in kept) if is_mean and not is_compared else (),
                 )
             )
         if series:
             made.append(Curve(name=_TITLES[name], series=tuple(series), is_from_zero=True))
     return tuple(made)
+
+
+def _whole(points: Sequence[tuple[float, float]], *, is_most: bool) -> float:
+    """The value of a whole job from values that are each the mean since the one before; or the most."""
+    minutes = sum(after - before for (before, _), (after, _) in itertools.pairwise(points))
+    if is_most or not minutes:
+        return max(value for _, value in points)
+    return sum((after - before) * value for (before, _), (after, value) in itertools.pairwise(points)) / minutes
 
 
 def unknown(history: Sequence[Moment]) -> str:

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Container, Sequence
 
-from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus
+from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus, values_of
 from kale_dist.wire import PHASES, LogLine, RankStateName, StateName
 
 _CLEARLY = 1.1
@@ -217,14 +217,19 @@ def percent(status: JobStatus) -> int | None:
 
 
 def rate(status: JobStatus) -> str:
-    """Samples a second of all running ranks together, or at the end those that they had last.
+    """Samples a second of all running ranks together, or at the end those of the last epoch's training.
 
-    Each rank measures its own, in `worker/training/data/batches.py`.
+    Each rank measures its own, in `worker/training/data/batches.py`. Its last progress may be of an evaluation.
     """
-    total = sum(
-        replica.progress.samples_per_s or 0.0
-        for replica in status.replicas
-        if replica.progress is not None and (status.is_final or replica.state is RankStateName.RUNNING)
+    paces = values_of(status, "pace/samples_per_s") if status.is_final else []
+    total = (
+        paces[-1]
+        if paces
+        else sum(
+            replica.progress.samples_per_s or 0.0
+            for replica in status.replicas
+            if replica.progress is not None and (status.is_final or replica.state is RankStateName.RUNNING)
+        )
     )
     return f"{number(total)} samples/s" if total > 0 else ""
 

@@ -58,9 +58,9 @@ def comparison_html(rows: Sequence[Row]) -> str:
     )
     colours = dict(zip((row.name for row in rows), curves.COLOURS, strict=False))
     drawn = markup.table(table, "Compared jobs", colours=colours)
-    charts = "".join(
-        markup.charts([curve for curve in _curves(rows, series) if curve.drawn]) for series in (_series, _use)
-    )
+    own = [curve for curve in _curves(rows, _series) if curve.drawn]
+    use = [dataclasses.replace(curve, is_from_zero=True) for curve in _curves(rows, _use) if curve.drawn]
+    charts = markup.charts(own) + markup.charts(use)
     return markup.frame("Comparison of jobs", f"{drawn}{markup.small([same, most])}{charts}")
 
 
@@ -103,9 +103,8 @@ def _series(status: JobStatus) -> list[tuple[str, curves.Series]]:
 
 
 def _use(status: JobStatus) -> list[tuple[str, curves.Series]]:
-    """What a job's ranks used and waited for, as means over them."""
-    drawn = curves.collect_history(status.history, is_mean=True)
-    return [(curve.name, dataclasses.replace(curve.series[0], band=())) for curve in drawn]
+    """What a job's ranks used and waited for, as one line."""
+    return [(curve.name, curve.series[0]) for curve in curves.collect_history(status.history, is_compared=True)]
 
 
 def _last(status: JobStatus) -> dict[str, str]:

@@ -156,7 +156,8 @@ def _judge(shares: Mapping[int, Share], spent: Mapping[int, Spent]) -> tuple[str
         is_all = all(share.data >= DATA for share in others)
         who = "Ranks wait" if is_all else f"The others wait for rank {slowest}, and it waits"
         workers = round(spent[slowest].num_workers)
-        remedy = "more of them, or a faster dataset" if workers else "a DataLoader with num_workers, which read ahead"
+        more = "more of them, persistent_workers=True where epochs are short, or a faster dataset"
+        remedy = more if workers else "DataLoader(num_workers=2): workers read ahead"
         return "data", f"{who} {one.data:.0%} of the time for data: num_workers={workers}. Try {remedy}"
     if (taken := max(share.checkpoints for share in shares.values())) >= CHECKPOINTS:
         return "checkpoints", f"Checkpoints take {taken:.0%} of the time. Write them more rarely: checkpoint_every="
@@ -164,7 +165,9 @@ def _judge(shares: Mapping[int, Share], spent: Mapping[int, Spent]) -> tuple[str
         return "", ""
     loss = statistics.fmean(waits[rank] for rank in waits if rank != slowest) - waited
     if loss >= SLOWEST:
-        return f"rank {slowest}", f"Rank {slowest} is the slowest: the others wait {loss:.0%} of the time for it"
+        return f"rank {slowest}", (
+            f"Rank {slowest} is the slowest: the others wait {loss:.0%} of the time for it. Look at its node, and at what it has to do"
+        )
     if waited < EXCHANGE or not one.batches:
         return "", ""
     exchange_s = waited * one.seconds / one.batches

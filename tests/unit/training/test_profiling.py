@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import time
 
 import pytest
+from torch.utils.data import DataLoader, RandomSampler
 from trainings import classifying
 
 import kale_dist as kd
@@ -88,3 +90,25 @@ def test_phases_exclude_each_other():
         pass
     assert CLOCK.totals["inner"] > before.get("inner", 0.0)
     assert CLOCK._stack == []
+
+
+class Slow(RandomSampler):
+    """Takes half a second before its first index: with workers, while the loader makes its iterator."""
+
+    def __iter__(self):
+        time.sleep(0.5)
+        return super().__iter__()
+
+
+def test_what_a_loader_does_before_an_epoch_is_a_wait_for_data_and_counts_in_the_pace():
+    model, loader, *others = classifying(64, 4, batch_size=4)
+    loader = DataLoader(loader.dataset, 4, sampler=Slow(loader.dataset), num_workers=1)
+    job = kd.distribute(model, loader, *others, epochs=4, on="local", number_of_processes=1, threads=1)
+    try:
+        job.result()
+        assert job.usage[-1]["data_percent"] > 60
+        paces = [row["samples_per_s"] for row in job.metrics if row["source"] == "train"]
+        assert len(paces) == 4
+        assert max(paces) < 64 / 0.5
+    finally:
+        job.delete()

@@ -186,12 +186,15 @@ class Batches:
         self._loader = loader
         self._feed = feed
         self._place()
-        self._inner = _make(loader, feed, make_iterator) if feed.role.reads else iter(())
+        # Worker processes are started, which is a wait for data.
+        with CLOCK.phase("data"):
+            self._inner = _make(loader, feed, make_iterator) if feed.role.reads else iter(())
         self._begin()
 
     def _place(self) -> None:
         """Leave the pass before, and have the sampler begin at the place of the feed, if this is the epoch's first pass."""
         feed, queue, self._start = self._feed, self._feed.share.queue, None
+        self._started = time.monotonic()
         # Worker processes are fed at once, and the order is drawn together.
         feed.change_to(None)
         if feed.counts.first is None:
@@ -209,7 +212,7 @@ class Batches:
         self._feed.change_to(self)
         queue = self._feed.share.queue
         self._queue = None if queue is None else queue.portions
-        self._started = self._reported = time.monotonic()
+        self._reported = time.monotonic()
         self._reported_index = self._reported_in_hand = 0
         self.samples = 0
         self._skipped = 0
