@@ -167,7 +167,7 @@ def collect_history(history: Sequence[Moment], *, is_compared: bool = False) -> 
     count = max((len(each) for one in history for _, each in one.values), default=0)
     is_mean = is_compared or count > MAX_SERIES
     for moment in history:
-        minute = round((moment.time - history[0].time) / 60, 2)
+        minute = round((moment.time - history[0].time) / 60, 3)
         for name, each in moment.values:
             known = {rank: value for rank, value in enumerate(each) if value is not None and math.isfinite(value)}
             if is_mean and known:

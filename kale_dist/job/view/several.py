@@ -46,13 +46,13 @@ def html(rows: Sequence[Row], left_out: int, now: float) -> str:
 
 def comparison_text(rows: Sequence[Row]) -> str:
     """A comparison of jobs: a row for each, with the arguments in which they differ and their last metrics."""
-    table, same = _compared(rows)
+    table, same = _compared(rows, [_last(row.status) | _means(row.status) for row in rows])
     return "\n".join([*plain.drawn(table), same])
 
 
 def comparison_html(rows: Sequence[Row]) -> str:
     """The comparison with a picture for each metric, in which each job is a line."""
-    table, same = _compared(rows)
+    table, same = _compared(rows, [_last(row.status) for row in rows])
     most = (
         f"The charts show the first {curves.MAX_SERIES} of {len(rows)} jobs." if len(rows) > curves.MAX_SERIES else ""
     )
@@ -77,11 +77,10 @@ def _table(rows: Sequence[Row], first: int, now: float) -> facts.Table:
     return facts.Table.of(("", "job", "state", "done", "ranks", "created", "ran", "last metrics"), cells, {0, 3, 4, 6})
 
 
-def _compared(rows: Sequence[Row]) -> tuple[facts.Table, str]:
-    """The table of a comparison, and a line of the arguments that are equal in all jobs."""
+def _compared(rows: Sequence[Row], last: Sequence[Mapping[str, str]]) -> tuple[facts.Table, str]:
+    """The table of a comparison with the last numbers of each job, and a line of the arguments that are equal in all jobs."""
     names = list(dict.fromkeys(name for row in rows for name in row.arguments))
     differing = [name for name in names if len({row.arguments.get(name) for row in rows}) > 1]
-    last = [_last(row.status) | {name: facts.number(one.last) for name, one in _use(row.status)} for row in rows]
     metrics = list(dict.fromkeys(name for one in last for name in one))
     cells = [
         (
@@ -109,6 +108,10 @@ def _use(status: JobStatus) -> list[tuple[str, curves.Series]]:
 
 def _last(status: JobStatus) -> dict[str, str]:
     return {name: facts.number(one.last) for name, one in _series(status)}
+
+
+def _means(status: JobStatus) -> dict[str, str]:
+    return {name: facts.number(one.last) for name, one in _use(status)}
 
 
 def _curves(
