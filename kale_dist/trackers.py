@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import itertools
 import os
 import pathlib
 import re
@@ -265,14 +264,11 @@ class _WandBWriter:
 
     def log(self, rows: Sequence[MetricRow], first: int) -> None:
         # What all ranks used at one moment is one row there.
-        for (_, source), group in itertools.groupby(
-            enumerate(rows, start=first), lambda pair: (pair[1].time, pair[1].source)
-        ):
-            found = list(group)
-            for some in [found] if source == "usage" else [[pair] for pair in found]:
-                values = {name: value for number, row in some for _, name, value, _ in series((row,), number)}
-                place = {"epoch": some[0][1].epoch, "step": some[0][1].step}
-                self._run.log({**values, **{name: count for name, count in place.items() if count is not None}})
+        each = [rows] if rows[0].source == "usage" else [(row,) for row in rows]
+        for number, some in enumerate(each, start=first):
+            values = {name: value for _, name, value, _ in series(some, number)}
+            place = {"epoch": some[0].epoch, "step": some[0].step}
+            self._run.log({**values, **{name: count for name, count in place.items() if count is not None}})
 
     def end(self, state: StateName, model: pathlib.Path | None) -> None:
         with contextlib.ExitStack() as stack:

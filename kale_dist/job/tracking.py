@@ -138,7 +138,8 @@ class _Tracking:
 
     def _log_history(self, writer: Writer, history: tuple[Moment, ...]) -> None:
         for number, moment in enumerate(history[self._bookmark.moments :], self._bookmark.moments):
-            writer.log(tuple(moment.rows(step=round(moment.time - history[0].time))), number)
+            if rows := tuple(moment.rows(step=round(moment.time - history[0].time))):
+                writer.log(rows, number)
         self._keep(moments=len(history))
 
     def _end(self, writer: Writer, state: StateName) -> None:

@@ -221,16 +221,11 @@ def rate(status: JobStatus) -> str:
 
     Each rank measures its own, in `worker/training/data/batches.py`. Its last progress may be of an evaluation.
     """
-    paces = values_of(status, "pace/samples_per_s") if status.is_final else []
-    total = (
-        paces[-1]
-        if paces
-        else sum(
-            replica.progress.samples_per_s or 0.0
-            for replica in status.replicas
-            if replica.progress is not None and (status.is_final or replica.state is RankStateName.RUNNING)
-        )
-    )
+    if status.is_final and (paces := values_of(status, "pace/samples_per_s")):
+        total = paces[-1]
+    else:
+        shown = (one.progress for one in status.replicas if status.is_final or one.state is RankStateName.RUNNING)
+        total = sum(progress.samples_per_s or 0.0 for progress in shown if progress is not None)
     return f"{number(total)} samples/s" if total > 0 else ""
 
 
