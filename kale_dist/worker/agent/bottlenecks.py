@@ -166,7 +166,7 @@ def _judge(shares: Mapping[int, Share], spent: Mapping[int, Spent]) -> tuple[str
     loss = statistics.fmean(waits[rank] for rank in waits if rank != slowest) - waited
     if loss >= SLOWEST:
         return f"rank {slowest}", (
-            f"Rank {slowest} is the slowest: the others wait {loss:.0%} of the time for it. Look at its node, and at what it has to do"
+            f"Rank {slowest} is the slowest: the others wait {loss:.0%} of the time for it. Look at its node, and at its share of the work"
         )
     if waited < EXCHANGE or not one.batches:
         return "", ""
