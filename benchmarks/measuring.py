@@ -63,17 +63,16 @@ def bytes_of_a_day(ranks: int) -> int:
     while now < DAY_S:
         for rank in range(ranks):
             usage = {
-                "rank": rank,
                 "memory_bytes": 123_456_789_012,
                 "gpu_percent": 97,
                 "gpu_memory_bytes": 71_234_567_890,
             }
-            history.take_usage(usage)
+            history.take_usage(rank, usage)
             progress = {
-                "rank": rank, "time": now, "step": 1, "samples": 256, "batches": round(7.1 * now), "data_s": 0.123 * now,
-                "exchange_s": 0.234 * now, "checkpoint_s": 0.0, "num_workers": 4,
+                "time": now, "batches": round(7.1 * now), "trained": round(1817.6 * now), "data_s": 0.123 * now,
+                "exchange_s": 0.234 * now, "checkpoint_s": 0.0, "num_workers": 4, "meets": True,
             }  # fmt: skip
-            history.take_progress(progress)
+            history.take_progress(rank, progress)
         moment = history.moment(now)
         if moment is not None:
             event = {"event": "history", "time": 1_795_734_571.8612816, "rank": None, "attempt": 0, **moment}

@@ -214,3 +214,10 @@ def test_a_comparison_has_the_mean_over_time_and_the_most_memory():
     memory, share = curves.collect_history(moments, is_compared=True)
     assert (memory.series[0].last, share.series[0].last) == (2.0, 40.0)
     assert share.series[0].band == ()
+
+
+def test_a_gap_between_two_attempts_weighs_as_the_moment_before_it():
+    minutes = ((0, 10.0), (1, 10.0), (61, 90.0), (62, 10.0), (63, 10.0))
+    moments = [Moment(time=60.0 * at, values=(("data_percent", (share,)),)) for at, share in minutes]
+    (curve,) = curves.collect_history(moments, is_compared=True)
+    assert curve.series[0].last == 30.0

@@ -39,6 +39,9 @@ _TITLES = {
 }  # fmt: skip
 """The names of a history's curves."""
 
+_GAP = 3
+"""A distance that is so many times the one before is a gap between two attempts."""
+
 HISTORY_TITLE = "Memory, GPUs and waiting"
 """The line under which they are folded, in the page's script, too."""
 
@@ -196,11 +199,15 @@ def collect_history(history: Sequence[Moment], *, is_compared: bool = False) -> 
 
 
 def _whole(points: Sequence[tuple[float, float]], *, is_most: bool) -> float:
-    """The value of a whole job from values that are each the mean since the one before; or the most."""
-    minutes = sum(after - before for (before, _), (after, _) in itertools.pairwise(points))
-    if is_most or not minutes:
+    """The value of a whole job from values that are each the mean since the one before; or the most.
+
+    A job that waited for pods has a gap, which the first value after it is not the mean of: it weighs as the one before.
+    """
+    minutes = [after - before for (before, _), (after, _) in itertools.pairwise(points)]
+    usual = [now if now <= _GAP * before else before for before, now in itertools.pairwise((*minutes[:1], *minutes))]
+    if is_most or not any(usual):
         return max(value for _, value in points)
-    return sum((after - before) * value for (before, _), (after, value) in itertools.pairwise(points)) / minutes
+    return sum(weight * value for weight, (_, value) in zip(usual, points[1:], strict=True)) / sum(usual)
 
 
 def unknown(history: Sequence[Moment]) -> str:

@@ -194,9 +194,9 @@ class Batches:
     def _place(self) -> None:
         """Leave the pass before, and have the sampler begin at the place of the feed, if this is the epoch's first pass."""
         feed, queue, self._start = self._feed, self._feed.share.queue, None
-        self._started = time.monotonic()
         # Worker processes are fed at once, and the order is drawn together.
         feed.change_to(None)
+        self._started = time.monotonic()
         if feed.counts.first is None:
             feed.counts.first, self._start, feed.start = self, feed.start, None
         else:
@@ -232,8 +232,9 @@ class Batches:
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's
         """Begin the next pass of persistent workers; torch calls this."""
         self._place()
-        if self._feed.role.reads:
-            self._inner._reset(loader, first_iter)  # noqa: SLF001
+        with CLOCK.phase("data"):
+            if self._feed.role.reads:
+                self._inner._reset(loader, first_iter)  # noqa: SLF001
         self._begin()
 
     def __getattr__(self, name: str) -> Any:
