@@ -35,7 +35,7 @@ def step(model: Any, data_loader: Any, criterion: Any, optimizer: Any, _: Any, a
     is_measured = args["epochs"] % 2 == 0
     off = contextlib.ExitStack()
     if not is_measured:
-        off.enter_context(mock.patch.object(batches, "spent", nothing))
+        off.enter_context(mock.patch.object(batches, "time_spent", nothing))
         off.enter_context(mock.patch.object(profiling.Clock, "enter", nothing))
         off.enter_context(mock.patch.object(profiling.Clock, "leave", nothing))
     times = []
@@ -56,7 +56,8 @@ def step(model: Any, data_loader: Any, criterion: Any, optimizer: Any, _: Any, a
 
 def bytes_of_a_day(ranks: int) -> int:
     """The size of all history events of that many ranks, whose numbers have as many digits as they may."""
-    from kale_dist.worker.agent.history import SHARE, SOONEST_S, History
+    from kale_dist.worker.agent.history import SHARE, History
+    from kale_dist.worker.agent.usage import EACH_S
 
     history, now, size = History(), 0.0, 0
     history.begin_attempt(ranks)
@@ -77,7 +78,7 @@ def bytes_of_a_day(ranks: int) -> int:
         if moment is not None:
             event = {"event": "history", "time": 1_795_734_571.8612816, "rank": None, "attempt": 0, **moment}
             size += len(json.dumps(event, separators=(",", ":"))) + 1
-        now += max(SOONEST_S, now / SHARE / 4)
+        now += max(EACH_S, now / SHARE / 4)
     return size
 
 

@@ -52,7 +52,7 @@ PHASES = ("data", "forward", "backward", "exchange", "optimizer")
 
 
 HISTORY = ("memory_gib", "gpu_percent", "gpu_memory_gib", "data_percent", "exchange_percent", "samples_per_s")
-"""What a `Moment` has of each rank, in this order."""
+"""The numbers that a `Moment` has of each rank, in this order."""
 
 
 class EventKind(enum.StrEnum):
@@ -164,12 +164,12 @@ class BatchLoss:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """What the ranks of a job used and waited for, from the moment before to this one."""
+    """One point of a job's history: what its ranks used and waited for since the point before."""
 
     time: float
     """Seconds since 1970."""
     values: tuple[tuple[str, tuple[float | None, ...]], ...]
-    """Those of `HISTORY` that are known, by name: a value of each rank, or None."""
+    """The numbers of `HISTORY` that are known, by name: a value of each rank, or None."""
 
     def rows(self, step: int | None = None) -> Iterator[MetricRow]:
         """The same as metrics of the source `usage`, a row for each rank."""

@@ -8,7 +8,8 @@ from kale_dist.job import view
 from kale_dist.job.status import JobStatus, reduce_events
 from kale_dist.job.view import curves
 from kale_dist.wire import Moment, StateName
-from kale_dist.worker.agent.history import SOONEST_S, History
+from kale_dist.worker.agent.history import History
+from kale_dist.worker.agent.usage import EACH_S
 
 GIB = 1 << 30
 
@@ -38,7 +39,7 @@ def looked(ranks, seconds):
         history.take_usage(rank, usage())
     while now < seconds:
         moments += history.moment(now) is not None
-        now += max(SOONEST_S, now / 400)
+        now += max(EACH_S, now / 400)
     return moments
 
 

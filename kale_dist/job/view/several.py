@@ -46,21 +46,19 @@ def html(rows: Sequence[Row], left_out: int, now: float) -> str:
 
 def comparison_text(rows: Sequence[Row]) -> str:
     """A comparison of jobs: a row for each, with the arguments in which they differ and their last metrics."""
-    table, same = _compared(rows, [_last(row.status) | _means(row.status) for row in rows])
+    table, same = _compared(rows, [_numbers(_series(row.status) + _use(row.status)) for row in rows])
     return "\n".join([*plain.drawn(table), same])
 
 
 def comparison_html(rows: Sequence[Row]) -> str:
     """The comparison with a picture for each metric, in which each job is a line."""
-    table, same = _compared(rows, [_last(row.status) for row in rows])
+    table, same = _compared(rows, [_numbers(_series(row.status)) for row in rows])
     most = (
         f"The charts show the first {curves.MAX_SERIES} of {len(rows)} jobs." if len(rows) > curves.MAX_SERIES else ""
     )
     colours = dict(zip((row.name for row in rows), curves.COLOURS, strict=False))
     drawn = markup.table(table, "Compared jobs", colours=colours)
-    own = [curve for curve in _curves(rows, _series) if curve.drawn]
-    use = [dataclasses.replace(curve, is_from_zero=True) for curve in _curves(rows, _use) if curve.drawn]
-    charts = markup.charts(own) + markup.charts(use)
+    charts = markup.charts(_curves(rows, _series)) + markup.charts(_curves(rows, _use, is_from_zero=True))
     return markup.frame("Comparison of jobs", f"{drawn}{markup.small([same, most])}{charts}")
 
 
@@ -70,7 +68,7 @@ def _table(rows: Sequence[Row], first: int, now: float) -> facts.Table:
         status = row.status
         elapsed, percent = facts.elapsed_s(status, now), facts.percent(status)
         done = "" if status.is_final or percent is None else f"{percent} %"
-        metrics = ", ".join(f"{name} {value}" for name, value in list(_last(status).items())[:_METRICS])
+        metrics = ", ".join(f"{name} {value}" for name, value in list(_numbers(_series(status)).items())[:_METRICS])
         ran = "" if elapsed is None else facts.duration(elapsed)
         ranks = str(len(status.replicas))
         cells.append((str(number), row.name, facts.state(status), done, ranks, row.created, ran, metrics))
@@ -106,22 +104,23 @@ def _use(status: JobStatus) -> list[tuple[str, curves.Series]]:
     return [(curve.name, curve.series[0]) for curve in curves.collect_history(status.history, is_compared=True)]
 
 
-def _last(status: JobStatus) -> dict[str, str]:
-    return {name: facts.number(one.last) for name, one in _series(status)}
-
-
-def _means(status: JobStatus) -> dict[str, str]:
-    return {name: facts.number(one.last) for name, one in _use(status)}
+def _numbers(found: Sequence[tuple[str, curves.Series]]) -> dict[str, str]:
+    return {name: facts.number(one.last) for name, one in found}
 
 
 def _curves(
-    rows: Sequence[Row], series_of: Callable[[JobStatus], list[tuple[str, curves.Series]]]
+    rows: Sequence[Row],
+    series_of: Callable[[JobStatus], list[tuple[str, curves.Series]]],
+    *,
+    is_from_zero: bool = False,
 ) -> list[curves.Curve]:
+    """The pictures of a comparison: in each, a line for each of the first jobs."""
     found: dict[str, list[curves.Series]] = {}
     for row, colour in zip(rows, curves.COLOURS, strict=False):
         for name, one in series_of(row.status):
             found.setdefault(name, []).append(dataclasses.replace(one, label=row.name, colour=colour))
-    return [curves.Curve(name=name, series=tuple(series)) for name, series in found.items()]
+    made = (curves.Curve(name=name, series=tuple(each), is_from_zero=is_from_zero) for name, each in found.items())
+    return [curve for curve in made if curve.drawn]
 
 
 def _more(left_out: int) -> list[str]:

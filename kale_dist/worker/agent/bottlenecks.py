@@ -30,12 +30,16 @@ class Share:
     """Where the time of one rank went between two events, as shares from 0 to 1."""
 
     seconds: float
+    """From one event to the other."""
     data: float
     exchange: float | None
+    """None where it is not known, as on GPUs."""
     checkpoints: float
     batches: float
+    """Batches and samples that were trained on; None of samples that another rank counts."""
     samples: float | None
     gpu_percent: float | None
+    """How busy the GPU was, as a mean; None where that is not known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +56,11 @@ class Spent:
     trained: float | None
     """Samples of those batches; None where another rank reads and counts them."""
     num_workers: float
-    """Of the training loader."""
+    """The training loader's."""
     meets: bool
     """Whether all ranks exchange gradients in each step."""
     gpu_percent: float = 0.0
-    """How busy its GPU was, added up over the looks at it."""
+    """How busy the rank's GPU was, added up over the looks at it."""
     gpu_looks: int = 0
 
     @classmethod
@@ -110,7 +114,7 @@ class Bottlenecks:
         """The counters of each rank when the present half of a minute began."""
         self._last: dict[int, Spent] = {}
         self._cause = ""
-        """That of the half before."""
+        """The cause in the half before."""
         self._named = {""}
         """The causes that were named, and that there is none."""
 

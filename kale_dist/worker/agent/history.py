@@ -1,4 +1,4 @@
-"""What the ranks of a job use and wait for over its whole life: a moment now and then, each later than the one before."""
+"""Keeps what the ranks of a job use and wait for over its whole life: a moment now and then, with ever longer distances."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 from kale_dist.wire import HISTORY
 from kale_dist.worker.agent.bottlenecks import Bottlenecks, Spent, number
-
-SOONEST_S = 2.0
-"""At most so often: the ranks' use is looked at no more often, either."""
+from kale_dist.worker.agent.usage import EACH_S
 
 SHARE = 40
 """The distance of two moments is at least the job's time so far over this: a day has 350 of them, a year 590."""
@@ -23,21 +21,22 @@ _GIB = 1 << 30
 
 @dataclasses.dataclass(slots=True)
 class _Rank:
-    """What is known of one rank since the last moment."""
+    """One rank, as far as it is known since the last moment."""
 
     memory_bytes: float | None = None
     gpu_percent: float | None = None
     gpu_memory_bytes: float | None = None
-    """These three as it has sent them last: it sends none while nothing changes."""
+    """The last values of these three that the rank has sent: it sends none while nothing changes."""
     most_bytes: float | None = None
     most_gpu_bytes: float | None = None
+    """The most memory, and memory of the GPU, at any look."""
     busy: float = 0.0
     """Per cent, added up over all looks that had them."""
     looks: int = 0
     before: Spent | None = None
-    """Its counters at the last moment, at first those that it sent first."""
+    """The rank's counters at the last moment, at first those that it sent first."""
     spent: Spent | None = None
-    """Its counters now; None in a rank that trains nothing."""
+    """The rank's counters now; None where it trains nothing."""
     counted: tuple[float, int] = (0.0, 0)
     """`busy` and `looks` at the last moment."""
 
@@ -111,12 +110,12 @@ class History:
             return None
         self._began_at = now if self._began_at is None else self._began_at
         wide = max(1.0, len(self._ranks) / _WHOLE_RANKS)
-        self._due_at = now + wide * max(SOONEST_S, (now - self._began_at) / SHARE)
+        self._due_at = now + wide * max(EACH_S, (now - self._began_at) / SHARE)
         values = zip(HISTORY, zip(*(rank.values() for rank in self._ranks), strict=True), strict=True)
         return {name: each for name, each in values if any(value is not None for value in each)}
 
     def bottleneck(self) -> str:
-        """What has held the training up for a minute, as a sentence, once for each cause; else empty."""
+        """A sentence on what has held the training up for a minute, once for each cause; else empty."""
         return self._bottlenecks.sentence()
 
 

@@ -26,7 +26,7 @@ from kale_dist.worker.training.data.generators import (
 from kale_dist.worker.training.data.moving import count, move
 from kale_dist.worker.training.data.sharding import Pace, Portion
 from kale_dist.worker.training.group import Group
-from kale_dist.worker.training.profiling import CLOCK, MOVING, Profiler, spent
+from kale_dist.worker.training.profiling import CLOCK, MOVING, Profiler, time_spent
 from kale_dist.worker.training.strategy import Strategy
 
 
@@ -534,7 +534,7 @@ class Batches:
             "trained": role.pace.trained if role.reads else None,
             "num_workers": self._loader.num_workers,
             "meets": role.strategy.meets_in_steps and role.row.is_alone,
-            **spent(role.group.device),
+            **time_spent(role.group.device),
         }
 
 
