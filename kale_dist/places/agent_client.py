@@ -94,6 +94,7 @@ class AgentClient:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._changed = threading.Condition()
+        self._sent: set[str] = set()
         self._taken: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -158,7 +159,12 @@ class AgentClient:
         Raises:
             BackendUnavailableError: The agent has ended (`retryable`: a new one may take the job).
         """
+        self._sent.add(order.job)
         self._send({"op": Op.TAKE, "order": order})
+
+    def may_have(self, job: str) -> bool:
+        """Whether an order of this job was sent to the agent, which still runs."""
+        return job in self._sent and self.alive
 
     def wait_until_taken(self, job: str) -> None:
         """Wait until the agent has confirmed an order: from then on the job runs even if this process ends.

@@ -61,7 +61,7 @@ class LocalBackend(FolderBackend):
         try:
             self._send_order(spec, str(files.folder), key)
         except BaseException:
-            records.withdraw(spec.name)
+            self._take_back(ref)
             raise
         return ref
 
@@ -100,17 +100,9 @@ class LocalBackend(FolderBackend):
             JobNotFoundError: No such job.
             BackendError: The job does not end.
         """
-        reader = self._reader(ref)
-        self.cancel(ref, grace_s=1.0, save=False)
-        deadline = time.monotonic() + _DELETE_TIMEOUT_S
-        while not reader.status().is_final:
-            if time.monotonic() > deadline:
-                problem = f"{ref} has not ended within {_DELETE_TIMEOUT_S:.0f} s of its cancellation"
-                raise BackendError(f"{problem}; try again", retryable=True)
-            time.sleep(0.05)
+        self._end(ref)
         records.delete(ref.name)
-        with self._lock:
-            self._readers.pop(ref.name, None)
+        self._forget(ref)
         self._notify(ref)
 
     def list(self) -> Sequence[JobRef]:
@@ -151,6 +143,32 @@ class LocalBackend(FolderBackend):
             client.take(_order(spec, folder, key, note))
             if spec.policy.detach:
                 client.wait_until_taken(spec.name)
+
+    def _end(self, ref: JobRef) -> None:
+        """Cancel a job that has not ended, and wait for its end."""
+        reader = self._reader(ref)
+        self.cancel(ref, grace_s=1.0, save=False)
+        deadline = time.monotonic() + _DELETE_TIMEOUT_S
+        while not reader.status().is_final:
+            if time.monotonic() > deadline:
+                problem = f"{ref} has not ended within {_DELETE_TIMEOUT_S:.0f} s of its cancellation"
+                raise BackendError(f"{problem}; try again", retryable=True)
+            time.sleep(0.05)
+
+    def _take_back(self, ref: JobRef) -> None:
+        """Undo a submission that failed or was interrupted: no rank of it runs, and its name is free."""
+        try:
+            # An agent that has the order would go on, and refuse the next job of this name.
+            if self._client is not None and self._client.may_have(ref.name):
+                with contextlib.suppress(BackendError):
+                    self._end(ref)
+        finally:
+            records.withdraw(ref.name)
+            self._forget(ref)
+
+    def _forget(self, ref: JobRef) -> None:
+        with self._lock:
+            self._readers.pop(ref.name, None)
 
     def _write_record(self, spec: JobSpec, client: AgentClient) -> None:
         record = Record(

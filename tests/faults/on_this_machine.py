@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import os
 import pathlib
 import resource
@@ -338,12 +339,14 @@ def breaking_at(point, act):
         yield
 
 
-def interrupt():
-    raise KeyboardInterrupt
-
-
 def interrupted_at_each_step(scene):
-    for point in POINTS:
+    # After a moment the agent has what it was sent.
+    for point, after_s in itertools.product(POINTS, (0, 0.05)):
+
+        def interrupt(after_s=after_s):
+            time.sleep(after_s)
+            raise KeyboardInterrupt
+
         with breaking_at(point, interrupt), pytest.raises(KeyboardInterrupt):
             kd.launch(leaves_its_pid, scene.folder, number_of_processes=2, name="stopped")
         check_that_nothing_is_left(scene, point)
