@@ -114,6 +114,7 @@ def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snaps
     """
     request, backend = call.request, call.backend
     snapshot = _capture(call.what, request.label, store)
+    snapshot.check_counts(request.label, request.topology.number_of_processes)
     if snapshot.compiled and backend.name != "local":
         raise SnapshotError(
             f"{request.label} uses {snapshot.compiled[0]}, a compiled module of your own, which need not run "

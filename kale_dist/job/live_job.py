@@ -33,6 +33,7 @@ from kale_dist.job.handle import Job, check_lines, inside
 from kale_dist.job.reader import EventReader, LogReader
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
+from kale_dist.snapshot import unpicklable
 from kale_dist.snapshot.capture import capture
 from kale_dist.snapshot.pickler import CapturePickler
 from kale_dist.snapshot.reducers import References
@@ -429,11 +430,17 @@ class LiveJob(Job[None]):
         """Send the notebook's names that a cell reads, unless they are the ranks' own, or are there and have not changed."""
         namespace = sys.modules["__main__"].__dict__
         hidden = getattr(interrupts.shell(), "user_ns_hidden", {})
-        read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        named = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        read = {node.id for node in named if isinstance(node.ctx, ast.Load)}
+        made = {node.id for node in named if isinstance(node.ctx, ast.Store)}
         known = sorted(
             name
             for name in read & namespace.keys()
-            if name[:1] != "_" and name not in _OF_RANKS and not (name in hidden or hasattr(builtins, name))
+            if name[:1] != "_"
+            and name not in _OF_RANKS
+            and not (name in hidden or hasattr(builtins, name))
+            # The notebook's Trainer is of no use in ranks, whose cell makes their own.
+            and not (name in made and unpicklable.is_of_one_process(namespace[name]))
         )
         for name in known:
             if name in self._owned and name not in self._noted and not isinstance(namespace[name], types.ModuleType):
@@ -454,6 +461,7 @@ class LiveJob(Job[None]):
                 max, (), dict(values), store=FolderStore(records.blobs_dir()), label="names", roots=list(values.items()),
                 references=self._references, left_out=self._owned, there=there,
             )  # fmt: skip
+            snapshot.check_counts("The cell", self.spec.topology.number_of_processes)
             for note in snapshot.notes:
                 warn(note)
             self._check_cell(self._ask(Load(snapshot=snapshot.digest), snapshot.blobs))

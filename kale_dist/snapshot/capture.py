@@ -15,6 +15,7 @@ from typing import Any, Self
 import cloudpickle
 
 from kale_dist import wire
+from kale_dist.errors import SnapshotError
 from kale_dist.snapshot import loading, modules, unpicklable
 from kale_dist.snapshot.pickler import CapturePickler, without_file
 from kale_dist.snapshot.reducers import References
@@ -49,6 +50,24 @@ class Snapshot:
     """Dotted names of modules that the call imports and that are not the notebook's own code."""
     originals: References
     """The notebook's own functions and classes by the numbers by which results refer to them."""
+    counted: tuple[str, ...] = ()
+    """Classes of arguments in which the notebook's one process has already been counted with."""
+
+    def check_counts(self, label: str, number_of_processes: int) -> None:
+        """Refuse what was computed for one process where there are more.
+
+        Args:
+            label: What uses it, for people.
+            number_of_processes: Of the job.
+
+        Raises:
+            SnapshotError: A part of the snapshot has such numbers.
+        """
+        if self.counted and number_of_processes > 1:
+            raise SnapshotError(
+                f"{label} uses a {self.counted[0]} that was made in the notebook, which computed its batches for one process, and"
+                f" the job has {number_of_processes}. Make the {self.counted[0]} inside the function"
+            )
 
 
 def capture(
@@ -84,12 +103,13 @@ def capture(
         NotSerializableError: An object cannot be pickled; the message has the path to it and a remedy.
         StoreError: The disk is full, or the store cannot be written.
     """
+    roots = roots or unpicklable.roots_of_call(fn, args, kwargs)
+    unpicklable.check_of_one_process(roots, left_out)
     file = io.BytesIO()
     pickler = CapturePickler(file, own_devices=own_devices, originals=references, left_out=left_out, there=there)
     try:
         pickler.dump((fn, args, kwargs))
     except Exception as error:
-        roots = roots or unpicklable.roots_of_call(fn, args, kwargs)
         raise unpicklable.explain(error, pickler.last, roots) from error
     with _Writer(store) as writer:
         storages = writer.put_all(pickler.storages)
@@ -124,6 +144,7 @@ def capture(
             compiled=tuple(str(file.source) for file in local.files if file.source.suffix == ".so"),
             imports=tuple(name for name in local.others if not without_file(name.partition(".")[0])),
             originals=pickler.originals,
+            counted=tuple(sorted(pickler.counted)),
         )
 
 

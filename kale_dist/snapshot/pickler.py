@@ -13,6 +13,7 @@ from cloudpickle import cloudpickle as internals
 
 from kale_dist.snapshot import reducers
 from kale_dist.snapshot.pickling import TensorPickler
+from kale_dist.snapshot.unpicklable import is_made_anew
 
 _CLASS_TRACKER = {internals._make_skeleton_class: 4, internals._make_skeleton_enum: 5}  # noqa: SLF001
 """Position of the argument by which cloudpickle's class makers find a class that exists in this process already."""
@@ -51,6 +52,8 @@ class CapturePickler(TensorPickler):
         """Code of functions that are sent by value."""
         self.classes: list[type] = []
         """Classes that are sent by value."""
+        self.counted: set[str] = set()
+        """Classes of arguments that the notebook's one process has already counted with."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object; pickle calls this for every object that is not a plain builtin one."""
@@ -70,6 +73,13 @@ class CapturePickler(TensorPickler):
         if reduced is NotImplemented:
             self._note_module(getattr(obj, "__module__", None))
         return reduced
+
+    def _reduce_training_arguments(self, arguments: Any) -> Any:
+        # What is left out was the only reference to it.
+        self._note_module("accelerate")
+        if getattr(arguments, "generation_batch_size", None) is not None:
+            self.counted.add(type(arguments).__name__)
+        return super()._reduce_training_arguments(arguments)
 
     def _by_value(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType):
@@ -102,7 +112,7 @@ class CapturePickler(TensorPickler):
         slots["__globals__"] = {
             key: _stand_in(key, value)
             for key, value in slots["__globals__"].items()
-            if self._left_out is not None and key not in self._left_out
+            if self._left_out is not None and key not in self._left_out and not is_made_anew(key, value, func.__code__)
         }
         if not kind:
             return (constructor, args, state, *rest)

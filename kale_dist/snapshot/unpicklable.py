@@ -10,11 +10,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import dis
 import functools
 import inspect
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from cloudpickle import cloudpickle as internals
@@ -67,6 +68,54 @@ def explain(error: BaseException, culprit: object, roots: Iterable[Step]) -> Not
     remedy = find_remedy(last) or OTHER
     problem = remedy.problem or f"{type(error).__name__}: {error}".rstrip(".")
     return NotSerializableError((*(label for label, _ in found[:known]), type_name(last)), problem, remedy.remedy)
+
+
+def check_of_one_process(roots: Iterable[Step], left_out: Collection[str] = ()) -> None:
+    """Refuse what a call names itself and what belongs to the process that made it, such as a Trainer.
+
+    What lies deeper is left to the pickler: a model may hold the trainer that trained it, and not need it.
+
+    Args:
+        roots: The call's function and arguments.
+        left_out: Globals of functions that are not sent with them.
+
+    Raises:
+        NotSerializableError: The message has the path to it and a remedy.
+    """
+    waiting: collections.deque[tuple[tuple[str, ...], object]] = collections.deque(
+        ((label,), one) for label, one in roots
+    )
+    seen: dict[int, object] = {}
+    while waiting:
+        path, value = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        remedy = find_remedy(value)
+        if remedy in _OF_ONE_PROCESS:
+            raise NotSerializableError((*path, type_name(value)), remedy.problem, remedy.remedy)
+        if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+            code = getattr(value, "__code__", None)
+            own = {f"global {name}" for name in (*left_out, *(_assigned(code) if code else ()))}
+            waiting.extend(((*path, label), inner) for label, inner in children(value) if label not in own)
+
+
+def is_made_anew(name: str, value: object, code: types.CodeType) -> bool:
+    """Whether code makes a global itself, so that the notebook's, which belongs to its process, need not be sent."""
+    return is_of_one_process(value) and name in _assigned(code)
+
+
+def is_of_one_process(value: object) -> bool:
+    """Whether an object counts on the process that made it alone, such as a Trainer."""
+    return find_remedy(value) in _OF_ONE_PROCESS
+
+
+def _assigned(code: types.CodeType) -> Iterator[str]:
+    """Names of globals that code assigns."""
+    yield from (one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _assigned(inner)
 
 
 def _find(culprit: object, roots: Iterable[Step]) -> list[Step]:
@@ -194,7 +243,28 @@ OTHER = Remedy(
     remedy="Make it inside the function, or leave it out: give its class a __getstate__ that drops it.",
 )
 
+_OF_ONE_PROCESS = (
+    Remedy(
+        types=("transformers.trainer.Trainer", "lightning.pytorch.trainer.trainer.Trainer", "pytorch_lightning.trainer.trainer.Trainer"),
+        problem="a Trainer belongs to the process that made it, and counts on that one alone",
+        remedy="Make the Trainer inside the function, from its model, data and arguments.",
+    ),
+    Remedy(
+        types=("accelerate.accelerator.Accelerator", "accelerate.state.PartialState", "accelerate.state.AcceleratorState",
+               "lightning.fabric.fabric.Fabric", "lightning_fabric.fabric.Fabric"),
+        problem="it belongs to the process that made it, and counts on that one alone",
+        remedy="Make it inside the function that launch() runs; distribute() needs none.",
+    ),
+    Remedy(
+        types=("accelerate.optimizer.AcceleratedOptimizer", "accelerate.scheduler.AcceleratedScheduler", "accelerate.data_loader.DataLoaderAdapter"),
+        problem="Accelerate has prepared it for the one process of the notebook",
+        remedy="Pass the objects as they were before accelerator.prepare(), and prepare them inside the function.",
+    ),
+)  # fmt: skip
+"""What pickles, and would then work in each rank as if it were the only one."""
+
 _REMEDIES = (
+    *_OF_ONE_PROCESS,
     Remedy(
         types=(
             "concurrent.futures._base.Executor", "multiprocessing.pool.Pool", "threading.Thread", "concurrent.futures._base.Future",

@@ -139,6 +139,38 @@ def test_unpicklable_of_function():
     assert "pytest" in names, "cloudpickle does not find the globals of inner functions any more"
 
 
+# -- objects of other trainers -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def training_arguments(tmp_path):
+    pytest.importorskip("accelerate")
+    return pytest.importorskip("transformers").TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+
+
+@pytest.mark.nightly
+def test_pickling_of_a_process(training_arguments):
+    gone = {"distributed_state", "_n_gpu", "_setup_devices"} - vars(training_arguments).keys()
+    assert not gone, f"TrainingArguments keep what they know of their process no longer as {', '.join(gone)}"
+
+
+@pytest.mark.nightly
+def test_reducers_unsettled(training_arguments):
+    kept = vars(training_arguments)
+    for name in ("distributed_state", "_n_gpu", "_setup_devices"):
+        del kept[name]
+    assert training_arguments._setup_devices.type == "cpu"
+    assert kept["distributed_state"].num_processes == training_arguments.world_size == 1
+
+
+@pytest.mark.nightly
+def test_reducers_keeping_accelerator():
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    assert accelerate.state.AcceleratorState._shared_state["_mixed_precision"] == "bf16"
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 # -- pickles of torch's objects ----------------------------------------------------------------------------------------
 
 
