@@ -38,6 +38,10 @@ class RankProgress:
     samples_per_s: float | None
     """None where it is not known yet, or another rank counts the samples."""
     loss: float | None
+    left_s: float | None = None
+    """Seconds that are left, as a trainer's own pace tells; None where it does not."""
+    training: int = 0
+    """The number of the training in this process, from 1, where a trainer tells it; else 0."""
     time: float
     """Seconds since 1970."""
 
@@ -332,6 +336,8 @@ def _progress(event: dict[str, Any]) -> RankProgress:
         samples=int(event.get("samples") or 0),
         samples_per_s=_float_or_none(event.get("samples_per_s")),
         loss=_float_or_none(event.get("loss")),
+        left_s=_float_or_none(event.get("left_s")),
+        training=int(event.get("training") or 0),
         time=float(event.get("time") or 0.0),
     )
 
@@ -373,4 +379,5 @@ def _metric_row(event: dict[str, Any]) -> MetricRow:
         source=event.get("source") or "report",
         values=tuple((str(name), float(value)) for name, value in event.get("values", {}).items()),
         from_batch=int(event.get("from_batch") or 0),
+        reported_to=tuple(map(str, event.get("reported_to") or ())),
     )

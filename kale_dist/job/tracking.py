@@ -132,7 +132,8 @@ class _Tracking:
             last = self._last
             sent = len(rows) if last is None else sum(row.time <= last.time for row in rows)
         if new := rows[sent:]:
-            writer.log(new, sent)
+            # A trainer may send its metrics to the same tracker itself.
+            writer.log(tuple(row for row in new if self._tracker.word not in row.reported_to), sent)
             self._last = new[-1]
         self._keep(sent=len(rows))
 

@@ -216,10 +216,10 @@ def only_shown(what: str) -> Iterator[None]:
     """Let a rank go on without `what` it only shows, where a package no longer has what that takes; this is logged once."""
     try:
         yield
-    except (AttributeError, ImportError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001 - code of another package may raise anything
         if what not in _not_shown:
             _not_shown.add(what)
-            log(f"{what} cannot be shown with the versions of this environment: {error}")
+            log(f"{what} cannot be shown with the versions of this environment: {type(error).__name__}: {error}")
 
 
 def mark_progress() -> None:

@@ -9,9 +9,11 @@ agent speaks of the whole job) and `attempt`; beyond these:
     attempt     members: those of the `Attempt` whose ranks are started now, as objects
     rank        state (`RankStateName`), pid, exit_code (int or None), signal (name such as "SIGKILL", or None)
     metrics     values {name: number}; epoch and step where they are known; source: "train" or "eval" (what the steps
-                returned), "averaged" (eval_step with averaged weights), "report", or one of `MEASURED_SOURCES`
+                returned, or a trainer logged: "train 2" of its second training), "averaged" (eval_step with averaged weights),
+                "report", or one of `MEASURED_SOURCES`; reported_to: trackers that the trainer itself sends them to
     progress    phase ("train", "eval", ...), epoch (from 1), epochs, step (from 1), steps (or None),
                 samples and samples_per_s (None in a rank whose batches another one reads and counts), loss (or None).
+                Of another trainer also left_s (or None) and training (its number in this process). Epochs are 0 of a bar.
                 Of training also num_workers, meets (whether all ranks exchange gradients in each step) and, since the
                 process began, batches, trained (samples, or None), data_s (waited for data), exchange_s (None on GPUs)
                 and checkpoint_s. Kept in `progress.json` alone, the last one of each rank.
@@ -147,6 +149,8 @@ class MetricRow:
     values: tuple[tuple[str, float], ...]
     from_batch: int = 0
     """The first batch of the epoch that they are of, where the training resumed within it; 0 for the whole epoch."""
+    reported_to: tuple[str, ...] = ()
+    """Trackers that a trainer itself has sent them to, by the words of `track=`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

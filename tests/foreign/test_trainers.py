@@ -1,6 +1,7 @@
 """Other people's trainers in launched functions and live ranks, as their own quick starts have them."""
 
 import copy
+import importlib.metadata
 import sys
 import types
 
@@ -9,6 +10,7 @@ import torch
 
 import kale_dist as kd
 from kale_dist.errors import NotSerializableError, SnapshotError
+from kale_dist.trackers import TensorBoard
 
 pytestmark = pytest.mark.nightly
 
@@ -150,3 +152,137 @@ def test_what_is_bound_to_the_notebook_is_refused_with_what_to_do(notebook, mode
     # One that the function makes itself is another.
     jobs.append(kd.launch(notebook.makes_accelerator, number_of_processes=2))
     assert jobs[0].results(60) == [2, 2]
+
+
+# -- what is seen while they train -------------------------------------------------------------------------------------
+
+
+def values_of(job, source, name):
+    return [row[name] for row in job.metrics if row["source"] == source and name in row]
+
+
+def last_progress(job):
+    return [one.progress for one in job.status.replicas]
+
+
+def trains_twice(model, folder):
+    for _ in range(2):
+        args = made(folder, 4, logging_steps=2, eval_strategy="epoch", num_train_epochs=3)
+        transformers.Trainer(model=model, args=args, train_dataset=ROWS, eval_dataset=ROWS[:16]).train()
+
+
+def test_a_trainer_is_seen_without_a_line(model, tmp_path, jobs):
+    jobs.append(kd.launch(trains_twice, model, tmp_path, number_of_processes=2))
+    job = jobs[0]
+    assert job.wait(120).state == "succeeded"
+    for told in last_progress(job):
+        assert (told.training, told.epoch, told.epochs, told.step, told.steps) == (2, 3, 3, 8, 8)
+        assert told.left_s == 0
+        assert told.samples_per_s > 0
+    for suffix in ("", " 2"):
+        rows = [row for row in job.metrics if row["source"] == f"train{suffix}" and "loss" in row]
+        assert [row["step"] for row in rows] == list(range(2, 25, 2))
+        assert all(row["rank"] is None and row["learning_rate"] >= 0 for row in rows)
+        evaluated = [row for row in job.metrics if row["source"] == f"eval{suffix}"]
+        assert [row["step"] for row in evaluated] == [8, 16, 24]
+        assert all(row.keys() >= {"loss"} for row in evaluated)
+    assert "samples_per_s" in job.metrics[-1]
+    assert not [line.text for line in job.logs() if "cannot be shown" in line.text]
+
+
+def trains_with(model, folder, change):
+    one = transformers.Trainer(model=model, args=made(folder, 8), train_dataset=ROWS)
+    kinds = [type(each).__name__ for each in one.callback_handler.callbacks]
+    if change == "remove":
+        one.remove_callback(next(each for each in one.callback_handler.callbacks if "KaleDist" in type(each).__name__))
+    one.train()
+    return kinds.count("KaleDistCallback")
+
+
+@pytest.mark.parametrize("change", ["variable", "remove"])
+def test_what_is_switched_off_is_not_seen(model, tmp_path, jobs, change):
+    environment = {"KALE_DIST_TRAINERS": "0"} if change == "variable" else {}
+    jobs.append(kd.launch(trains_with, model, tmp_path, change, number_of_processes=2, environment=environment))
+    assert jobs[0].results(120) == [int(change == "remove")] * 2
+    assert last_progress(jobs[0]) == [None, None]
+    assert jobs[0].metrics == []
+
+
+def fits(model, folder):
+    import lightning
+
+    class Fits(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch, _):
+            loss = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+            self.log("train_loss", loss)
+            return loss
+
+        def validation_step(self, batch, _):
+            self.log("val_loss", self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss, sync_dist=True)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", devices=2, strategy="ddp", enable_progress_bar=False, log_every_n_steps=2,
+        logger=False, enable_checkpointing=False, default_root_dir=folder,
+    )  # fmt: skip
+    loaders = [torch.utils.data.DataLoader(rows, batch_size=4) for rows in (ROWS, ROWS[:16])]
+    trainer.fit(Fits(), *loaders)
+    found = importlib.metadata.entry_points(group="lightning.pytorch.callbacks_factory")
+    return [point.name for point in found], importlib.metadata.version("torch") == str(torch.__version__)
+
+
+def test_lightning_is_seen_without_a_line(model, tmp_path, jobs):
+    pytest.importorskip("lightning")
+    jobs.append(kd.launch(fits, model, tmp_path, number_of_processes=2))
+    assert jobs[0].results(120) == [(["kale_dist"], True)] * 2
+    for told in last_progress(jobs[0]):
+        assert (told.epoch, told.epochs, told.step, told.steps, told.left_s) == (2, 2, 8, 8, 0)
+        assert told.samples_per_s > 0
+    assert len(values_of(jobs[0], "train", "loss")) == 8
+    assert len(values_of(jobs[0], "eval", "loss")) == 2
+
+
+def accelerates(model):
+    from tqdm.auto import tqdm
+
+    here = accelerate.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = here.prepare(model, optimizer, torch.utils.data.DataLoader(ROWS, batch_size=4))
+    for step, batch in enumerate(tqdm(loader, desc="epoch 1"), 1):
+        optimizer.zero_grad()
+        loss = model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        here.backward(loss)
+        optimizer.step()
+        here.log({"train_loss": loss.item(), "name": "a word"}, step=step)
+
+
+def test_a_loop_of_accelerates_is_seen_by_its_log_and_its_bar(model, jobs):
+    jobs.append(kd.launch(accelerates, model, number_of_processes=2))
+    assert jobs[0].wait(120).state == "succeeded"
+    assert len(values_of(jobs[0], "train", "loss")) == 8
+    for told in last_progress(jobs[0]):
+        assert (told.phase, told.epochs, told.step, told.steps) == ("epoch 1", 0, 8, 8)
+
+
+def tracks_itself(model, folder, reported):
+    args = made(folder, 8, report_to=reported, logging_steps=2)
+    transformers.Trainer(model=model, args=args, train_dataset=ROWS).train()
+
+
+@pytest.mark.parametrize("reported", ["tensorboard", "none"])
+def test_what_a_trainer_sends_to_a_tracker_itself_is_not_sent_twice(model, tmp_path, jobs, reported):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    track = TensorBoard(folder=str(tmp_path / "ours"))
+    jobs.append(kd.launch(tracks_itself, model, tmp_path / "theirs", reported, number_of_processes=2, track=track))
+    assert jobs[0].wait(120).state == "succeeded"
+    (written,) = {path.parent for path in (tmp_path / "ours").rglob("events.*")}
+    events = event_accumulator.EventAccumulator(str(written))
+    events.Reload()
+    assert ("train/loss" in events.Tags()["scalars"]) == (reported == "none")
+    assert len(values_of(jobs[0], "train", "loss")) == 4

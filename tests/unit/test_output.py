@@ -83,6 +83,13 @@ def test_a_bar_keeps_its_first_and_last_state(written, style, end):
     assert written.texts[-1] == ("done" if end else "100%")
 
 
+def test_a_bar_that_clears_itself_leaves_no_empty_line(written):
+    cutter = LineCutter(Stream.STDERR)
+    written.add(cutter.feed(b"\r 1%\r     \rloss 3.4\n\r 2%\r     \r"))
+    written.add(cutter.finish())
+    assert written.texts == [" 1%", "loss 3.4", " 2%"]
+
+
 def test_a_bar_shows_about_five_states_a_second(written):
     cutter = LineCutter(Stream.STDERR)
     start = time.monotonic()

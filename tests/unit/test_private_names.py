@@ -171,6 +171,30 @@ def test_reducers_keeping_accelerator():
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.nightly
+def test_trainers_transformers():
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    trainer, callback = map(importlib.import_module, ("transformers.trainer", "transformers.trainer_callback"))
+    assert isinstance(trainer.DEFAULT_CALLBACKS, list)
+    source_has(trainer.Trainer.__init__, "DEFAULT_CALLBACKS")
+    check(callback.TrainerCallback, "on_train_begin", "on_step_end", "on_prediction_step", "on_log", "on_train_end")
+
+
+@pytest.mark.nightly
+def test_trainers_accelerate():
+    here = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    here.log({"loss": 1.0}, step=1)
+    check(here, "is_main_process", "trackers")
+
+
+@pytest.mark.nightly
+def test_trainers_bars():
+    bar = pytest.importorskip("tqdm.std").tqdm
+    source_has(bar.refresh, "self.display(")
+    check(bar([], file=io.StringIO()), "desc", "n", "total", "pos")
+
+
 # -- pickles of torch's objects ----------------------------------------------------------------------------------------
 
 

@@ -379,6 +379,46 @@ def test_charts_with_the_same_lines_share_one_legend():
     assert [words.count(label) for label in ("train", "eval")] == [1, 1]
 
 
+def of_a_trainer(**changes):
+    """A job whose ranks say how far another trainer is."""
+    told = progress(**{"samples_per_s": None, "loss": None, **changes})
+    replica = ReplicaStatus(rank=0, state=RankStateName.RUNNING, progress=told)
+    return running(replicas=(replica,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence", "beside"),
+    [
+        # The job's own time would give 22 s.
+        ({"left_s": 70.4}, "Epoch 3 of 8, step 12 of 24", "31 % · about 1 min 10 s left"),
+        ({"left_s": 0.2, "training": 1}, "Epoch 3 of 8, step 12 of 24", "31 % · about 1 s left"),
+        ({"training": 2, "left_s": None}, "Training 2, epoch 3 of 8, step 12 of 24", "31 % · about 22 s left"),
+        ({"epochs": 0, "steps": None}, "Step 12", ""),
+        ({"epochs": 0, "epoch": 0, "phase": "Map", "step": 0}, "Map: 0 of 24", ""),
+        ({"epochs": 0, "epoch": 0, "phase": "\x1b[2Jbar"}, "Bar: 12 of 24", ""),
+    ],
+)
+def test_what_another_trainer_tells_is_in_the_sentence_and_a_bar_is_no_percentage(changes, sentence, beside):
+    status = of_a_trainer(**changes)
+    assert facts.sentence(status, 11.0) == sentence
+    assert facts.progress(status, 11.0) == beside
+
+
+def test_a_reward_stands_before_the_twenty_others():
+    rows = [row(epoch=None, step=step, entropy=1.0, kl=1.0, reward=0.5, loss=0.1) for step in (1, 2)]
+    assert [curve.name for curve in curves.collect(rows)] == ["loss", "reward", "entropy", "kl"]
+
+
+def test_each_training_of_a_function_has_curves_of_its_own():
+    rows = [row(source, epoch=None, step=step, loss=1 / step) for source in ("train", "train 2") for step in (1, 2)]
+    (curve,) = curves.collect(rows)
+    assert [(one.label, one.points) for one in curve.series] == [
+        ("train", ((1.0, 1.0), (2.0, 0.5))),
+        ("train 2", ((1.0, 1.0), (2.0, 0.5))),
+    ]
+    assert len({one.colour for one in curve.series}) == 2
+
+
 def test_the_box_of_a_failure_has_its_line_and_the_sentence_above_does_not_repeat_it():
     where = "Cell In[3]:5 in step\nreturn x @ w"
     failed = ReplicaStatus(rank=1, state=RankStateName.FAILED, error="ValueError: odd", where=where, exit_code=1)

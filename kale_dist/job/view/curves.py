@@ -45,6 +45,9 @@ _GAP = 3
 HISTORY_TITLE = "Memory, GPUs and waiting"
 """The line under which they are folded, in the page's script, too."""
 
+_FIRST = {"loss": 0, "accuracy": 1, "reward": 1, "mean_token_accuracy": 1}
+"""Metrics that stand before the others: trainers of language models have twenty."""
+
 _AS_MEAN = "mean of {} ranks (area: lowest to highest)"
 _EACH_BATCH = "train, single batches"
 _COLOUR_OF = {"train": COLOURS[0], "eval": COLOURS[1]}
@@ -85,6 +88,8 @@ class Series:
     """What the horizontal axis counts: `epoch`, `step`, `report`, `minute` or `trial`."""
     is_joined: bool = True
     """Whether a line joins the points."""
+    is_dashed: bool = False
+    """Whether it is of an evaluation."""
     is_faint: bool = False
     """Whether it is behind the others: single batches, which jump about."""
     band: tuple[tuple[float, float], ...] = ()
@@ -138,7 +143,7 @@ class _Box:
 
 
 def collect(rows: Iterable[MetricRow], losses: Sequence[BatchLoss] = ()) -> tuple[Curve, ...]:
-    """The curves of a job's metrics: loss and accuracy first, the others in the order of their first report.
+    """The curves of a job's metrics: those of `_FIRST` first, the others in the order of their first report.
 
     Counters of strategies (bytes, staleness), profiles, learning rates and paces are left out, because they would outnumber
     the training's own metrics.
@@ -153,7 +158,7 @@ def collect(rows: Iterable[MetricRow], losses: Sequence[BatchLoss] = ()) -> tupl
             # What a step returned is an average over ranks, no matter which rank sent it.
             rank = row.rank if row.source == "report" else None
             found.setdefault(name, {}).setdefault((row.source, rank), []).append((row, value))
-    order = sorted(found, key=lambda name: {"loss": 0, "accuracy": 1}.get(name, 2))
+    order = sorted(found, key=lambda name: _FIRST.get(name, len(_FIRST)))
     curves = (_curve(name, found[name], losses if name == "loss" else ()) for name in order)
     return tuple(curve for curve in curves if curve.series)
 
@@ -241,7 +246,7 @@ def data(found: Sequence[Curve], remark: str = "") -> str:
 def _data(one: Series) -> dict[str, Any]:
     described = {
         "label": one.label, "colour": one.colour, "axis": one.axis, "last": facts.number(one.last),
-        "dashed": one.label == "eval", "faint": one.is_faint, "points": _rounded(one.points),
+        "dashed": one.is_dashed, "faint": one.is_faint, "points": _rounded(one.points),
     }  # fmt: skip
     return {**described, "band": _rounded(one.band)} if one.band else described
 
@@ -298,7 +303,7 @@ def _line(one: Series, box: _Box) -> Iterator[str]:
         path = "L".join(f"{box.across(x):.1f} {box.down(y):.1f}" for x, y in edge)
         yield f'<path d="M{path}Z" fill="{one.colour}" fill-opacity="0.2"/>'
     if one.is_joined:
-        dashes = 'stroke-dasharray="5 3"' if one.label == "eval" else 'stroke-opacity="0.5"' if one.is_faint else ""
+        dashes = 'stroke-dasharray="5 3"' if one.is_dashed else 'stroke-opacity="0.5"' if one.is_faint else ""
         yield _stroke(f"M{'L'.join(corners)}", one.colour, 1.25 if one.is_faint else 1.75, dashes)
     # A line of no length with round ends is a dot that stays round.
     dots = [] if one.is_faint else corners[-1:] if one.is_joined else corners
@@ -372,11 +377,17 @@ def _of_rank(
     label = word if rank is None else (f"{word} rank {rank}" if several else f"rank {rank}")
     # Beside lines of training and evaluation, those of ranks begin with the third colour.
     colour = _COLOUR_OF.get(source) or COLOURS[((rank or 0) + (2 if several else 0)) % len(COLOURS)]
+    # Of a function's second training, both lines have its third colour.
+    kind, _, number = source.partition(" ")
+    if kind in _COLOUR_OF and number.isdecimal():
+        colour = COLOURS[int(number) % len(COLOURS)]
     xs, axis = _positions([row for row, _ in rows])
     if axis == "epoch" and ends:
         xs, axis = [ends.get(int(x), x) for x in xs], "step"
     points = [(x, value) for x, (_, value) in zip(xs, rows, strict=True) if math.isfinite(value)]
-    return Series(label=label, colour=colour, points=tuple(points), last=rows[-1][1], axis=axis)
+    return Series(
+        label=label, colour=colour, points=tuple(points), last=rows[-1][1], axis=axis, is_dashed=kind == "eval"
+    )
 
 
 def _mean(made: Sequence[Series], *, several: bool) -> Series:

@@ -234,9 +234,16 @@ def remaining(status: JobStatus, now: float | None) -> str:
     fraction, elapsed = status.fraction, elapsed_s(status, now)
     if status.state is not StateName.RUNNING or fraction is None or elapsed is None:
         return ""
+    told = status.replicas[0].progress
+    if told is not None and told.left_s is not None:
+        return _about(told.left_s)
     if not 0.03 < fraction < 1 or elapsed < 2:  # noqa: PLR2004 - earlier figures jump about
         return ""
-    left = max(1, round(elapsed * (1 - fraction) / fraction))
+    return _about(elapsed * (1 - fraction) / fraction)
+
+
+def _about(left_s: float) -> str:
+    left = max(1, round(left_s))
     return f"about {left} s left" if left < 60 else f"about {duration(left)} left"  # noqa: PLR2004
 
 
@@ -358,12 +365,17 @@ def _step(progress: RankProgress | None) -> str:
 
 def _doing(status: JobStatus) -> str:
     progress = status.replicas[0].progress if status.replicas else None
-    if progress is None or not progress.epochs:
+    if progress is None or not (progress.epochs or progress.step or progress.steps):
         return ""
-    step = _step(progress)
-    where = {"train": "step ", "eval": "evaluation, step "}.get(progress.phase, f"{clean(progress.phase)}, step ")
-    count = step.rpartition(" ")[2].replace("/", " of ")
-    return f"Epoch {progress.epoch} of {progress.epochs}{f', {where}{count}' if count else ''}"
+    count = _step(progress).rpartition(" ")[2].replace("/", " of ")
+    if not progress.epochs:
+        # A bar, or a training without an end.
+        doing = f"step {count}" if progress.phase == "train" else f"{clean(progress.phase)}: {count}"
+    else:
+        where = {"train": "step ", "eval": "evaluation, step "}.get(progress.phase, f"{clean(progress.phase)}, step ")
+        doing = f"epoch {progress.epoch} of {progress.epochs}{f', {where}{count}' if count else ''}"
+    doing = f"training {progress.training}, {doing}" if progress.training > 1 else doing
+    return doing[:1].upper() + doing[1:]
 
 
 def _debugged(status: JobStatus) -> str:

@@ -228,7 +228,9 @@ class LineCutter:
     def finish(self) -> Body:
         """The stream has ended: a last line without an end counts."""
         bar = self._kept_bar() if self._bar is not None else NOTHING
-        rest, self._pending = self._pending.removesuffix(b"\r"), b""
+        rest, self._pending = self._pending, b""
+        if rest.endswith(b"\r"):
+            rest = rest[:-1] if rest.strip() else b""
         last = self._marked([rest]) if rest else NOTHING
         return bar[0] + last[0], bar[1] + last[1]
 
@@ -243,7 +245,8 @@ class LineCutter:
             line = data[start : match.start()]
             start = match.end()
             if match.group() == b"\r":
-                if line:
+                # With spaces a bar clears itself.
+                if line.strip():
                     self._bar = line
                     if time.monotonic() - self._bar_kept_at >= BAR_INTERVAL_S:
                         lines.append(line)

@@ -30,7 +30,7 @@ from kale_dist.wire import STACKS_SIGNAL, Assignment, JobFiles, context
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.messages import Done, Received, Running
 from kale_dist.worker.pod import mpi
-from kale_dist.worker.rank import gpus, process_state, stand_ins
+from kale_dist.worker.rank import gpus, process_state, stand_ins, trainers
 from kale_dist.worker.rank.control import Control
 
 LIVE = "kale_dist.worker.rank.live_rank"
@@ -105,6 +105,8 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
             control.send(Running())
             module = getattr(loaded.fn, "__module__", "")
             is_training = module.startswith("kale_dist.worker.training.")
+            if is_training:
+                trainers.of_our_loop()
             if module == LIVE:
                 from kale_dist.worker.rank.live_rank import LiveRank
 

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from kale_dist.errors import ConfigError
 from kale_dist.wire import EventKind, PodVariable, context
 from kale_dist.worker.agent import hardware_faults
+from kale_dist.worker.rank import trainers
 from kale_dist.worker.rank.control import Control
 
 MAX_PICTURE_BYTES = 512 << 10
@@ -67,12 +68,19 @@ def install(*, cuda: bool, agent: Control, breakpoint_wait_s: float) -> None:
         "IPython.core.display_functions": lambda module: setattr(module, "display", display),
         "pdb": lambda module: setattr(module, "set_trace", stop),
         "tqdm.notebook": _plain_bars,
+        **trainers.actions(),
     }
     for name in [name for name in actions if name in sys.modules]:
-        actions.pop(name)(sys.modules[name])
+        _act(actions.pop(name), sys.modules[name])
     sys.meta_path.insert(0, _AfterImport(actions))
     if not cuda and "torch" in sys.modules:
         _without_gpu()
+
+
+def _act(action: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Do something to a module; where it fails, the import goes on."""
+    with context.only_shown(f"What {module.__name__} does"):
+        action(module)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -93,7 +101,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def execute_and_act(module: ModuleType) -> None:
             execute(module)
-            action(module)
+            _act(action, module)
 
         spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec
