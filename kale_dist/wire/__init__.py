@@ -55,6 +55,7 @@ from kale_dist.wire.order import (
     SAVE_LIMIT_S,
     STACKS_SIGNAL,
     STALL_WARN_S,
+    TRAINERS_VARIABLE,
     VERSION,
     Assignment,
     Attempt,

@@ -128,6 +128,10 @@ class InputFiles:
     """The checkpoint that the ranks of a renewed job resume from."""
 
 
+TRAINERS_VARIABLE = "KALE_DIST_TRAINERS"
+"""With this variable of the user's, 0, ranks tell nothing of other people's trainers."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
     """Holds what a call asks of its agents: time limits, and what happens when a rank or the notebook goes away."""

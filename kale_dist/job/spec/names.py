@@ -11,6 +11,7 @@ from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec.checks import text
+from kale_dist.wire import TRAINERS_VARIABLE
 from kale_dist.wording import shorten, show
 
 MAX_LENGTH = 50
@@ -119,7 +120,9 @@ VARIABLE = text(
     _VARIABLE.fullmatch, "{} cannot be a variable's name", "Use letters, digits, '_', '-' and '.', and no digit first"
 )
 FREE_VARIABLE = text(
-    lambda name: not name.startswith("KALE_DIST_"), "{} is set in each rank by kale_dist", "Leave it out"
+    lambda name: not name.startswith("KALE_DIST_") or name == TRAINERS_VARIABLE,
+    "{} is set in each rank by kale_dist",
+    "Leave it out",
 )
 SECRET_KEY = text(
     lambda value: is_object_name(value.partition("/")[0]) and is_data_key(value.partition("/")[2]),

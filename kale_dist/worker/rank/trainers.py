@@ -18,10 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from kale_dist.wire import EventKind, context
-
-VARIABLE = "KALE_DIST_TRAINERS"
-"""Set to 0 in the ranks, nothing is told of."""
+from kale_dist.wire import TRAINERS_VARIABLE, EventKind, context
 
 _PACE = ("learning_rate", "num_tokens", "num_input_tokens_seen", "total_flos", "lr")
 _PACE_ENDS = ("runtime", "per_second", "step_time")
@@ -47,7 +44,7 @@ _BAR_LETTERS = 40
 
 def actions() -> dict[str, Callable[[ModuleType], None]]:
     """What is done to modules once they are imported."""
-    if os.environ.get(VARIABLE) == "0":
+    if os.environ.get(TRAINERS_VARIABLE) == "0":
         return {}
     if any(importlib.util.find_spec(package.partition(".")[0]) for package in _GROUPS):
         sys.meta_path.append(_EntryPoints())
