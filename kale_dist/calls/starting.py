@@ -28,7 +28,7 @@ from kale_dist.job.outcomes import OutcomeReader
 from kale_dist.job.spec import names
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.notebook import live
-from kale_dist.snapshot import datasets
+from kale_dist.snapshot import datasets, unpicklable
 from kale_dist.snapshot.capture import Snapshot, capture
 from kale_dist.snapshot.given_models import models_in, together
 from kale_dist.snapshot.reducers import References
@@ -113,8 +113,12 @@ def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snaps
         BackendError: The job could not run there.
     """
     request, backend = call.request, call.backend
+    processes = request.topology.number_of_processes
+    if isinstance(call.what, Function) and processes > 1:
+        what = call.what
+        unpicklable.check_of_one_process(unpicklable.roots_of_call(what.fn, what.args, dict(what.kwargs)))
     snapshot = _capture(call.what, request.label, store)
-    snapshot.check_counts(request.label, request.topology.number_of_processes)
+    snapshot.check_counts(request.label, processes)
     if snapshot.compiled and backend.name != "local":
         raise SnapshotError(
             f"{request.label} uses {snapshot.compiled[0]}, a compiled module of your own, which need not run "

@@ -430,9 +430,7 @@ class LiveJob(Job[None]):
         """Send the notebook's names that a cell reads, unless they are the ranks' own, or are there and have not changed."""
         namespace = sys.modules["__main__"].__dict__
         hidden = getattr(interrupts.shell(), "user_ns_hidden", {})
-        named = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-        read = {node.id for node in named if isinstance(node.ctx, ast.Load)}
-        made = {node.id for node in named if isinstance(node.ctx, ast.Store)}
+        read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         known = sorted(
             name
             for name in read & namespace.keys()
@@ -440,7 +438,7 @@ class LiveJob(Job[None]):
             and name not in _OF_RANKS
             and not (name in hidden or hasattr(builtins, name))
             # The notebook's Trainer is of no use in ranks, whose cell makes their own.
-            and not (name in made and unpicklable.is_of_one_process(namespace[name]))
+            and not (unpicklable.is_of_one_process(namespace[name]) and _is_made_first(name, tree))
         )
         for name in known:
             if name in self._owned and name not in self._noted and not isinstance(namespace[name], types.ModuleType):
@@ -456,6 +454,8 @@ class LiveJob(Job[None]):
         there = {
             name: value for name, (_, value) in self._sent.items() if name not in self._owned and name not in values
         }
+        if self.spec.topology.number_of_processes > 1:
+            unpicklable.check_of_one_process(values.items(), self._owned)
         with records.keeping_blobs():
             snapshot = capture(
                 max, (), dict(values), store=FolderStore(records.blobs_dir()), label="names", roots=list(values.items()),
@@ -498,6 +498,15 @@ class LiveJob(Job[None]):
             "live.restart() or `%distribute restart` starts others",
             self.ref,
         )
+
+
+def _is_made_first(name: str, tree: ast.AST) -> bool:
+    """Whether a statement of a cell assigns a name before any reads it."""
+    for statement in getattr(tree, "body", ()):
+        uses = [type(node.ctx) for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id == name]
+        if uses:
+            return isinstance(statement, ast.Assign) and ast.Load not in uses
+    return False
 
 
 def _line(ranks: str, bundle: Mapping[str, str]) -> str:

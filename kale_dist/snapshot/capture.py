@@ -103,13 +103,12 @@ def capture(
         NotSerializableError: An object cannot be pickled; the message has the path to it and a remedy.
         StoreError: The disk is full, or the store cannot be written.
     """
-    roots = roots or unpicklable.roots_of_call(fn, args, kwargs)
-    unpicklable.check_of_one_process(roots, left_out)
     file = io.BytesIO()
     pickler = CapturePickler(file, own_devices=own_devices, originals=references, left_out=left_out, there=there)
     try:
         pickler.dump((fn, args, kwargs))
     except Exception as error:
+        roots = roots or unpicklable.roots_of_call(fn, args, kwargs)
         raise unpicklable.explain(error, pickler.last, roots) from error
     with _Writer(store) as writer:
         storages = writer.put_all(pickler.storages)

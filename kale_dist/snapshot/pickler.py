@@ -6,17 +6,19 @@ import dis
 import importlib.machinery
 import sys
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import IO, Any
 
 from cloudpickle import cloudpickle as internals
 
-from kale_dist.snapshot import reducers
+from kale_dist.snapshot import reducers, training_arguments
 from kale_dist.snapshot.pickling import TensorPickler
-from kale_dist.snapshot.unpicklable import is_made_anew
 
 _CLASS_TRACKER = {internals._make_skeleton_class: 4, internals._make_skeleton_enum: 5}  # noqa: SLF001
 """Position of the argument by which cloudpickle's class makers find a class that exists in this process already."""
+
+_SHARING = tuple(f"accelerate.state.{kind}State" for kind in ("Partial", "Accelerator", "Gradient"))
+"""Classes of which all objects share a state, that of their process."""
 
 
 class CapturePickler(TensorPickler):
@@ -41,6 +43,8 @@ class CapturePickler(TensorPickler):
     ) -> None:
         super().__init__(file)
         self._left_out = left_out
+        # In `distribute` a step may call an Accelerator of the notebook, which does nothing there, and needs no state of a rank's.
+        self._shares_state = not own_devices
         self._there = dict(_places(there))
         if own_devices and (torch := sys.modules.get("torch")):
             self._reducers[torch.device] = _reduce_device
@@ -53,7 +57,7 @@ class CapturePickler(TensorPickler):
         self.classes: list[type] = []
         """Classes that are sent by value."""
         self.counted: set[str] = set()
-        """Classes of arguments that the notebook's one process has already counted with."""
+        """Classes of arguments that have computed something with the notebook's one process."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object; pickle calls this for every object that is not a plain builtin one."""
@@ -74,12 +78,17 @@ class CapturePickler(TensorPickler):
             self._note_module(getattr(obj, "__module__", None))
         return reduced
 
-    def _reduce_training_arguments(self, arguments: Any) -> Any:
-        # What is left out was the only reference to it.
-        self._note_module("accelerate")
-        if getattr(arguments, "generation_batch_size", None) is not None:
-            self.counted.add(type(arguments).__name__)
-        return super()._reduce_training_arguments(arguments)
+    def _choose(self, kind: type) -> Callable[[Any], Any] | None:
+        if training_arguments.base_of(kind) is not None:
+            # What is left out of them was the only reference to it.
+            self._note_module("accelerate")
+            if any(
+                base.__module__.startswith("trl.") and hasattr(base, "generation_batch_size") for base in kind.__mro__
+            ):
+                self.counted.add(kind.__name__)
+        if self._shares_state and f"{kind.__module__}.{kind.__qualname__}" in _SHARING:
+            return lambda _: (training_arguments.make_sharing, (kind,))
+        return super()._choose(kind)
 
     def _by_value(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType):
@@ -112,7 +121,7 @@ class CapturePickler(TensorPickler):
         slots["__globals__"] = {
             key: _stand_in(key, value)
             for key, value in slots["__globals__"].items()
-            if self._left_out is not None and key not in self._left_out and not is_made_anew(key, value, func.__code__)
+            if self._left_out is not None and key not in self._left_out
         }
         if not kind:
             return (constructor, args, state, *rest)

@@ -22,7 +22,7 @@ from typing import IO, Any
 import cloudpickle
 from cloudpickle import cloudpickle as internals
 
-from kale_dist.snapshot import reducers
+from kale_dist.snapshot import reducers, training_arguments
 from kale_dist.snapshot.identity import storage_id
 from kale_dist.wire.blobs import Buffer
 
@@ -101,8 +101,8 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
             return _STANDARD[kind]
         if f"{kind.__module__}.{kind.__qualname__}" in _SUMMARY_WRITERS:
             return _reduce_summary_writer
-        if (base := _training_arguments(kind)) is not None and not _pickles_itself(kind, base):
-            return self._reduce_training_arguments
+        if training_arguments.base_of(kind) is not None:
+            return training_arguments.reduce
         torch = sys.modules.get("torch")
         if torch is None:
             return None
@@ -127,11 +127,6 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
             if takes_arguments and not (_pickles_itself(kind, torch.nn.Module) or hasattr(kind, "__getnewargs_ex__")):
                 return _reduce_bare
         return None
-
-    def _reduce_training_arguments(self, arguments: Any) -> Reduced:
-        """Reduce transformers' arguments of a training without what they know of their process: ranks find out theirs."""
-        left = {name: value for name, value in vars(arguments).items() if name not in _OF_A_PROCESS}
-        return reducers.make_training_arguments, (type(arguments),), left, None, None, reducers.set_attributes
 
     def _token(self, original: object, key: int, make: Callable[[], tuple[Any, ...]]) -> _Token:
         """The token of a key, created on first use. It keeps the original alive, so that the key stays unique."""
@@ -288,16 +283,6 @@ def _reduce_scheduler(scheduler: Any) -> Reduced:
 def _reduce_loader(loader: Any) -> Reduced:
     # The iterator of persistent workers holds processes and queues of the notebook.
     return _bare(type(loader), {**loader.__dict__, reducers.LOADERS_ITERATOR: None})
-
-
-_OF_A_PROCESS = {"distributed_state", "_n_gpu", "_setup_devices"}
-"""Attributes of transformers' TrainingArguments that say which of how many processes it was made in, and on which device."""
-
-
-def _training_arguments(kind: type) -> type | None:
-    """The TrainingArguments of transformers, if a class is that or derived from it, such as TRL's SFTConfig."""
-    names = "transformers.training_args", "TrainingArguments"
-    return next((base for base in kind.__mro__ if (base.__module__, base.__qualname__) == names), None)
 
 
 def _reduce_bare(module: Any) -> Reduced:

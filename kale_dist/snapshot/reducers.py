@@ -314,44 +314,6 @@ def make_bare(cls: type) -> Any:
     return object.__new__(cls)
 
 
-def make_training_arguments(cls: type) -> Any:
-    """The TrainingArguments of transformers, or an object of a class derived from it, that does not know its process yet.
-
-    It finds out when it is first used: as its constructor does, which joins the processes' group and comes before any Accelerator.
-    """
-    return object.__new__(_unsettled(cls))
-
-
-@functools.cache
-def _unsettled(cls: type) -> type:
-    def settle(arguments: Any, name: str) -> Any:
-        # isinstance() asks any object for its `__class__`.
-        if name.startswith("__"):
-            return object.__getattribute__(arguments, name)
-        arguments.__class__ = cls
-        # A process that a rank has started is no rank, and joins nothing.
-        if multiprocessing.parent_process() is None:
-            with _keeping_accelerator(arguments.mixed_precision):
-                arguments._setup_devices  # noqa: B018, SLF001 - a cached property
-        return getattr(arguments, name)
-
-    def reduce(arguments: Any, _protocol: object) -> Any:
-        return make_training_arguments, (cls,), dict(arguments.__dict__), None, None, set_attributes
-
-    methods = {"__getattribute__": settle, "__reduce_ex__": reduce, "__doc__": cls.__doc__}
-    return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(methods))
-
-
-@contextlib.contextmanager
-def _keeping_accelerator(mixed_precision: str) -> Iterator[None]:
-    """Live ranks may have an Accelerator, which arguments that arrive later must not disable if they need no other one."""
-    states = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    shared = {} if states is None else states._shared_state  # noqa: SLF001 - there is no public name
-    kept = dict(shared) if shared.get("_mixed_precision") == mixed_precision else {}
-    yield
-    shared.update(kept)
-
-
 def make_error(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     """An exception with these `args`, even if its constructor takes other arguments."""
     error = cls.__new__(cls, *args)
@@ -360,8 +322,8 @@ def make_error(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException
 
 
 def set_attributes(instance: Any, attributes: dict[str, Any]) -> None:
-    """Restore attributes without the class's own `__setattr__` and `__getattribute__`."""
-    object.__getattribute__(instance, "__dict__").update(attributes)
+    """Restore attributes without the class's own `__setattr__`."""
+    instance.__dict__.update(attributes)
 
 
 def set_optimizer_state(optimizer: Any, attributes: dict[str, Any]) -> None:

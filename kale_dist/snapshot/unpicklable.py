@@ -27,6 +27,9 @@ from kale_dist.snapshot.sources import type_name
 SEARCH_S = 5.0
 """After this time the search gives up, and the error names the object without its path."""
 
+_FEW = 100
+"""Larger collections are data."""
+
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
 _ARRAYS = frozenset({"Tensor", "Parameter", "ndarray", "DataFrame", "Series"})
 
@@ -71,9 +74,10 @@ def explain(error: BaseException, culprit: object, roots: Iterable[Step]) -> Not
 
 
 def check_of_one_process(roots: Iterable[Step], left_out: Collection[str] = ()) -> None:
-    """Refuse what a call names itself and what belongs to the process that made it, such as a Trainer.
+    """Refuse what a call names itself and what counts on the process that made it alone, such as a Trainer.
 
-    What lies deeper is left to the pickler: a model may hold the trainer that trained it, and not need it.
+    Looked at are functions, methods, collections and what they hold. What lies deeper is left: a model may hold the trainer that trained
+    it, and not need it.
 
     Args:
         roots: The call's function and arguments.
@@ -82,27 +86,27 @@ def check_of_one_process(roots: Iterable[Step], left_out: Collection[str] = ()) 
     Raises:
         NotSerializableError: The message has the path to it and a remedy.
     """
-    waiting: collections.deque[tuple[tuple[str, ...], object]] = collections.deque(
-        ((label,), one) for label, one in roots
-    )
+    found: list[tuple[tuple[str, ...], object]] = [((label,), one) for label, one in roots]
+    made: set[str] = set(left_out)
     seen: dict[int, object] = {}
-    while waiting:
-        path, value = waiting.popleft()
+    refused: list[tuple[str, NotSerializableError]] = []
+    # It grows while it is gone through.
+    for path, value in found:
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        remedy = find_remedy(value)
-        if remedy in _OF_ONE_PROCESS:
-            raise NotSerializableError((*path, type_name(value)), remedy.problem, remedy.remedy)
-        if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-            code = getattr(value, "__code__", None)
-            own = {f"global {name}" for name in (*left_out, *(_assigned(code) if code else ()))}
-            waiting.extend(((*path, label), inner) for label, inner in children(value) if label not in own)
-
-
-def is_made_anew(name: str, value: object, code: types.CodeType) -> bool:
-    """Whether code makes a global itself, so that the notebook's, which belongs to its process, need not be sent."""
-    return is_of_one_process(value) and name in _assigned(code)
+        if (remedy := find_remedy(value)) in _OF_ONE_PROCESS:
+            error = NotSerializableError((*path, type_name(value)), remedy.problem, remedy.remedy)
+            refused.append((path[-1].removeprefix("global "), error))
+        elif isinstance(value, types.FunctionType | types.MethodType | functools.partial) or (
+            isinstance(value, dict | list | tuple) and len(value) <= _FEW
+        ):
+            made.update(_assigned(value.__code__) if isinstance(value, types.FunctionType) else ())
+            found.extend(((*path, label), inner) for label, inner in children(value))
+    # Of a global that the call itself makes, the notebook's is not used.
+    for name, error in refused:
+        if name not in made:
+            raise error
 
 
 def is_of_one_process(value: object) -> bool:
@@ -247,18 +251,21 @@ _OF_ONE_PROCESS = (
     Remedy(
         types=("transformers.trainer.Trainer", "lightning.pytorch.trainer.trainer.Trainer", "pytorch_lightning.trainer.trainer.Trainer"),
         problem="a Trainer belongs to the process that made it, and counts on that one alone",
-        remedy="Make the Trainer inside the function, from its model, data and arguments.",
+        remedy="Make the Trainer inside the function that the ranks run, from its model, data and arguments; what comes back is the model, "
+        "its metrics or its state.",
     ),
     Remedy(
         types=("accelerate.accelerator.Accelerator", "accelerate.state.PartialState", "accelerate.state.AcceleratorState",
                "lightning.fabric.fabric.Fabric", "lightning_fabric.fabric.Fabric"),
         problem="it belongs to the process that made it, and counts on that one alone",
-        remedy="Make it inside the function that launch() runs; distribute() needs none.",
+        remedy="Make it inside the function that the ranks run.",
     ),
     Remedy(
-        types=("accelerate.optimizer.AcceleratedOptimizer", "accelerate.scheduler.AcceleratedScheduler", "accelerate.data_loader.DataLoaderAdapter"),
-        problem="Accelerate has prepared it for the one process of the notebook",
-        remedy="Pass the objects as they were before accelerator.prepare(), and prepare them inside the function.",
+        types=("accelerate.optimizer.AcceleratedOptimizer", "accelerate.scheduler.AcceleratedScheduler", "accelerate.data_loader.DataLoaderAdapter",
+               *(f"{package}.wrappers._Fabric{kind}" for package in ("lightning.fabric", "lightning_fabric")
+                 for kind in ("DataLoader", "Module", "Optimizer"))),
+        problem="it was prepared for the one process of the notebook",
+        remedy="Pass the objects as they were before prepare() or setup(), of a Trainer its dataset, and prepare them inside the function.",
     ),
 )  # fmt: skip
 """What pickles, and would then work in each rank as if it were the only one."""

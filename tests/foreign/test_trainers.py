@@ -2,6 +2,7 @@
 
 import copy
 import importlib.metadata
+import pickle
 import sys
 import types
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import kale_dist as kd
-from kale_dist.errors import NotSerializableError, SnapshotError
+from kale_dist.errors import JobFailedError, NotSerializableError, SnapshotError
 from kale_dist.trackers import TensorBoard
 
 pytestmark = pytest.mark.nightly
@@ -42,7 +43,7 @@ def reads_accelerator():
 def makes_accelerator():
     global accelerator
     accelerator = accelerate.Accelerator(cpu=True)
-    return accelerator.num_processes
+    return reads_accelerator()
 """
 
 
@@ -118,6 +119,61 @@ def test_arguments_of_the_notebook_count_live_ranks(model, notebook, of_one_proc
     live.delete()
 
 
+def test_reading_arguments_disturbs_no_accelerator_and_copies_are_as_good(tmp_path, jobs):
+    args, others = made(tmp_path, 8), made(tmp_path, 8, bf16=True)
+
+    def reads(args, others):
+        here = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        copies = copy.deepcopy(args), copy.copy(args), pickle.loads(pickle.dumps(args))
+        assert all(type(one) is transformers.TrainingArguments for one in (args, *copies))
+        read = [one.learning_rate for one in copies], [one.world_size for one in (*copies, args, others)]
+        here.prepare(torch.nn.Linear(1, 1))
+        return (*read, here.num_processes, here.mixed_precision)
+
+    jobs.append(kd.launch(reads, args, others, number_of_processes=2))
+    assert jobs[0].results(60) == [([0.5] * 3, [2] * 5, 2, "bf16")] * 2
+
+
+class Reads(torch.utils.data.Dataset):
+    """A dataset whose DataLoader's worker is the first to ask for the rank."""
+
+    def __init__(self, args):
+        self.args = args
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, _):
+        return self.args.process_index, self.args.learning_rate
+
+
+def test_a_worker_of_a_data_loader_has_what_its_rank_knew_or_says_what_to_do(tmp_path, jobs):
+    args = made(tmp_path, 8)
+
+    def load(args, first):
+        if first:
+            accelerate.PartialState(cpu=True)
+        loader = torch.utils.data.DataLoader(Reads(args), num_workers=1, multiprocessing_context="fork")
+        return [index.item() for index, _ in loader]
+
+    jobs += [kd.launch(load, args, first, number_of_processes=2) for first in (True, False)]
+    assert jobs[0].results(60) == [[0, 0], [1, 1]]
+    with pytest.raises(JobFailedError, match=r"Read what you need of them, such as args.process_index, in the rank"):
+        jobs[1].result(60)
+
+
+def test_live_ranks_train_in_one_precision_and_then_in_another(model, tmp_path, monkeypatch):
+    names = {"transformers": transformers, "ROWS": ROWS, "net": copy.deepcopy(model).float()}
+    names |= {"args": made(tmp_path, 8), "others": made(tmp_path, 8, bf16=True)}
+    for name, value in names.items():
+        monkeypatch.setattr(f"__main__.{name}", value, raising=False)
+    with kd.live(2, threads=1) as live:
+        for name in ("args", "others"):
+            live.run(f"trainer = transformers.Trainer(model=net, args={name}, train_dataset=ROWS)\ntrainer.train()")
+            assert live.pull("trainer.accelerator.mixed_precision") == ["bf16" if name == "others" else "no"] * 2
+    live.delete()
+
+
 def test_a_trainer_that_comes_back_joins_no_group(model, tmp_path, jobs):
     args = made(tmp_path, 8)
     jobs.append(kd.launch(lambda: (args, args.world_size), number_of_processes=2))
@@ -127,14 +183,14 @@ def test_a_trainer_that_comes_back_joins_no_group(model, tmp_path, jobs):
     assert (back.world_size, back.learning_rate) == (1, 0.5)
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_numbers_that_were_counted_for_one_process_are_refused(tmp_path, jobs):
-    config = made(tmp_path, 8)
-    # As TRL's GRPOConfig computes it when it is made.
-    config.generation_batch_size = 8 * config.world_size
-    with pytest.raises(SnapshotError, match=r"TrainingArguments that was made in the notebook.*inside the function"):
+    trl = pytest.importorskip("trl")
+    config = trl.GRPOConfig(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(SnapshotError, match=r"GRPOConfig that was made in the notebook.*inside the function"):
         kd.launch(lambda: config.generation_batch_size, number_of_processes=2)
     jobs.append(kd.launch(lambda: config.generation_batch_size, number_of_processes=1))
-    assert jobs[0].result(60) == 8
+    assert jobs[0].result(60) == config.generation_batch_size
 
 
 def test_what_is_bound_to_the_notebook_is_refused_with_what_to_do(notebook, model, tmp_path, jobs):
@@ -146,12 +202,13 @@ def test_what_is_bound_to_the_notebook_is_refused_with_what_to_do(notebook, mode
     here = notebook.names["accelerator"] = accelerate.Accelerator(cpu=True)
     with pytest.raises(NotSerializableError, match=r"(?s)global accelerator.*Make it inside the function"):
         kd.launch(notebook.reads_accelerator, number_of_processes=2)
-    loader = here.prepare(torch.utils.data.DataLoader(ROWS))
-    with pytest.raises(NotSerializableError, match=r"(?s)obj.*before accelerator.prepare\(\)"):
-        kd.launch(len, loader, number_of_processes=2)
-    # One that the function makes itself is another.
+    # One that the function makes itself is another, for what it calls, too.
     jobs.append(kd.launch(notebook.makes_accelerator, number_of_processes=2))
     assert jobs[0].results(60) == [2, 2]
+    loader = here.prepare(torch.utils.data.DataLoader(ROWS))
+    for held in (loader, (1, loader), {"a": [loader]}):
+        with pytest.raises(NotSerializableError, match=r"(?s)obj.*as they were before prepare\(\)"):
+            kd.launch(len, held, number_of_processes=2)
 
 
 # -- what is seen while they train -------------------------------------------------------------------------------------

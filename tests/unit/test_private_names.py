@@ -149,26 +149,48 @@ def training_arguments(tmp_path):
 
 
 @pytest.mark.nightly
-def test_pickling_of_a_process(training_arguments):
-    gone = {"distributed_state", "_n_gpu", "_setup_devices"} - vars(training_arguments).keys()
-    assert not gone, f"TrainingArguments keep what they know of their process no longer as {', '.join(gone)}"
+def test_training_arguments_gpus(training_arguments):
+    assert vars(training_arguments)["_n_gpu"] == training_arguments.n_gpu == 0
 
 
 @pytest.mark.nightly
-def test_reducers_unsettled(training_arguments):
+def test_training_arguments_devices(training_arguments):
     kept = vars(training_arguments)
+    assert kept.keys() >= {"distributed_state", "_setup_devices"}, "what they know of their process is kept elsewhere"
     for name in ("distributed_state", "_n_gpu", "_setup_devices"):
         del kept[name]
     assert training_arguments._setup_devices.type == "cpu"
     assert kept["distributed_state"].num_processes == training_arguments.world_size == 1
 
 
-@pytest.mark.nightly
-def test_reducers_keeping_accelerator():
+@pytest.fixture
+def accelerator_state():
+    """The class, once there is an Accelerator that computes in bf16."""
     accelerate = pytest.importorskip("accelerate")
     accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    assert accelerate.state.AcceleratorState._shared_state["_mixed_precision"] == "bf16"
+    yield accelerate.state.AcceleratorState
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.nightly
+def test_training_arguments_shared(accelerator_state):
+    assert accelerator_state._shared_state is accelerator_state().__dict__
+    accelerator_state._reset_state(reset_partial_state=True)
+    assert accelerator_state._shared_state == {}
+
+
+@pytest.mark.nightly
+def test_training_arguments_precision(accelerator_state):
+    assert accelerator_state._shared_state["_mixed_precision"] == "bf16"
+
+
+@pytest.mark.nightly
+def test_training_arguments_settle_in_trainers():
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    trainer = importlib.import_module("transformers.trainer").Trainer
+    source_has(trainer.__init__, "self.create_accelerator_and_postprocess()")
+    assert list(inspect.signature(trainer.create_accelerator_and_postprocess).parameters) == ["self"]
 
 
 @pytest.mark.nightly
@@ -199,7 +221,7 @@ def test_trainers_bars():
 
 
 def test_unpicklable_remedies():
-    from kale_dist.snapshot.unpicklable import _REMEDIES
+    from kale_dist.snapshot.unpicklable import _OF_ONE_PROCESS, _REMEDIES
 
     class Structure(ctypes.Structure):
         pass
@@ -222,7 +244,7 @@ def test_unpicklable_remedies():
     }
     # A build without CUDA has stand-ins for its classes.
     known |= {f"torch._C.{name}" for name in vars(torch._C)}
-    wanted = {name for remedy in _REMEDIES for name in remedy.types if "._" in f".{name}"}
+    wanted = {name for one in _REMEDIES if one not in _OF_ONE_PROCESS for name in one.types if "._" in f".{name}"}
     elsewhere = {"h5py._hl.files.File", "h5py._hl.dataset.Dataset", "_duckdb.DuckDBPyConnection"}
     gone = sorted(wanted - known - elsewhere)
     assert not gone, f"these classes have other names now: {', '.join(gone)}"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
+from kale_dist.snapshot.training_arguments import settle_in_trainers
 from kale_dist.wire import TRAINERS_VARIABLE, EventKind, context
 
 _PACE = ("learning_rate", "num_tokens", "num_input_tokens_seen", "total_flos", "lr")
@@ -45,7 +46,7 @@ _BAR_LETTERS = 40
 def actions() -> dict[str, Callable[[ModuleType], None]]:
     """What is done to modules once they are imported."""
     if os.environ.get(TRAINERS_VARIABLE) == "0":
-        return {}
+        return {"transformers.trainer": settle_in_trainers}
     if any(importlib.util.find_spec(package.partition(".")[0]) for package in _GROUPS):
         sys.meta_path.append(_EntryPoints())
     return {"transformers.trainer": _transformers, "accelerate.accelerator": _accelerate, "tqdm.std": _bars}
@@ -161,7 +162,8 @@ def _shown_only(method: Callable[..., None]) -> Callable[..., None]:
 # -- transformers ----------------------------------------------------------------------------------------------------
 
 
-def _transformers(_: ModuleType) -> None:
+def _transformers(module: ModuleType) -> None:
+    settle_in_trainers(module)
     trainer: Any = sys.modules["transformers.trainer"]
     callbacks = getattr(trainer, "DEFAULT_CALLBACKS", None)
     if not isinstance(callbacks, list):
