@@ -45,12 +45,33 @@ class Stacked(Case):
         return optimizer
 
 
+class Encoding(nn.Module):
+    """A model whose `forward` calls a method of its own, and then uses a weight of the same unit."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.first = nn.Linear(6, 6)
+        self.last = nn.Parameter(torch.randn(6, 4) / 2)
+
+    def encode(self, x):
+        return torch.tanh(self.first(x))
+
+    def forward(self, x):
+        return self.encode(x) @ self.last
+
+
+class Encoded(Case):
+    def model(self):
+        return Encoding().double()
+
+
 class StackedAccumulated(Stacked):
     accumulate = 2
     clip_norm = 0.1
 
 
-UNITS = {case.__name__: case for case in (Stacked, StackedAccumulated)}
+UNITS = {case.__name__: case for case in (Stacked, StackedAccumulated, Encoded)}
 PLAIN_BYTES = 8 * (7 * 10 + 11 * 8 + 9 * 4)
 
 
@@ -58,6 +79,10 @@ def test_two_ranks_equal_one_process_and_send_what_the_formula_says():
     numbers = compare(FSDP(), names=("PlainSgd", "MomentumAccumulatedClipped", "TiedAdamClippedInStep"))
     # 50 steps, two ranks, each 3 (n-1)/n P.
     assert numbers["PlainSgd"]["bytes_sent"] == 50 * 2 * 3 * PLAIN_BYTES / 2
+
+
+def test_a_forward_that_calls_a_method_of_its_model_equals_one_process():
+    compare(FSDP(), names=("Encoded",), cases=UNITS)
 
 
 @pytest.mark.nightly

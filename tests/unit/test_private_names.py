@@ -786,6 +786,14 @@ def test_fsdp_unit_init(sharded):
     check(sharded, "set_custom_all_gather", "set_custom_reduce_scatter")
 
 
+def test_fsdp_unit_plain_within_forward(sharded):
+    state, seen = sharded._get_fsdp_state(), []
+    hook = sharded.register_forward_hook(lambda *_: seen.append(state._training_state.name), prepend=True)
+    sharded(torch.ones(1, 2))
+    hook.remove()
+    assert [*seen, state._training_state.name] == ["FORWARD", "IDLE"], "FSDP tells by other words where a unit is"
+
+
 def test_fsdp_unit_agreed(sharded):
     sharded.unshard()
     for parameter in groups_of(sharded)[0].fsdp_params:

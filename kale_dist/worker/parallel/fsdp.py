@@ -17,6 +17,7 @@ memory that sharding saves.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -304,9 +305,10 @@ class _Unit:
         module.set_custom_reduce_scatter(_ReduceScatter(strategy))
         kind = type(module).__mro__[2]
         self._methods = [method for method in _public_methods(kind) if method not in module.__dict__]
+        self._state = module._get_fsdp_state()  # noqa: SLF001 - nothing public shows gradients before their reduction
         for method in self._methods:
             register_fsdp_forward_method(module, method)
-        self._state = module._get_fsdp_state()  # noqa: SLF001 - nothing public shows gradients before their reduction
+            module.__dict__[method] = self._plain_within_forward(module.__dict__[method], getattr(kind, method))
         state: Any = self._state
         # One group a unit before torch 2.13.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001
@@ -316,6 +318,16 @@ class _Unit:
 
     def gather(self, output: Tensor, given: Tensor) -> None:
         self._strategy.gather(self, output, given)
+
+    def _plain_within_forward(self, gathers: Any, plain: Any) -> Any:
+        """A method that gathers the unit's weights, but not where `forward` calls it: its end would divide weights that are still in use."""
+
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_within = self._state._training_state.name == "FORWARD"  # noqa: SLF001 - there is no public name
+            return plain(self.module, *args, **kwargs) if is_within else gathers(*args, **kwargs)
+
+        return call
 
     def _agreed(self, group: Any) -> Any:
         """Wrap torch's end of a unit's backward pass: parameters that only other ranks have used get zeros."""
