@@ -378,7 +378,9 @@ def _check_criterion(criterion: Any, model: Any, *, needed_by: str) -> None:
 
 def makes_loss(model: Any) -> bool:
     """Whether a model takes `labels` and gives a loss with its output, as those of Hugging Face do."""
-    return any(one.name == "labels" for one in parameters_of(getattr(model, "forward", None)))
+    # A model of PEFT's without a `task_type` passes on whatever it is given.
+    inner = model.get_base_model() if hasattr(type(model), "get_base_model") else model
+    return any(one.name == "labels" for part in (model, inner) for one in parameters_of(getattr(part, "forward", None)))
 
 
 def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_made: bool) -> None:

@@ -89,7 +89,7 @@ _REFUSED_PULL = _PULL + (
     r"(?!.*(: 5\d\d [A-Z]|i/o timeout|deadline exceeded|Client\.Timeout|handshake timeout|connection (refused|reset)))"
 )
 """A pull that the registry itself refuses; a mirror may do so while the registry does not answer."""
-_AGAIN = "Submit the job again, or give max_restarts=, so that it resumes in new pods"
+_AGAIN = "With max_restarts= the job resumes in new pods by itself; without, submit it again"
 _DIED, _POD_LOST = FailureCause.DIED, FailureCause.AGENT_DIED
 
 GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
