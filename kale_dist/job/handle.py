@@ -182,7 +182,8 @@ class Job(Generic[R]):
             place |= {"from_batch": row.from_batch} if row.from_batch else {}
             # What was measured of a training step is sent just before what the step returned, if it returned something.
             is_measured = row.source in MEASURED_SOURCES
-            if measured and not (row.epoch == measured["epoch"] and (is_measured or row.source.split()[0] == "train")):
+            is_of_same_place = measured and (row.epoch, row.step) == (measured["epoch"], measured["step"])
+            if measured and not (is_of_same_place and (is_measured or row.source.split()[0] == "train")):
                 rows.append(measured)
                 measured = {}
             if is_measured:

@@ -40,6 +40,8 @@ class RankProgress:
     loss: float | None
     left_s: float | None = None
     """Seconds that are left, as a trainer's own pace tells; None where it does not."""
+    share: float | None = None
+    """How much of its training is done, 0 to 1, as a trainer tells; None where it does not."""
     training: int = 0
     """The number of the training in this process, from 1, where a trainer tells it; else 0."""
     time: float
@@ -167,6 +169,8 @@ class JobStatus:
         if self.state is StateName.SUCCEEDED:
             return 1.0
         progress = self.replicas[0].progress if self.replicas else None
+        if progress is not None and progress.share is not None:
+            return progress.share
         if progress is None or progress.epochs < 1:
             return None
         if progress.phase != "train":
@@ -337,6 +341,7 @@ def _progress(event: dict[str, Any]) -> RankProgress:
         samples_per_s=_float_or_none(event.get("samples_per_s")),
         loss=_float_or_none(event.get("loss")),
         left_s=_float_or_none(event.get("left_s")),
+        share=_float_or_none(event.get("share")),
         training=int(event.get("training") or 0),
         time=float(event.get("time") or 0.0),
     )

@@ -134,7 +134,7 @@ def make_sharing(cls: type) -> Any:
 def settle_in_trainers(_: ModuleType) -> None:
     """Have each Trainer's arguments find out their process before it makes its Accelerator, as their constructor does."""
     trainer: Any = sys.modules["transformers.trainer"]
-    create = getattr(trainer.Trainer, "create_accelerator_and_postprocess", None)
+    create = getattr(getattr(trainer, "Trainer", None), "create_accelerator_and_postprocess", None)
     if create is None:
         return
 

@@ -46,4 +46,4 @@ def test_the_weights_are_those_of_torchrun(case, tmp_path, jobs, monkeypatch):
         before = quick_starts.language_model().state_dict()
         assert max((found[name] - value).abs().max() for name, value in before.items()) > 1e-3
     if case != "accelerate":
-        assert all(one.progress.training == 1 and one.progress.step > 0 for one in jobs[0].status.replicas)
+        assert all(one.progress.training == 1 and one.progress.share > 0.2 for one in jobs[0].status.replicas)

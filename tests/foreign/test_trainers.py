@@ -233,9 +233,9 @@ def test_a_trainer_is_seen_without_a_line(model, tmp_path, jobs):
     job = jobs[0]
     assert job.wait(120).state == "succeeded"
     for told in last_progress(job):
-        assert (told.training, told.epoch, told.epochs, told.step, told.steps) == (2, 3, 3, 8, 8)
-        assert told.left_s == 0
-        assert told.samples_per_s > 0
+        # The last that they did is an evaluation, of 16 rows.
+        assert (told.training, told.phase, told.epoch, told.epochs) == (2, "eval", 3, 3)
+        assert told.share == 1
     for suffix in ("", " 2"):
         rows = [row for row in job.metrics if row["source"] == f"train{suffix}" and "loss" in row]
         assert [row["step"] for row in rows] == list(range(2, 25, 2))
@@ -243,7 +243,8 @@ def test_a_trainer_is_seen_without_a_line(model, tmp_path, jobs):
         evaluated = [row for row in job.metrics if row["source"] == f"eval{suffix}"]
         assert [row["step"] for row in evaluated] == [8, 16, 24]
         assert all(row.keys() >= {"loss"} for row in evaluated)
-    assert "samples_per_s" in job.metrics[-1]
+    (first, second) = [row for row in job.metrics if "samples_per_s" in row]
+    assert first["step"] == second["step"] == 24
     assert not [line.text for line in job.logs() if "cannot be shown" in line.text]
 
 
@@ -275,11 +276,13 @@ def fits(model, folder):
 
         def training_step(self, batch, _):
             loss = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
-            self.log("train_loss", loss)
+            self.log("value_loss", loss)
+            self.log("accuracy", loss, on_step=False, on_epoch=True)
             return loss
 
         def validation_step(self, batch, _):
-            self.log("val_loss", self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss, sync_dist=True)
+            loss = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+            self.log_dict({"val_loss": loss, "plain": loss}, sync_dist=True)
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
@@ -299,9 +302,11 @@ def test_lightning_is_seen_without_a_line(model, tmp_path, jobs):
     jobs.append(kd.launch(fits, model, tmp_path, number_of_processes=2))
     assert jobs[0].results(120) == [(["kale_dist"], True)] * 2
     for told in last_progress(jobs[0]):
-        assert (told.epoch, told.epochs, told.step, told.steps, told.left_s) == (2, 2, 8, 8, 0)
-        assert told.samples_per_s > 0
-    assert len(values_of(jobs[0], "train", "loss")) == 8
+        assert (told.phase, told.epoch, told.epochs, told.share) == ("eval", 2, 2, 1)
+    rows = [row for row in jobs[0].metrics if row["source"] == "train" and "value_loss" in row]
+    assert [row["step"] for row in rows] == list(range(2, 17, 2))
+    # What is averaged over an epoch comes at its end, of the last one, too.
+    assert len(values_of(jobs[0], "train", "accuracy")) == len(values_of(jobs[0], "eval", "plain")) == 2
     assert len(values_of(jobs[0], "eval", "loss")) == 2
 
 
@@ -324,7 +329,30 @@ def test_a_loop_of_accelerates_is_seen_by_its_log_and_its_bar(model, jobs):
     assert jobs[0].wait(120).state == "succeeded"
     assert len(values_of(jobs[0], "train", "loss")) == 8
     for told in last_progress(jobs[0]):
-        assert (told.phase, told.epochs, told.step, told.steps) == ("epoch 1", 0, 8, 8)
+        assert (told.phase, told.epochs, told.step, told.steps) == ("bar epoch 1", 0, 8, 8)
+
+
+def test_a_training_is_forgotten_with_its_cell(model, tmp_path, monkeypatch):
+    names = {"transformers": transformers, "ROWS": ROWS, "net": copy.deepcopy(model), "args": made(tmp_path, 8)}
+    for name, value in names.items():
+        monkeypatch.setattr(f"__main__.{name}", value, raising=False)
+    with kd.live(2, threads=1) as live:
+        for _ in range(2):
+            live.run("trainer = transformers.Trainer(model=net, args=args, train_dataset=ROWS)\ntrainer.train()")
+            assert [(one.progress.training, one.progress.step) for one in live.status.replicas] == [(0, 0)] * 2
+        # Both began as the first of their cells.
+        assert {row["source"] for row in live.metrics} == {"train"}
+    live.delete()
+
+
+def test_our_callback_goes_with_a_trainer_into_other_processes(model, tmp_path, jobs):
+    def sent(model, args):
+        one = transformers.Trainer(model=model, args=args, train_dataset=ROWS)
+        back = pickle.loads(pickle.dumps(one.callback_handler.callbacks))
+        return [type(each).__name__ for each in back].count("KaleDistCallback")
+
+    jobs.append(kd.launch(sent, model, made(tmp_path, 8), number_of_processes=2))
+    assert jobs[0].results(60) == [1, 1]
 
 
 def tracks_itself(model, folder, reported):

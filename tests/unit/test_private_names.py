@@ -200,7 +200,16 @@ def test_trainers_transformers():
     trainer, callback = map(importlib.import_module, ("transformers.trainer", "transformers.trainer_callback"))
     assert isinstance(trainer.DEFAULT_CALLBACKS, list)
     source_has(trainer.Trainer.__init__, "DEFAULT_CALLBACKS")
-    check(callback.TrainerCallback, "on_train_begin", "on_step_end", "on_prediction_step", "on_log", "on_train_end")
+    check(callback.TrainerCallback, "on_train_begin", "on_step_end", "on_prediction_step", "on_log")
+
+
+@pytest.mark.nightly
+def test_trainers_connector():
+    lightning = pytest.importorskip("lightning.pytorch")
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    takes(trainer._logger_connector.log_metrics, "metrics", "step")
+    source_has(type(trainer._logger_connector).update_train_step_metrics, "self.log_metrics(")
+    source_has(type(trainer._logger_connector).log_eval_end_metrics, "self.log_metrics(")
 
 
 @pytest.mark.nightly

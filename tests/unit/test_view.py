@@ -379,6 +379,14 @@ def test_charts_with_the_same_lines_share_one_legend():
     assert [words.count(label) for label in ("train", "eval")] == [1, 1]
 
 
+def test_a_step_that_comes_once_more_has_the_newest_value():
+    rows = [
+        row(epoch=None, step=step, loss=loss) for step, loss in ((10, 1.0), (20, 0.9), (30, 0.8), (20, 0.7), (20, 0.6))
+    ]
+    (curve,) = curves.collect(rows)
+    assert (curve.series[0].axis, curve.series[0].points) == ("step", ((10.0, 1.0), (20.0, 0.6)))
+
+
 def of_a_trainer(**changes):
     """A job whose ranks say how far another trainer is."""
     told = progress(**{"samples_per_s": None, "loss": None, **changes})
@@ -390,12 +398,16 @@ def of_a_trainer(**changes):
     ("changes", "sentence", "beside"),
     [
         # The job's own time would give 22 s.
-        ({"left_s": 70.4}, "Epoch 3 of 8, step 12 of 24", "31 % · about 1 min 10 s left"),
+        ({"left_s": 70.4, "training": 1}, "Epoch 3 of 8, step 12 of 24", "31 % · about 1 min 10 s left"),
         ({"left_s": 0.2, "training": 1}, "Epoch 3 of 8, step 12 of 24", "31 % · about 1 s left"),
-        ({"training": 2, "left_s": None}, "Training 2, epoch 3 of 8, step 12 of 24", "31 % · about 22 s left"),
-        ({"epochs": 0, "steps": None}, "Step 12", ""),
-        ({"epochs": 0, "epoch": 0, "phase": "Map", "step": 0}, "Map: 0 of 24", ""),
+        ({"training": 2, "left_s": None}, "Training 2, epoch 3 of 8, step 12 of 24", "31 %"),
+        ({"training": 1, "epochs": 0, "share": 0.5}, "Step 12 of 24", "50 %"),
+        ({"training": 1, "phase": "eval", "steps": None, "share": 0.5}, "Epoch 3 of 8, evaluation, step 12", "50 %"),
+        ({"training": 2, "epochs": 0, "phase": "eval", "steps": None}, "Training 2, evaluation 12", ""),
+        ({"epochs": 0, "epoch": 0, "phase": "bar Map", "step": 0}, "Bar Map: 0 of 24", ""),
         ({"epochs": 0, "epoch": 0, "phase": "\x1b[2Jbar"}, "Bar: 12 of 24", ""),
+        # Between the cells of live ranks.
+        ({"epochs": 0, "epoch": 0, "phase": "", "step": 0, "steps": None}, "Running on 1 rank", ""),
     ],
 )
 def test_what_another_trainer_tells_is_in_the_sentence_and_a_bar_is_no_percentage(changes, sentence, beside):

@@ -375,12 +375,13 @@ def _of_rank(
 ) -> Series:
     word = facts.clean(source)
     label = word if rank is None else (f"{word} rank {rank}" if several else f"rank {rank}")
+    rows = _newest(rows)
     # Beside lines of training and evaluation, those of ranks begin with the third colour.
     colour = _COLOUR_OF.get(source) or COLOURS[((rank or 0) + (2 if several else 0)) % len(COLOURS)]
-    # Of a function's second training, both lines have its third colour.
+    # Both lines of a function's second training have the third colour.
     kind, _, number = source.partition(" ")
     if kind in _COLOUR_OF and number.isdecimal():
-        colour = COLOURS[int(number) % len(COLOURS)]
+        colour = COLOURS[2 + (int(number) - 2) % (len(COLOURS) - 2)]
     xs, axis = _positions([row for row, _ in rows])
     if axis == "epoch" and ends:
         xs, axis = [ends.get(int(x), x) for x in xs], "step"
@@ -388,6 +389,17 @@ def _of_rank(
     return Series(
         label=label, colour=colour, points=tuple(points), last=rows[-1][1], axis=axis, is_dashed=kind == "eval"
     )
+
+
+def _newest(rows: Sequence[tuple[MetricRow, float]]) -> list[tuple[MetricRow, float]]:
+    """Leave out rows of steps that came once more: a training that resumed, or a second evaluation of the same step."""
+    kept: list[tuple[MetricRow, float]] = []
+    lowest = math.inf
+    for row, value in reversed(rows):
+        if row.step is None or row.epoch is not None or row.source == "report" or row.step < lowest:
+            lowest = lowest if row.step is None else row.step
+            kept.append((row, value))
+    return kept[::-1]
 
 
 def _mean(made: Sequence[Series], *, several: bool) -> Series:

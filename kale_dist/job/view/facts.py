@@ -235,8 +235,8 @@ def remaining(status: JobStatus, now: float | None) -> str:
     if status.state is not StateName.RUNNING or fraction is None or elapsed is None:
         return ""
     told = status.replicas[0].progress
-    if told is not None and told.left_s is not None:
-        return _about(told.left_s)
+    if told is not None and told.training:
+        return "" if told.left_s is None else _about(told.left_s)
     if not 0.03 < fraction < 1 or elapsed < 2:  # noqa: PLR2004 - earlier figures jump about
         return ""
     return _about(elapsed * (1 - fraction) / fraction)
@@ -369,8 +369,9 @@ def _doing(status: JobStatus) -> str:
         return ""
     count = _step(progress).rpartition(" ")[2].replace("/", " of ")
     if not progress.epochs:
-        # A bar, or a training without an end.
-        doing = f"step {count}" if progress.phase == "train" else f"{clean(progress.phase)}: {count}"
+        # A bar, or a training of steps.
+        what = {"train": "step", "eval": "evaluation"}.get(progress.phase, f"{clean(progress.phase)}:")
+        doing = f"{what} {count}".strip()
     else:
         where = {"train": "step ", "eval": "evaluation, step "}.get(progress.phase, f"{clean(progress.phase)}, step ")
         doing = f"epoch {progress.epoch} of {progress.epochs}{f', {where}{count}' if count else ''}"

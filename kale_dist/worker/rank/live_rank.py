@@ -27,7 +27,7 @@ from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.messages import Answer, Cell, CellFailed, EndLive, Give, Interrupt, Load, Numbered, Repair, ToLive
 from kale_dist.worker.agent.hang_watch import Frame, Sample, waits
 from kale_dist.worker.pod import transfers
-from kale_dist.worker.rank import cell, repair, stand_ins
+from kale_dist.worker.rank import cell, repair, stand_ins, trainers
 from kale_dist.worker.rank.control import Control
 
 CUT_AFTER_S = 0.5
@@ -212,6 +212,7 @@ class LiveRank:
         else:
             if value is not None:
                 self._names["_"] = value
+        trainers.end_cell()
         sys.stdout.flush()
         sys.stderr.flush()
         context.flush()

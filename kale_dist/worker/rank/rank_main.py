@@ -106,7 +106,7 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
             module = getattr(loaded.fn, "__module__", "")
             is_training = module.startswith("kale_dist.worker.training.")
             if is_training:
-                trainers.of_our_loop()
+                trainers.leave_bars_out()
             if module == LIVE:
                 from kale_dist.worker.rank.live_rank import LiveRank
 

@@ -1,7 +1,8 @@
 """What a rank tells of other people's trainers: progress and metrics as events, like those of our own loop.
 
 transformers (with TRL, Unsloth, sentence-transformers) and Lightning call a callback that is put beside their own; of Accelerate,
-`Accelerator.log` is heard, and of anything else the bars of tqdm. All of it is shown only: a version that lacks a name is silent.
+`Accelerator.log` is heard, and where no trainer has trained, the bars of tqdm. All of it is shown only: a version that lacks a name is
+silent.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,21 +23,18 @@ from typing import Any
 from kale_dist.snapshot.training_arguments import settle_in_trainers
 from kale_dist.wire import TRAINERS_VARIABLE, EventKind, context
 
-_PACE = ("learning_rate", "num_tokens", "num_input_tokens_seen", "total_flos", "lr")
+_PACE = ("learning_rate", "lr", "num_tokens", "num_input_tokens_seen", "total_flos", "model_preparation_time")
 _PACE_ENDS = ("runtime", "per_second", "step_time")
 """Rates, clocks and counters: for tables and trackers, not for curves."""
 
-_PLACES = ("epoch", "step", "trainer/global_step")
+_PLACES = ("epoch", "step")
 """Where a value belongs, among the values."""
 
-_EVAL = ("eval", "val", "validation", "test")
+_EVAL = ("eval", "val", "valid", "validation", "test")
 """What names of an evaluation's metrics begin with."""
 
-_GROUPS = {
-    "lightning.pytorch": "lightning.pytorch.callbacks_factory",
-    "pytorch_lightning": "pytorch_lightning.callbacks_factory",
-}
-"""Entry points by which Lightning finds callbacks, by the packages whose they are."""
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+"""The two packages of Lightning; the group of entry points by which each finds callbacks is named after it."""
 
 _LOGGERS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "TensorBoardLogger": "tensorboard"}
 """Lightning's loggers, by the words of `track=`."""
@@ -47,104 +46,115 @@ def actions() -> dict[str, Callable[[ModuleType], None]]:
     """What is done to modules once they are imported."""
     if os.environ.get(TRAINERS_VARIABLE) == "0":
         return {"transformers.trainer": settle_in_trainers}
-    if any(importlib.util.find_spec(package.partition(".")[0]) for package in _GROUPS):
+    if any(importlib.util.find_spec(package.partition(".")[0]) for package in _LIGHTNING):
         sys.meta_path.append(_EntryPoints())
     return {"transformers.trainer": _transformers, "accelerate.accelerator": _accelerate, "tqdm.std": _bars}
 
 
-def of_our_loop() -> None:
-    """The rank runs `distribute`: its loop tells of the progress, and no bar in a step does."""
-    _Training.running = _Training(())
+def leave_bars_out() -> None:
+    """The rank runs `distribute`, whose loop tells of the progress itself."""
+    _Training.count = 1
+
+
+def end_cell() -> None:
+    """A cell of a live rank has ended, and with it whatever it trained."""
+    if _Training.is_shown:
+        context.emit(EventKind.PROGRESS, phase="", epoch=0, epochs=0, step=0, steps=None, samples=0)
+    _Training.count, _Training.is_shown = 0, False
 
 
 class _Training:
-    """One training of a trainer in this rank.
-
-    Args:
-        reported_to: Trackers that the trainer itself writes to, by the words of `track=`.
-    """
+    """One training of a trainer in this rank."""
 
     count = 0
-    """How many have begun in this process."""
-    running: _Training | None = None
-    """The one that has begun last, unless it has ended: bars and `Accelerator.log` say nothing of it."""
+    """How many have begun in this function or cell: with the first one, bars have nothing more to say."""
+    is_shown = False
+    """Whether there was any progress in this function or cell."""
 
-    def __init__(self, reported_to: Iterable[str]) -> None:
-        self._reported_to = sorted(reported_to)
+    def __init__(self) -> None:
         self._number = 0
-        self._first: tuple[int, float] | None = None
+        self._first: tuple[int, int, float] | None = None
+        self._last = 0.0
+        self._place: dict[str, Any] = {}
+        self._evaluated = 0
 
     def begin(self) -> None:
         """It begins."""
         _Training.count += 1
-        _Training.running, self._number = self, _Training.count
+        self._number, self._first = _Training.count, None
 
-    def end(self) -> None:
-        """It is over."""
-        if _Training.running is self:
-            _Training.running = None
-
-    def step(
-        self, done: int, of: int | None, *, epoch: int, epochs: int, step: int, steps: int | None, samples: int
-    ) -> None:
+    def step(self, done: int, of: int | None, *, samples: int, **place: int | None) -> None:
         """One more step is done.
 
         Args:
             done: Steps of the whole training.
             of: How many it has.
-            epoch: From 1.
-            epochs: How many.
-            step: Within the epoch, from 1.
-            steps: Of an epoch.
-            samples: What this rank takes in a step.
+            samples: What this rank has taken so far.
+            place: epoch (from 1), epochs, step (within the epoch, from 1), steps. Without epochs: step and steps of the training.
         """
         now = time.monotonic()
         # Loading, compiling and the first step are no measure.
-        first, began = self._first = self._first or (done, now)
-        pace = (done - first) / (now - began) if done > first and now > began else None
-        context.emit(
-            EventKind.PROGRESS, phase="train", epoch=epoch, epochs=epochs, step=step, steps=steps, training=self._number,
-            samples=step * samples, samples_per_s=round(pace * samples, 1) if pace and samples else None,
-            left_s=round((of - done) / pace, 1) if pace and of else None,
+        begun, had, began = self._first = self._first or (done, samples, now)
+        steps, seconds = done - begun, now - began
+        is_known = steps > 0 and seconds > 0
+        self._last, self._evaluated = now, 0
+        self._place = {"epoch": 0, "epochs": 0, "training": self._number, "share": done / of if of else None, **place}
+        self._emit(
+            "train", samples=samples, samples_per_s=round((samples - had) / seconds, 1) if is_known and samples else None,
+            left_s=round((of - done) * seconds / steps, 1) if is_known and of else None,
         )  # fmt: skip
 
-    def log(self, values: Mapping[str, Any], step: int | None) -> None:
+    def evaluate(self) -> None:
+        """One more batch of an evaluation is done. Its time is none of the steps'."""
+        if self._first is not None:
+            now = time.monotonic()
+            begun, had, began = self._first
+            self._first, self._last = (begun, had, began + now - self._last), now
+            self._evaluated += 1
+            self._emit("eval", step=self._evaluated, steps=None)
+        context.mark_progress()
+
+    def _emit(self, phase: str, **fields: Any) -> None:
+        _Training.is_shown = True
+        context.emit(EventKind.PROGRESS, **{"phase": phase, "samples": 0, **self._place, **fields})
+
+    def log(
+        self, values: Mapping[Any, Any], step: int | None, reported_to: Iterable[str], *, is_eval: bool | None = None
+    ) -> None:
         """Send what a trainer logs: evaluations apart, rates and summaries not as curves.
 
         Args:
             values: By name; what is no number is left out.
             step: Of the training, counted as the trainer counts.
+            reported_to: Trackers that the trainer itself writes to, by the words of `track=`.
+            is_eval: Whether they are an evaluation's; None: their names tell.
         """
-        numbers = {name: number for name, value in values.items() if (number := _number(value)) is not None}
+        numbers = {str(name): number for name, value in values.items() if (number := _number(value)) is not None}
         found: dict[str, dict[str, float]] = {"pace": {}, "train": {}, "eval": {}}
         is_summary = "train_runtime" in numbers
         for name, value in numbers.items():
             start, _, rest = name.replace("/", "_", 1).partition("_")
-            is_eval = bool(rest) and start in _EVAL
-            if name in _PLACES or (is_eval and name.endswith(_PACE_ENDS)):
+            is_of_eval = bool(rest) and start in _EVAL if is_eval is None else is_eval
+            if name in _PLACES or (is_of_eval and name.endswith((*_PACE, *_PACE_ENDS))):
                 continue
-            if is_summary and name == "train_samples_per_second":
-                found["pace"]["samples_per_s"] = value
-            elif name in _PACE or name.endswith(_PACE_ENDS) or is_summary:
-                found["pace"][name] = value
-            elif is_eval:
-                found["eval"][rest] = value
+            if is_summary or name.endswith((*_PACE, *_PACE_ENDS)):
+                found["pace"]["samples_per_s" if name == "train_samples_per_second" else name] = value
             else:
-                found["train"][rest if start == "train" and rest else name] = value
-        for source, kept in found.items():
-            if kept:
-                # Of several trainings, such as folds, each has curves of its own.
-                own = f"{source} {self._number}" if self._number > 1 and source != "pace" else source
+                kept = found["eval" if is_of_eval else "train"]
+                plain = rest if rest and start in ("train", *_EVAL) else name
+                kept[name if plain in kept else plain] = value
+        for source, one in found.items():
+            # Of several trainings, such as folds, each has curves of its own.
+            own = f"{source} {self._number}" if self._number > 1 and source != "pace" else source
+            if one:
                 context.emit(
-                    EventKind.METRICS, rank=None, values=kept, step=step, source=own, reported_to=self._reported_to
+                    EventKind.METRICS, rank=None, values=one, step=step, source=own, reported_to=sorted(reported_to)
                 )
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, bool | str) or value is None:
-        return None
     with contextlib.suppress(Exception):
-        return float(value)
+        return None if isinstance(value, bool | str) else float(value)
     return None
 
 
@@ -159,52 +169,66 @@ def _shown_only(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def callback(package: str) -> Any:
+    """A callback for the trainers of a package. Pickles make it by this."""
+    return (_of_transformers() if package == "transformers" else _of_lightning(package))()
+
+
 # -- transformers ----------------------------------------------------------------------------------------------------
 
 
 def _transformers(module: ModuleType) -> None:
     settle_in_trainers(module)
     trainer: Any = sys.modules["transformers.trainer"]
-    callbacks = getattr(trainer, "DEFAULT_CALLBACKS", None)
-    if not isinstance(callbacks, list):
-        return
+    if isinstance(known := getattr(trainer, "DEFAULT_CALLBACKS", None), list):
+        trainer.DEFAULT_CALLBACKS = [*known, _of_transformers()]
+
+
+@functools.cache
+def _of_transformers() -> Any:
     base: Any = importlib.import_module("transformers.trainer_callback").TrainerCallback
 
     class KaleDistCallback(base):  # type: ignore[misc]
         """Tells the notebook how far a Trainer is."""
 
         def __init__(self) -> None:
-            self._training = _Training(())
+            self._training = _Training()
+
+        def __reduce__(self) -> Any:
+            return callback, ("transformers",)
 
         @_shown_only
-        def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
-            self._training = _Training(args.report_to or ())
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
             self._training.begin()
 
         @_shown_only
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            epochs = 1 if args.max_steps > 0 else max(1, math.ceil(state.num_train_epochs))
-            steps = max(1, -(-state.max_steps // epochs))
-            epoch = min(epochs, (state.global_step - 1) // steps + 1)
+            done, of = state.global_step, state.max_steps
+            place = {"step": done, "steps": of}
+            if args.max_steps <= 0:
+                steps = max(1, round(of / args.num_train_epochs))
+                epoch = min(math.ceil(args.num_train_epochs), (done - 1) // steps + 1)
+                before = (epoch - 1) * steps
+                place = {
+                    "epoch": epoch,
+                    "epochs": math.ceil(args.num_train_epochs),
+                    "step": done - before,
+                    "steps": min(steps, of - before),
+                }
             self._training.step(
-                state.global_step, state.max_steps, epoch=epoch, epochs=epochs, step=state.global_step - (epoch - 1) * steps,
-                steps=steps, samples=args.train_batch_size * args.gradient_accumulation_steps,
-            )  # fmt: skip
+                done, of, samples=done * args.train_batch_size * args.gradient_accumulation_steps, **place
+            )
 
         @_shown_only
         def on_prediction_step(self, *_: Any, **__: Any) -> None:
-            context.mark_progress()
+            self._training.evaluate()
 
         @_shown_only
-        def on_log(self, _: Any, state: Any, *__: Any, logs: Any = None, **___: Any) -> None:
+        def on_log(self, args: Any, state: Any, *_: Any, logs: Any = None, **__: Any) -> None:
             if state.is_world_process_zero and logs:
-                self._training.log(logs, state.global_step)
+                self._training.log(logs, state.global_step, args.report_to or ())
 
-        @_shown_only
-        def on_train_end(self, *_: Any, **__: Any) -> None:
-            self._training.end()
-
-    trainer.DEFAULT_CALLBACKS = [*callbacks, KaleDistCallback]
+    return KaleDistCallback
 
 
 # -- Lightning -------------------------------------------------------------------------------------------------------
@@ -216,9 +240,10 @@ class _EntryPoints(importlib.metadata.DistributionFinder):
     def find_spec(self, *_: Any) -> None:
         """Nothing is imported from here."""
 
-    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """The one with the entry points."""
-        return [_Hooks()] if context is None or context.name in (None, _Hooks.TITLE) else []
+    def find_distributions(self, wanted: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        """The one with the entry points, where all there are are asked for: it is in no folder that somebody may list."""
+        is_all = wanted is None or (wanted.name in (None, _Hooks.TITLE) and wanted.path is sys.path)
+        return [_Hooks()] if is_all else []
 
 
 class _Hooks(importlib.metadata.Distribution):
@@ -226,92 +251,94 @@ class _Hooks(importlib.metadata.Distribution):
 
     def read_text(self, filename: str) -> str | None:
         """The text of a file of its metadata."""
-        points = (
-            f"[{group}]\nkale_dist = {__name__}:{package.partition('.')[0]}\n" for package, group in _GROUPS.items()
+        points = "".join(
+            f"[{one}.callbacks_factory]\nkale_dist = {__name__}:{one.replace('.', '_')}\n" for one in _LIGHTNING
         )
         return {
             "METADATA": f"Metadata-Version: 2.1\nName: {self.TITLE}\nVersion: 0\n",
-            "entry_points.txt": "".join(points),
+            "entry_points.txt": points,
         }.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """It has no files."""
-        raise FileNotFoundError(path)
+        """A path in no folder: it has no files."""
+        return pathlib.Path(path)
 
 
-def lightning() -> list[Any]:
+def lightning_pytorch() -> list[Any]:
     """Callbacks of each `lightning.pytorch.Trainer`."""
-    return _of_lightning("lightning.pytorch")
+    return [callback("lightning.pytorch")]
 
 
 def pytorch_lightning() -> list[Any]:
     """Callbacks of each `pytorch_lightning.Trainer`."""
-    return _of_lightning("pytorch_lightning")
+    return [callback("pytorch_lightning")]
 
 
-def _of_lightning(package: str) -> list[Any]:
+@functools.cache
+def _of_lightning(package: str) -> Any:
     base: Any = importlib.import_module(f"{package}.callbacks").Callback
 
     class KaleDistCallback(base):  # type: ignore[misc]
         """Tells the notebook how far a Trainer is."""
 
         def __init__(self) -> None:
-            self._training = _Training(())
-            self._batches = 0
-            self._logged = -1
+            self._training = _Training()
+            self._batches = self._samples = 0
+
+        def __reduce__(self) -> Any:
+            return callback, (package,)
 
         @_shown_only
-        def on_train_start(self, trainer: Any, *_: Any) -> None:
-            kinds = {type(one).__name__ for one in trainer.loggers}
-            self._training = _Training(word for name, word in _LOGGERS.items() if name in kinds)
+        def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
+            connector = getattr(trainer, _CONNECTOR, None)
+            if connector is None:
+                return
+            log = type(connector).log_metrics
+
+            @functools.wraps(log)
+            def heard(metrics: Any, step: int | None = None) -> None:
+                with context.only_shown("What this trainer logs"):
+                    # With a step, an evaluation logs a single batch.
+                    if trainer.is_global_zero and not trainer.sanity_checking and (trainer.training or step is None):
+                        kinds = {_LOGGERS.get(type(one).__name__, "") for one in trainer.loggers}
+                        own = {name.removesuffix("_step"): value for name, value in metrics.items()}
+                        self._training.log(own, trainer.global_step, kinds, is_eval=not trainer.training)
+                log(connector, metrics, step)
+
+            connector.log_metrics = heard
+
+        @_shown_only
+        def teardown(self, trainer: Any, *_: Any, **__: Any) -> None:
+            vars(getattr(trainer, _CONNECTOR)).pop("log_metrics", None)
+
+        @_shown_only
+        def on_train_start(self, *_: Any) -> None:
             self._training.begin()
-            self._batches, self._logged = 0, -1
+            self._batches = self._samples = 0
 
         @_shown_only
         def on_train_batch_end(self, trainer: Any, _module: Any, _outputs: Any, _batch: Any, batch_idx: int) -> None:
-            steps = int(trainer.num_training_batches) if math.isfinite(trainer.num_training_batches) else None
-            epochs, most = trainer.max_epochs or -1, trainer.max_steps
+            each = trainer.num_training_batches
+            steps = int(each) if math.isfinite(each) else None
+            epochs, most = max(trainer.max_epochs or 0, 0), max(trainer.max_steps or 0, 0)
             self._batches = trainer.current_epoch * steps + batch_idx + 1 if steps else self._batches + 1
-            of = steps * epochs if steps and epochs > 0 else None
-            place: dict[str, Any] = {
-                "epoch": trainer.current_epoch + 1,
-                "epochs": max(epochs, 0),
-                "step": batch_idx + 1,
-                "steps": steps,
-            }
-            done = self._batches
-            if most and most > 0 and (of is None or most * trainer.accumulate_grad_batches < of):
+            self._samples += getattr(trainer.train_dataloader, "batch_size", None) or 0
+            done, of = self._batches, steps * epochs if steps and epochs else None
+            place = {"epoch": trainer.current_epoch + 1, "epochs": epochs, "step": batch_idx + 1, "steps": steps}
+            if most and (of is None or most * trainer.accumulate_grad_batches < of):
                 done, of = trainer.global_step, most
-                place = {"epoch": 1, "epochs": 1, "step": done, "steps": most}
-            samples = getattr(trainer.train_dataloader, "batch_size", None) or 0
-            self._training.step(done, of, samples=samples, **place)
-            if trainer.global_step != self._logged and trainer.global_step % trainer.log_every_n_steps == 0:
-                self._log(trainer, is_eval=False)
+                place = {"step": done, "steps": most}
+            self._training.step(done, of, samples=self._samples, **place)
 
         @_shown_only
         def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-            context.mark_progress()
+            self._training.evaluate()
 
-        @_shown_only
-        def on_validation_end(self, trainer: Any, *_: Any) -> None:
-            if not trainer.sanity_checking:
-                self._log(trainer, is_eval=True)
+    return KaleDistCallback
 
-        @_shown_only
-        def on_train_end(self, *_: Any) -> None:
-            self._training.end()
 
-        def _log(self, trainer: Any, *, is_eval: bool) -> None:
-            self._logged = trainer.global_step
-            found = {
-                name: value
-                for name, value in trainer.callback_metrics.items()
-                if name.startswith(_EVAL) == is_eval and not name.endswith(("_step", "_epoch"))
-            }
-            if trainer.is_global_zero:
-                self._training.log(found, trainer.global_step)
-
-    return [KaleDistCallback()]
+_CONNECTOR = "_logger_connector"
+"""Where a Trainer of Lightning's keeps what gives its loggers their values."""
 
 
 # -- Accelerate, and bars ----------------------------------------------------------------------------------------------
@@ -326,8 +353,8 @@ def _accelerate(_: ModuleType) -> None:
     @functools.wraps(log)
     def heard(self: Any, values: Any, step: int | None = None, *args: Any, **kwargs: Any) -> Any:
         with context.only_shown("What Accelerator.log is given"):
-            if isinstance(values, Mapping) and self.is_main_process and _Training.running is None:
-                _Training(one.name for one in self.trackers).log(values, step)
+            if isinstance(values, Mapping) and self.is_main_process:
+                _Training().log(values, step, [one.name for one in self.trackers])
         return log(self, values, step, *args, **kwargs)
 
     accelerator.Accelerator.log = heard
@@ -342,13 +369,12 @@ def _bars(_: ModuleType) -> None:
     @functools.wraps(display)
     def heard(self: Any, *args: Any, **kwargs: Any) -> Any:
         with context.only_shown("How far a bar of tqdm is"):
-            if _Training.running is not None:
-                # A trainer closes its bar when it is through.
-                self.kale_dist_is_of_a_trainer = True
-            elif not hasattr(self, "kale_dist_is_of_a_trainer") and not getattr(self, "pos", 0):
+            if not _Training.count and not getattr(self, "pos", 0):
+                _Training.is_shown = True
+                what = " ".join(str(self.desc or "").split()).strip(": ")[:_BAR_LETTERS]
                 context.emit(
-                    EventKind.PROGRESS, phase=str(self.desc or "").strip(": ")[:_BAR_LETTERS] or "bar", epoch=0, epochs=0,
-                    step=int(self.n), steps=None if self.total is None else int(self.total), samples=0,
+                    EventKind.PROGRESS, phase=f"bar {what}".strip(), epoch=0, epochs=0, step=int(self.n),
+                    steps=None if self.total is None else int(self.total), samples=0,
                 )  # fmt: skip
         return display(self, *args, **kwargs)
 
