@@ -30,6 +30,9 @@ SEARCH_S = 5.0
 _FEW = 100
 """Larger collections are data."""
 
+_MANY = 10_000
+"""So many objects are looked at for what belongs to one process."""
+
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
 _ARRAYS = frozenset({"Tensor", "Parameter", "ndarray", "DataFrame", "Series"})
 
@@ -92,7 +95,7 @@ def check_of_one_process(roots: Iterable[Step], left_out: Collection[str] = ()) 
     refused: list[tuple[str, NotSerializableError]] = []
     # It grows while it is gone through.
     for path, value in found:
-        if id(value) in seen:
+        if id(value) in seen or len(seen) > _MANY:
             continue
         seen[id(value)] = value
         if (remedy := find_remedy(value)) in _OF_ONE_PROCESS:

@@ -208,15 +208,22 @@ def log(text: str, *, warns: bool = False) -> None:
 log_once = functools.cache(log)
 """The same, but once for each sentence."""
 
+_OF_VERSIONS = (AttributeError, ImportError, TypeError)
+
 _not_shown: set[str] = set()
 
 
 @contextlib.contextmanager
-def only_shown(what: str) -> Iterator[None]:
-    """Let a rank go on without `what` it only shows, where a package no longer has what that takes; this is logged once."""
+def only_shown(what: str, *, errors: tuple[type[Exception], ...] = _OF_VERSIONS) -> Iterator[None]:
+    """Let a rank go on without `what` it only shows, where a package no longer has what that takes; this is logged once.
+
+    Args:
+        what: It, as the subject of a sentence.
+        errors: Those that may be met. Code of other people's may raise any.
+    """
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - code of another package may raise anything
+    except errors as error:
         if what not in _not_shown:
             _not_shown.add(what)
             log(f"{what} cannot be shown with the versions of this environment: {type(error).__name__}: {error}")

@@ -79,7 +79,7 @@ def install(*, cuda: bool, agent: Control, breakpoint_wait_s: float) -> None:
 
 def _act(action: Callable[[ModuleType], None], module: ModuleType) -> None:
     """Do something to a module; where it fails, the import goes on."""
-    with context.only_shown(f"What {module.__name__} does"):
+    with context.only_shown(f"What {module.__name__} does", errors=(Exception,)):
         action(module)
 
 

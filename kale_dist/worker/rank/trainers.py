@@ -163,7 +163,7 @@ def _shown_only(method: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> None:
-        with context.only_shown("The progress of this trainer"):
+        with context.only_shown("The progress of this trainer", errors=(Exception,)):
             method(*args, **kwargs)
 
     return call
@@ -297,7 +297,7 @@ def _of_lightning(package: str) -> Any:
 
             @functools.wraps(log)
             def heard(metrics: Any, step: int | None = None) -> None:
-                with context.only_shown("What this trainer logs"):
+                with context.only_shown("What this trainer logs", errors=(Exception,)):
                     # With a step, an evaluation logs a single batch.
                     if trainer.is_global_zero and not trainer.sanity_checking and (trainer.training or step is None):
                         kinds = {_LOGGERS.get(type(one).__name__, "") for one in trainer.loggers}
@@ -352,7 +352,7 @@ def _accelerate(_: ModuleType) -> None:
 
     @functools.wraps(log)
     def heard(self: Any, values: Any, step: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        with context.only_shown("What Accelerator.log is given"):
+        with context.only_shown("What Accelerator.log is given", errors=(Exception,)):
             if isinstance(values, Mapping) and self.is_main_process:
                 _Training().log(values, step, [one.name for one in self.trackers])
         return log(self, values, step, *args, **kwargs)
@@ -368,7 +368,7 @@ def _bars(_: ModuleType) -> None:
 
     @functools.wraps(display)
     def heard(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with context.only_shown("How far a bar of tqdm is"):
+        with context.only_shown("How far a bar of tqdm is", errors=(Exception,)):
             if not _Training.count and not getattr(self, "pos", 0):
                 _Training.is_shown = True
                 what = " ".join(str(self.desc or "").split()).strip(": ")[:_BAR_LETTERS]
