@@ -175,3 +175,6 @@ if __name__ == "__main__":
     weights = trained(case)
     if torch.distributed.get_rank() == 0:
         torch.save(weights, pathlib.Path(out))
+    # A rank that leaves while another one still talks to it aborts that one now and then.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
