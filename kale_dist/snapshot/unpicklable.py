@@ -98,6 +98,8 @@ def check_of_one_process(roots: Iterable[Step], left_out: Collection[str] = ()) 
         if id(value) in seen or len(seen) > _MANY:
             continue
         seen[id(value)] = value
+        if isinstance(value, _LEAVES):
+            continue
         if (remedy := find_remedy(value)) in _OF_ONE_PROCESS:
             error = NotSerializableError((*path, type_name(value)), remedy.problem, remedy.remedy)
             refused.append((path[-1].removeprefix("global "), error))

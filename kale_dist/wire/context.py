@@ -209,6 +209,7 @@ log_once = functools.cache(log)
 """The same, but once for each sentence."""
 
 _OF_VERSIONS = (AttributeError, ImportError, TypeError)
+"""What is raised where a package has other names or arguments."""
 
 _not_shown: set[str] = set()
 

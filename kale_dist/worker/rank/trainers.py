@@ -39,6 +39,9 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 _LOGGERS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "TensorBoardLogger": "tensorboard"}
 """Lightning's loggers, by the words of `track=`."""
 
+_CONNECTOR = "_logger_connector"
+"""Where a Trainer of Lightning's keeps what gives its loggers their values."""
+
 _BAR_LETTERS = 40
 
 
@@ -53,21 +56,23 @@ def actions() -> dict[str, Callable[[ModuleType], None]]:
 
 def leave_bars_out() -> None:
     """The rank runs `distribute`, whose loop tells of the progress itself."""
-    _Training.count = 1
+    _Training.tells_bars = False
 
 
 def end_cell() -> None:
     """A cell of a live rank has ended, and with it whatever it trained."""
     if _Training.is_shown:
         context.emit(EventKind.PROGRESS, phase="", epoch=0, epochs=0, step=0, steps=None, samples=0)
-    _Training.count, _Training.is_shown = 0, False
+    _Training.count, _Training.tells_bars, _Training.is_shown = 0, True, False
 
 
 class _Training:
     """One training of a trainer in this rank."""
 
     count = 0
-    """How many have begun in this function or cell: with the first one, bars have nothing more to say."""
+    """How many have begun in this function or cell."""
+    tells_bars = True
+    """Whether bars are told of: until one begins."""
     is_shown = False
     """Whether there was any progress in this function or cell."""
 
@@ -81,6 +86,7 @@ class _Training:
     def begin(self) -> None:
         """It begins."""
         _Training.count += 1
+        _Training.tells_bars = False
         self._number, self._first = _Training.count, None
 
     def step(self, done: int, of: int | None, *, samples: int, **place: int | None) -> None:
@@ -158,15 +164,8 @@ def _number(value: Any) -> float | None:
     return None
 
 
-def _shown_only(method: Callable[..., None]) -> Callable[..., None]:
-    """A method of a callback that never fails the training."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> None:
-        with context.only_shown("The progress of this trainer", errors=(Exception,)):
-            method(*args, **kwargs)
-
-    return call
+_shown_only = context.only_shown("The progress of this trainer", errors=(Exception,))
+"""For methods of a callback: they never fail the training."""
 
 
 def callback(package: str) -> Any:
@@ -337,10 +336,6 @@ def _of_lightning(package: str) -> Any:
     return KaleDistCallback
 
 
-_CONNECTOR = "_logger_connector"
-"""Where a Trainer of Lightning's keeps what gives its loggers their values."""
-
-
 # -- Accelerate, and bars ----------------------------------------------------------------------------------------------
 
 
@@ -369,7 +364,7 @@ def _bars(_: ModuleType) -> None:
     @functools.wraps(display)
     def heard(self: Any, *args: Any, **kwargs: Any) -> Any:
         with context.only_shown("How far a bar of tqdm is", errors=(Exception,)):
-            if not _Training.count and not getattr(self, "pos", 0):
+            if _Training.tells_bars and not getattr(self, "pos", 0):
                 _Training.is_shown = True
                 what = " ".join(str(self.desc or "").split()).strip(": ")[:_BAR_LETTERS]
                 context.emit(
