@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kale_dist.runner.execution import run_notebook
     from kale_dist.sweeps import sweep
     from kale_dist.wire.context import context, report
+    from kale_dist.worker.rank.agreement import leaving
+    from kale_dist.worker.rank.last_checkpoint import last_checkpoint
     from kale_dist.worker.training.data.lazy_dataset import dataset
     from kale_dist.worker.training.parts import pretrained
 
@@ -51,7 +53,9 @@ __all__ = [
     "distribute",
     "form",
     "jobs",
+    "last_checkpoint",
     "launch",
+    "leaving",
     "live",
     "pretrained",
     "render",
@@ -78,7 +82,9 @@ _HOMES = {
     "distribute": "calls.verbs",
     "form": "calls.form",
     "jobs": "calls.verbs",
+    "last_checkpoint": "worker.rank.last_checkpoint",
     "launch": "calls.verbs",
+    "leaving": "worker.rank.agreement",
     "live": "calls.verbs",
     "pretrained": "worker.training.parts",
     "render": "calls.verbs",

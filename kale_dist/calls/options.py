@@ -12,7 +12,7 @@ from kale_dist.job.backend import Backend
 from kale_dist.job.spec import names
 from kale_dist.job.spec.checks import FLAG, NO_NUL, Check, check_fields, keep, number, pairs, text, whole
 from kale_dist.job.spec.place_settings import Place
-from kale_dist.wire import STALL_WARN_S
+from kale_dist.wire import GRACE_S, STALL_WARN_S
 
 _SET_BY_US = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -20,6 +20,9 @@ _SET_BY_US = frozenset(
 
 _MOST_THREADS = 4096
 """Of a rank. Far more would take those of the agent, and with it other jobs."""
+
+_MOST_GRACE_S = 600
+"""For so long a pod that hangs may keep a node from being drained, or a job's cancel from ending it."""
 
 _RANGE_RESTARTS = 10
 """Losses that a job of a range of processes survives, if the call gives no number: there pods are expected to go."""
@@ -45,6 +48,12 @@ _PLAIN = {
     "seed": whole(0, 2**31 - 1, "Give one, or None for a random one").or_(None),
     **dict.fromkeys(("timeout_s", "stall_warn_s", "stall_timeout_s"), _LIMIT),
     "max_restarts": whole(0, remedy="Give an int; 0 for none").or_(None),
+    "grace_s": number(
+        f"a number of seconds from 0 to {_MOST_GRACE_S}",
+        "Give how long a save takes, such as 60",
+        may_be_0=True,
+        most=_MOST_GRACE_S,
+    ),
     "detach": FLAG,
 }
 _FREE = dataclasses.replace(
@@ -76,6 +85,7 @@ class Options:
     stall_timeout_s: float | None = None
     max_restarts: int | None = None
     """As given; then a number."""
+    grace_s: float = GRACE_S
     detach: bool = False
 
     def __post_init__(self) -> None:

@@ -272,7 +272,7 @@ def _policy(options: Options, ranks: _Ranks, *, is_training: bool) -> Policy:
         stall_s = STALL_S
     return Policy(
         timeout_s=options.timeout_s, stall_warn_s=options.stall_warn_s, stall_timeout_s=stall_s, detach=options.detach,
-        max_restarts=options.max_restarts or 0,
+        max_restarts=options.max_restarts or 0, grace_s=options.grace_s,
     )  # fmt: skip
 
 

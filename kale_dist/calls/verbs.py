@@ -23,7 +23,7 @@ from kale_dist.job.several import Comparison, Jobs
 from kale_dist.job.spec import names
 from kale_dist.job.spec.checks import FLAG
 from kale_dist.job.spec.place_settings import Kubernetes, Place, word_of
-from kale_dist.wire import STALL_WARN_S
+from kale_dist.wire import GRACE_S, STALL_WARN_S
 from kale_dist.wire.blobs import MemoryStore
 from kale_dist.wording import closest, seconds, show
 from kale_dist.worker.training.settings import Training
@@ -77,6 +77,7 @@ def distribute(
     stall_warn_s: float | None = STALL_WARN_S,
     stall_timeout_s: float | None = request.STALL_S,
     max_restarts: int | None = None,
+    grace_s: float = GRACE_S,
     detach: bool = False,
     track: Any = None,
     strategy: str | strategies.Settings | None = None,
@@ -135,6 +136,8 @@ def distribute(
         max_restarts: How often the job restarts and resumes from its last checkpoint after a process was lost (a signal,
             an exit, a stall), or a GPU or NCCL failed. Not after another exception or out of memory. None: never, and of a
             range of processes 10 times.
+        grace_s: Seconds (600 at most) that a last checkpoint may take when the job is cancelled, reaches `timeout_s`, or loses a pod
+            that gets SIGTERM.
         detach: Whether a job on this machine keeps running when the notebook's kernel ends. In containers and on a cluster
             all jobs do.
         track: Where metrics are written besides `job.metrics`: `tensorboard`, `mlflow`, `wandb`, settings such as
@@ -172,7 +175,7 @@ def distribute(
     where_and_how = Options(
         number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=environment, threads=threads,
         seed=seed, track=track, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
-        max_restarts=max_restarts, detach=detach,
+        max_restarts=max_restarts, grace_s=grace_s, detach=detach,
     )  # fmt: skip
     job: Job[TrainingResult] = _job(request.checked(training, where_and_how, earlier=Earlier.of(resume_from, attach)))
     return job
@@ -194,6 +197,7 @@ def launch(
     stall_warn_s: float | None = STALL_WARN_S,
     stall_timeout_s: float | None = None,
     max_restarts: int | None = None,
+    grace_s: float = GRACE_S,
     detach: bool = False,
     track: Any = None,
     **kwargs: Any,
@@ -219,6 +223,9 @@ def launch(
             several processes with GPUs, else never.
         max_restarts: How often the function is called again on all processes after one was lost (a signal, an exit, a
             stall), or a GPU or NCCL failed; `context().attempt` counts. Not after another exception or out of memory.
+        grace_s: Seconds (600 at most) in which processes that are to leave save: by `kd.leaving()`, by the trainer of a package, or in
+            a handler of SIGTERM, for which a process that hangs keeps the job from ending. They leave when the job is cancelled, reaches
+            `timeout_s`, or loses a pod that gets SIGTERM.
         detach: As for `distribute`.
         track: Likewise.
         **kwargs: The function's keyword arguments.
@@ -234,7 +241,7 @@ def launch(
     where_and_how = Options(
         number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=environment, threads=threads,
         seed=seed, track=track, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
-        max_restarts=max_restarts, detach=detach,
+        max_restarts=max_restarts, grace_s=grace_s, detach=detach,
     )  # fmt: skip
     job: Job[R] = _job(request.checked(function, where_and_how))
     return job

@@ -19,7 +19,7 @@ from kale_dist.job.records import FIRST_LIFE, Life
 from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.status import JobStatus
-from kale_dist.wire import CANCEL_GRACE_S, FailureCause, LogLine, Order
+from kale_dist.wire import FailureCause, LogLine, Order
 from kale_dist.wire.messages import ToAgent
 
 
@@ -175,13 +175,13 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S, save: bool = True) -> None:
+    def cancel(self, ref: JobRef, *, grace_s: float | None = None, save: bool = True) -> None:
         """End a job: SIGTERM, then SIGKILL after `grace_s`. A job that has ended is left as it is.
 
         Args:
             ref: The job.
-            grace_s: Seconds between the signals.
-            save: Whether ranks that can write one more checkpoint first, for at most `SAVE_LIMIT_S`.
+            grace_s: Seconds between the signals; None for those of the job's policy.
+            save: Whether ranks that can save first: in as many seconds, and 5 between the signals.
 
         Raises:
             JobNotFoundError: No such job.

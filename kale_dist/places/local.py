@@ -24,7 +24,7 @@ from kale_dist.job.status import JobStatus
 from kale_dist.places import agent_client
 from kale_dist.places.agent_client import AgentClient, Fingerprint
 from kale_dist.places.orders import order_of
-from kale_dist.wire import CANCEL_GRACE_S, Op, Order, messages
+from kale_dist.wire import Op, Order, messages
 from kale_dist.wire.messages import ToAgent
 from kale_dist.worker.agent import processes
 from kale_dist.worker.rank import process_state
@@ -78,12 +78,13 @@ class LocalBackend(FolderBackend):
         if not agent_client.send(self._reader(ref).record().agent_socket, request):
             raise BackendError(f"The agent that runs {ref} has ended")
 
-    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S, save: bool = True) -> None:
+    def cancel(self, ref: JobRef, *, grace_s: float | None = None, save: bool = True) -> None:
         """Have the job's agent, of this process or of another one, end its ranks."""
         reader = self._reader(ref)
         if reader.status().is_final:
             return
         record = reader.record()
+        grace_s = record.spec.policy.cancel_grace_s(save=save) if grace_s is None else grace_s
         client = self._client
         if client is not None and client.alive and client.pid == record.agent_pid:
             with contextlib.suppress(BackendUnavailableError):
@@ -233,7 +234,7 @@ def _plan_text(spec: JobSpec) -> str:
         f"seed: {'random' if spec.seed is None else spec.seed}",
         f"snapshot: {spec.snapshot} # {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs",
         *([f"strategy: {type(spec.strategy).__name__} {json.dumps(dataclasses.asdict(spec.strategy))}"] * training),
-        f"time limits: {json.dumps({f: getattr(policy, f) for f in ('timeout_s', 'stall_warn_s', 'stall_timeout_s')})}",
+        f"time limits: {json.dumps({f: getattr(policy, f) for f in ('timeout_s', 'stall_warn_s', 'stall_timeout_s', 'grace_s')})}",
         f"outlives the notebook: {'yes' if policy.detach else 'no'}",
         *([f"restarts after a lost rank: {policy.max_restarts}"] if policy.max_restarts else []),
         "environment added:" if spec.environment else "environment added: none",

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kale_dist.job.spec.job_spec import WARM, JobSpec
+from kale_dist.job.spec.volumes import VolumeKind
 from kale_dist.wire import Order
+
+_LASTING = (VolumeKind.FOLDER, VolumeKind.CLAIM, VolumeKind.HOST_PATH)
 
 
 def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
@@ -33,6 +36,7 @@ def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
         "debugging": spec.debugging,
         "idle_s": spec.keep_warm_s or 0.0 if spec.kind == WARM else 0.0,
         "policy": spec.policy,
+        "folders": tuple(one.mount_path for one in spec.volumes if one.kind in _LASTING and not one.read_only),
         "used_restarts": used_restarts,
     }
     return Order(**(fields | site))

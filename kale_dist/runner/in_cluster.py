@@ -102,7 +102,13 @@ def _launch(place: Mapping[str, Any], *arguments: Any) -> Job[tuple[bytes, bytes
         if name not in verbs.SETTABLE:
             remedy = f"{closest(name, verbs.SETTABLE)}Give an argument of kale_dist.Kubernetes"
             raise ConfigError("pod", f"a pod has no setting {name!r}", remedy)
-    options: dict[str, Any] = {"number_of_processes": 1, "stall_warn_s": None, **place, "on": "kubernetes"}
+    options: dict[str, Any] = {
+        "number_of_processes": 1,
+        "stall_warn_s": None,
+        "grace_s": NOTEBOOK_GRACE_S,
+        **place,
+        "on": "kubernetes",
+    }
     return verbs.launch(notebook_rank.notebook, *arguments, **request.gathered(options))
 
 
@@ -132,7 +138,7 @@ def _follow(job: Job[Any], terminal: Terminal) -> bool:
     except KeyboardInterrupt:
         terminal.line(f"{prefix_of(None)} Interrupted: the pod ends its cell and its jobs, and saves the notebook")
         ref = JobRef.parse(job.ref)
-        places.get(ref.backend).cancel(ref, grace_s=NOTEBOOK_GRACE_S)
+        places.get(ref.backend).cancel(ref)
         # A second interrupt waits for nothing.
         with contextlib.suppress(KeyboardInterrupt):
             ended.wait()

@@ -52,7 +52,7 @@ from kale_dist.wire.order import (
     EXIT_BROKEN,
     EXIT_LOST_HEAD,
     EXIT_TERMINATED,
-    SAVE_LIMIT_S,
+    GRACE_S,
     STACKS_SIGNAL,
     STALL_WARN_S,
     TRAINERS_VARIABLE,

@@ -32,7 +32,7 @@ ALIVE = "alive"
 """Kind of the record by which a rank reports to its agent that something moved. It goes no further."""
 
 SAVES = "saves"
-"""Kind of the record by which rank 0 reports to its agent that it writes checkpoints on request. It goes no further."""
+"""Kind of the record by which a rank reports to its agent whether it saves on request, or that it has. It goes no further."""
 
 DISPENSABLE = "dispensable"
 """Kind of the record by which rank 0 names to its agent the ranks that may be lost. It goes no further."""
@@ -52,7 +52,8 @@ class Context:
     job: str = ""
     """The job's name; empty outside a job."""
     attempt: int = 0
-    """How often the ranks were started again before, after one was lost."""
+    """How often the ranks were started again before, after one was lost, in this or other pods. A job that was suspended counts from 0
+    again, unless it has a store."""
     max_restarts: int = 0
     """How often they may be in all."""
     in_job: bool = False
@@ -78,10 +79,10 @@ class Context:
 class _Channel:
     """The write end of a rank's event pipe."""
 
-    def __init__(self, descriptor: int, place: Context) -> None:
+    def __init__(self, descriptor: int, place: Context, attempt: int) -> None:
         self._descriptor = descriptor
         self._rank = place.rank
-        self._attempt = place.attempt
+        self._attempt = attempt
         self._interval_s = place.interval_s
         self._pid = os.getpid()
         # Reentrant: a signal handler of the user's may report while the main thread is in here.
@@ -248,14 +249,20 @@ def may_lose(sets: Iterable[Iterable[int]]) -> None:
         _channel.send({"event": DISPENSABLE, "sets": [list(ranks) for ranks in sets]})
 
 
-def can_save() -> None:
-    """Tell the agent that the ranks write a checkpoint soon after `is_asked_to_save` is True in this one."""
+def can_save(*, can: bool = True, has_saved: bool = False, resumes: bool = False) -> None:
+    """Tell the agent whether this rank saves soon after `is_asked_to_save` is True.
+
+    Args:
+        can: Whether it does.
+        has_saved: Whether it just has: all of its part is written.
+        resumes: Whether the job resumes from that by itself, as `distribute` does.
+    """
     if _channel is not None:
-        _channel.send({"event": SAVES})
+        _channel.send({"event": SAVES, "can": can, "has_saved": has_saved, "resumes": resumes})
 
 
 def is_asked_to_save() -> bool:
-    """Whether the agent has asked this rank for a checkpoint since the last call. Never waits."""
+    """Whether the agent has asked this rank to save since the last call. Never waits."""
     return _asked()
 
 
@@ -265,17 +272,18 @@ def flush() -> None:
         _channel.flush()
 
 
-def activate(place: Context, descriptor: int, asked: Callable[[], bool] = _asked) -> None:
+def activate(place: Context, descriptor: int, asked: Callable[[], bool] = _asked, *, attempt: int = 0) -> None:
     """Make this process a rank. Called once, by the worker.
 
     Args:
         place: Where the rank stands.
         descriptor: Write end of its event pipe.
         asked: What `is_asked_to_save` calls.
+        attempt: The number of the attempt among those of its head.
     """
     global _current, _channel, _asked  # noqa: PLW0603 - one process is one rank, for good
     _current, _asked = place, asked
-    _channel = _Channel(descriptor, place)
+    _channel = _Channel(descriptor, place, attempt)
 
 
 def _same_phase(one: dict[str, Any] | None, other: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import signal
 from collections.abc import Iterable
 from typing import Self
@@ -26,11 +27,14 @@ STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 3
 STALL_WARN_S = 300.0
 """Default of `stall_warn_s`."""
 
-CANCEL_GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL for the ranks of a job that is cancelled."""
+GRACE_S = 25.0
+"""Default of `grace_s`."""
 
-SAVE_LIMIT_S = 20.0
-"""How long the end of ranks that are asked for one more checkpoint waits for it."""
+CANCEL_GRACE_S = 5.0
+"""Between SIGTERM and SIGKILL for ranks that have written a checkpoint before, or shall not write one."""
+
+POD_GRACE_S = 60.0
+"""The least time from SIGTERM to SIGKILL that a pod or container gets for its ranks, its last lines and its results."""
 
 
 class Op(enum.StrEnum):
@@ -147,6 +151,17 @@ class Policy:
     max_restarts: int = 0
     """How often all ranks restart from the last checkpoint after one was lost. Not after an exception of the user's code,
     and not after running out of memory."""
+    grace_s: float = GRACE_S
+    """Seconds in which ranks that are to leave write a checkpoint; those that write none get them between SIGTERM and SIGKILL."""
+
+    def cancel_grace_s(self, *, save: bool) -> float:
+        """Seconds that ranks get when the job is cancelled, to save in, or only to end."""
+        return self.grace_s if save else min(CANCEL_GRACE_S, self.grace_s)
+
+    @property
+    def pod_grace_s(self) -> int:
+        """Whole seconds from SIGTERM to SIGKILL of a pod or container: those of the ranks, and 35 for what comes before and after."""
+        return math.ceil(max(POD_GRACE_S, self.grace_s + 35.0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +242,8 @@ class Order:
     """Seconds that the head keeps what the notebook has not fetched yet."""
     outcomes_on_stdout: bool = True
     """Whether small outcomes ride in the head's stdout, so that they come back without a connection."""
+    folders: tuple[str, ...] = ()
+    """Paths of volumes that ranks may write into, as far as the call says."""
     metrics_port: int = 0
     """Port at which the head answers Prometheus; 0 for none."""
     prefix: str = ""
@@ -280,9 +297,11 @@ class Attempt:
     """MASTER_PORT: where rank 0's store listens. On one machine nobody does: the store is a file there."""
     seed: int
     """Rank 0's; rank r gets seed + r."""
+    restarts: int = 0
+    """How often the ranks were started before in all, also by earlier heads of the job."""
 
     @classmethod
-    def form(cls, order: Order, agents: Iterable[int], *, number: int, port: int, seed: int) -> Self:
+    def form(cls, order: Order, agents: Iterable[int], *, number: int, port: int, seed: int, restarts: int = 0) -> Self:
         """Number the ranks through agents, each of which gets as many as the order allows it.
 
         Args:
@@ -291,12 +310,13 @@ class Attempt:
             number: The attempt's.
             port: MASTER_PORT.
             seed: Rank 0's.
+            restarts: How often the ranks were started before.
         """
         ready, members, per = tuple(agents), [], order.processes_per_agent
         size = order.size_with(len(ready))
         for agent, first in zip(ready, range(0, size, per), strict=False):
             members.append(Member(agent=agent, first_rank=first, processes=min(per, size - first)))
-        return cls(number=number, members=tuple(members), port=port, seed=seed)
+        return cls(number=number, members=tuple(members), port=port, seed=seed, restarts=restarts)
 
     @property
     def world_size(self) -> int:

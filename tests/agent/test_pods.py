@@ -91,6 +91,13 @@ def test_a_refused_write_in_a_pod_names_the_user_and_the_setting_that_chooses_it
     assert note in job.text()
 
 
+def test_a_volume_that_cannot_be_written_is_a_line_and_no_failure(make_bare, tmp_path):
+    job = make_bare(os.getpid, ranks=1, folders=(str(tmp_path), "/proc/self")).put_input().start_all()
+    assert job.end() == [0]
+    (line,) = (line for line in job.text().splitlines() if "cannot write there" in line)
+    assert line.startswith(f"[kale-dist] /proc/self: the processes, which are user {os.getuid()}, cannot write there.")
+
+
 # -- endings ---------------------------------------------------------------------------------------------------------
 
 

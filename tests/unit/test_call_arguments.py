@@ -42,7 +42,7 @@ def test_what_is_left_out_means_the_same_to_the_call_and_to_the_loop():
 
 
 def test_all_that_a_call_says_to_agents_is_in_the_order():
-    policy = Policy(timeout_s=1.0, stall_warn_s=2.0, stall_timeout_s=3.0, detach=True, max_restarts=4)
+    policy = Policy(timeout_s=1.0, stall_warn_s=2.0, stall_timeout_s=3.0, detach=True, max_restarts=4, grace_s=5.0)
     assert all(getattr(policy, field.name) != field.default for field in dataclasses.fields(Policy))
     spec = JobSpec(
         name="a", label="f", kind="call", snapshot="", topology=Topology(number_of_processes=2), policy=policy

@@ -455,6 +455,7 @@ def test_variables_are_text_and_can_still_be_set(environment, refused_run):
         ("threads", 0), ("threads", "1"), ("seed", -1), ("seed", 1.0), ("seed", 2**31), ("seed", True), ("detach", 1),
         ("timeout_s", 0), ("timeout_s", "1h"), ("stall_warn_s", -1), ("stall_timeout_s", False), ("name", "Upper"),
         ("max_restarts", -1), ("max_restarts", True), ("max_restarts", 1.0), ("max_restarts", "2"),
+        ("grace_s", -1), ("grace_s", 601), ("grace_s", float("inf")), ("grace_s", None), ("grace_s", "1 min"), ("grace_s", True),
     ],
 )  # fmt: skip
 def test_other_arguments_name_themselves(argument, value, refused_run):

@@ -22,7 +22,7 @@ def rank(monkeypatch, tmp_path):
     monkeypatch.setattr(context, "_current", context.Context())
     monkeypatch.setattr(context, "_channel", None)
     place = context.Context(rank=1, world_size=2, job="one", attempt=3, in_job=True, folder=tmp_path)
-    context.activate(place, writer)
+    context.activate(place, writer, attempt=3)
     os.set_blocking(reader, False)
 
     def events():

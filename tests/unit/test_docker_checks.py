@@ -98,7 +98,7 @@ def test_the_same_specification_makes_the_same_containers():
     from kale_dist.places.docker.containers import Facts
 
     plan = kd.render(
-        work, name="job", number_of_processes=5, cuda=True, environment={"HOME": "/x", "A": "b c"},
+        work, name="job", number_of_processes=5, cuda=True, environment={"HOME": "/x", "A": "b c"}, grace_s=90,
         on=kd.Docker(image="x/y:1", processes_per_pod=2, resources={"cpu": 1.5, "memory_gib": 2}),
     )  # fmt: skip
     assert [containers.ranks_of(plan.spec, number) for number in range(3)] == [range(2), range(2, 4), range(4, 5)]
@@ -112,6 +112,7 @@ def test_the_same_specification_makes_the_same_containers():
     others = Facts(gpus=(1, 4, 5, 6, 8))
     chosen = [containers.container(plan.spec, 1, number, others)["HostConfig"]["DeviceRequests"] for number in range(3)]
     assert [request["DeviceIDs"] for (request,) in chosen] == [["1", "4"], ["5", "6"], ["8"]]
+    assert {body["StopTimeout"] for body in bodies} == {125}
     assert all(host["LogConfig"]["Type"] == "json-file" for host in hosts)
     variables = dict(text.split("=", 1) for text in bodies[1]["Env"])
     assert (variables["HOME"], variables["A"], variables["KALE_DIST_REPLICA_INDEX"]) == ("/x", "b c", "1")

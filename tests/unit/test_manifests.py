@@ -21,7 +21,7 @@ from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Resources, Topo
 from kale_dist.places import manifests
 from kale_dist.places.manifests import KINDS, bootstrap
 from kale_dist.places.manifests.settings import INPUT_BYTES, SPEC_ANNOTATION
-from kale_dist.wire import EXIT_TERMINATED, payload
+from kale_dist.wire import EXIT_TERMINATED, Policy, payload
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
@@ -50,6 +50,12 @@ def test_manifests_are_as_they_were_looked_at(name):
         path.write_text(text)
     assert text == path.read_text()
     assert yaml.safe_load(text) == golden_jobs.job(name)
+
+
+@pytest.mark.parametrize(("grace_s", "pod_s"), [(0.0, 60), (25.0, 60), (90.5, 126), (600.0, 635)])
+def test_a_pod_has_longer_than_its_ranks(grace_s, pod_s):
+    for pod in pods(made(policy=Policy(grace_s=grace_s))).values():
+        assert pod["terminationGracePeriodSeconds"] == pod_s
 
 
 def test_no_golden_file_is_left_over():

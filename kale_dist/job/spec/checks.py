@@ -66,12 +66,12 @@ def whole(least: int = 1, most: float = math.inf, remedy: str = "") -> Check:
     )
 
 
-def number(what: str, remedy: str, *, may_be_0: bool = False) -> Check:
-    """Accept finite numbers above 0, or also 0; `what` describes them in the error."""
+def number(what: str, remedy: str, *, may_be_0: bool = False, most: float = math.inf) -> Check:
+    """Accept finite numbers above 0, or also 0, up to `most`; `what` describes them in the error."""
 
     def test(value: Any) -> bool:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and (0 < value < math.inf or (may_be_0 and value == 0))
+        return is_number and ((0 < value < math.inf and value <= most) or (may_be_0 and value == 0))
 
     return Check(test, f"{{}} is not {what}", remedy)
 

@@ -141,6 +141,7 @@ def container(spec: JobSpec, life: int, number: int, facts: Facts) -> dict[str, 
         "Labels": labels,
         "User": facts.user,
         "WorkingDir": HOME_FOLDER,
+        "StopTimeout": spec.policy.pod_grace_s,
         "HostConfig": _host(spec, number, facts, devices),
         "NetworkingConfig": {"EndpointsConfig": {facts.network: {"Aliases": [host]}}},
     }

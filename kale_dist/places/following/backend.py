@@ -19,7 +19,6 @@ from kale_dist.places.following import verdict
 from kale_dist.places.following.follower import Follower
 from kale_dist.places.following.life import handle_of, handles_of
 from kale_dist.places.following.warm import WarmPlace
-from kale_dist.wire import CANCEL_GRACE_S
 from kale_dist.wire.messages import ToAgent
 
 WAIT_S = 0.5
@@ -82,10 +81,12 @@ class FollowedBackend(FolderBackend):
             problem=follower.sight.problem,
         )
 
-    def cancel(self, ref: JobRef, *, grace_s: float = CANCEL_GRACE_S, save: bool = True) -> None:
+    def cancel(self, ref: JobRef, *, grace_s: float | None = None, save: bool = True) -> None:
         """End a job: its head ends the ranks; if the head cannot be reached, the place ends the containers."""
-        if not self._reader(ref).status().is_final:
-            self._follow(ref).cancel(grace_s, save=save)
+        reader = self._reader(ref)
+        if not reader.status().is_final:
+            usual_s = reader.record().spec.policy.cancel_grace_s(save=save)
+            self._follow(ref).cancel(usual_s if grace_s is None else grace_s, save=save)
 
     def send(self, ref: JobRef, rank: int, message: ToAgent, blobs: Iterable[str] = ()) -> None:
         """Have the job's head pass a message on to a rank, once it has the blobs."""

@@ -29,7 +29,7 @@ from kale_dist.places.following.copy import Clock
 from kale_dist.places.following.life import CANCEL_MARGIN_S, Followed, FollowedLife, HeadReach, handles_of, next_life
 from kale_dist.places.following.sight import LOOK_S, Sight
 from kale_dist.places.following.verdict import closing_events
-from kale_dist.wire import SAVE_LIMIT_S, VERSION, EventKind, FailureCause, StateName, Verdict
+from kale_dist.wire import CANCEL_GRACE_S, VERSION, EventKind, FailureCause, StateName, Verdict
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.messages import Restart, ToAgent, ToLive
 
@@ -105,14 +105,14 @@ class Follower:
         """End the job: by its head, which gives the ranks their grace; else by its place.
 
         Args:
-            grace_s: Seconds that ranks may take to end by themselves.
+            grace_s: Seconds that ranks may take to save and to end by themselves.
             save: Whether ranks that can write one more checkpoint before.
 
         Raises:
             BackendError: Neither head nor place can be reached.
         """
         records.mark_cancelled(self._job.files)
-        self._kill_at = self._clock.monotonic() + (SAVE_LIMIT_S if save else 0.0) + grace_s + CANCEL_MARGIN_S
+        self._kill_at = self._clock.monotonic() + grace_s + (CANCEL_GRACE_S if save else 0.0) + CANCEL_MARGIN_S
         if not self._reach.ask(lambda head: head.cancel(grace_s, save=save)):
             self._job.place.kill(self._reach.handle, grace_s)
         self._woken.set()
@@ -285,8 +285,9 @@ class Follower:
         """Write down that the job is renewed: it is, even if this process ends before the next object is made."""
         with contextlib.suppress(BackendError, StoreError):
             self.fetch(self._job.files.checkpoint.name)
-        origin = "the last checkpoint" if self._job.files.checkpoint.exists() else "the beginning"
-        self._begin_next(life, f"{verdict.reason.rstrip('.')}. The job is renewed, from {origin}")
+        origin = ", from the last checkpoint" if self._job.files.checkpoint.exists() else ", from the beginning"
+        how = origin if self._job.record.spec.saves else ": its function is called again"
+        self._begin_next(life, f"{verdict.reason.rstrip('.')}. The job is renewed{how}")
 
     def _begin_next(self, life: FollowedLife, text: str, head: Part | None = None) -> None:
         """Write the last events of a life, and the record of the next one."""

@@ -44,7 +44,7 @@ from kale_dist.worker.agent import processes
 _SMALL_BYTES, _MOST_SMALL = 64 << 10, 32
 """So many blobs of at most this size travel with the order, the others each with a request of its own."""
 
-_WORDS = {"snapshot": "version of kale_dist", "topology": "number_of_processes", "policy": "max_restarts"}
+_WORDS = {"snapshot": "version of kale_dist", "topology": "number_of_processes", "policy": "max_restarts or grace_s"}
 
 
 def prefix_of(handle: PlacedJob) -> str:
@@ -220,7 +220,7 @@ def _set_for(spec: JobSpec) -> JobSpec:
     return dataclasses.replace(
         spec, name=WARM, label="warm pods", kind=WARM, topology=dataclasses.replace(spec.topology, sizes=()),
         threads=None, seed=None, recipe=None, strategy=strategies.DDP(), saves=False, debugging=Debugging(), blobs=(),
-        policy=Policy(max_restarts=spec.policy.max_restarts), snapshot=hashlib.sha256(payload.runtime_zip()).hexdigest(),
+        policy=Policy(max_restarts=spec.policy.max_restarts, grace_s=spec.policy.grace_s), snapshot=hashlib.sha256(payload.runtime_zip()).hexdigest(),
         snapshot_bytes=0, resume="",
     )  # fmt: skip
 

@@ -30,9 +30,6 @@ from kale_dist.places.manifests.settings import (
 from kale_dist.wire import PodVariable
 
 _USER = "kale-dist"
-_GRACE_S = 60
-"""A head that gets SIGTERM writes its checkpoint first."""
-
 _ISTIO = "sidecar.istio.io/inject"
 _DEADLINE_MARGIN_S = 600
 ERRAND_S = 600
@@ -100,7 +97,7 @@ def pod_template(
         **_if("serviceAccountName", cluster.service_account),
         # Otherwise each Service of the namespace adds seven variables.
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": 1 if settings.command else _GRACE_S,
+        "terminationGracePeriodSeconds": 1 if settings.command else spec.policy.pod_grace_s,
         "securityContext": pod_security(spec.cluster.run_as_user),
         **_if("imagePullSecrets", [{"name": name} for name in cluster.image_pull_secrets]),
         **_if("nodeSelector", dict(cluster.node_selector)),

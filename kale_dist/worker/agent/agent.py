@@ -114,7 +114,8 @@ class Agent:
         self._is_stopping = True
         self._news.set()
         for job in list(self._jobs.values()):
-            job.cancel(FailureCause.USER, "The agent that ran the job received SIGTERM", FAILURE_GRACE_S, save=True)
+            reason = "The agent that ran the job received SIGTERM"
+            job.cancel(FailureCause.USER, reason, job.order.policy.grace_s, save=True)
 
     def _watch_kernel(self) -> int | None:
         """Watch the kernel's process; its connection alone would not do, as its children hold copies of it."""

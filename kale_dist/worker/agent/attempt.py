@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kale_dist.wire import (
-    SAVE_LIMIT_S,
     Assignment,
     Attempt,
     EndsWith,
@@ -29,7 +28,6 @@ from kale_dist.worker.agent.fork_pool import ForkPool
 from kale_dist.worker.agent.hang_watch import HangWatch
 from kale_dist.worker.agent.history import History
 from kale_dist.worker.agent.losses import Losses
-from kale_dist.worker.agent.near_rank import NearRank
 from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.agent.usage import UsageWatch
 from kale_dist.worker.agent.writer import JobWriter
@@ -39,6 +37,9 @@ FAILURE_GRACE_S = 1.0
 
 EXIT_LIMIT_S = 7.0
 """A rank that was let go ends by itself in 5 s at most; if even that fails, it is killed."""
+
+_FILE_LIMIT_S = 20.0
+"""How long rank 0 of a job that has failed may finish the checkpoint that it is writing."""
 
 _LOOK_EACH_S = 0.05
 _ALIVE = (RankStateName.PENDING, RankStateName.STARTING, RankStateName.RUNNING)
@@ -113,7 +114,7 @@ class RunningAttempt:
         ]
         self.world_size = attempt.world_size
         self.has_saved = False
-        """Whether the last checkpoint that the ranks were asked for is written."""
+        """Whether the ranks have saved since they were last asked to."""
         self.lost: list[Rank] = []
         """Ranks without which the others carry on."""
         self.verdict: Verdict | None = None
@@ -132,8 +133,12 @@ class RunningAttempt:
         self._failed: list[Rank] = []
         self._dispensable: list[set[int]] = []
         """From each set, all ranks but one may be lost: the others carry on."""
-        self.can_save = False
-        """Whether the ranks write a checkpoint when they are asked to."""
+        self.can_resume = False
+        """Whether the ranks write a checkpoint when they are asked to, from which the job resumes by itself."""
+        self._savers: set[int] = set()
+        """The ranks that save when they are asked to."""
+        self._asked: set[int] = set()
+        """Those that were asked to and have not answered."""
         self._after_save: list[Callable[[], None]] = []
         self._grace_s = FAILURE_GRACE_S
         self._changed = asyncio.Event()
@@ -200,26 +205,39 @@ class RunningAttempt:
         return verdict.may_restart and (verdict.state is StateName.PENDING or not self._is_last)
 
     def save_first(self, then: Callable[[], None], limit_s: float) -> None:
-        """Have the ranks write a checkpoint, and call a function once it is written.
+        """Have the ranks save that can, and call a function once all of them have.
 
         Args:
-            then: Called at once if the ranks cannot save, or their end is decided; else at the latest after `limit_s`, and
-                when the attempt ends in another way before.
+            then: Called at once if none can save, or their end is decided; else at the latest after `limit_s`, and when the attempt
+                ends in another way before.
             limit_s: Seconds.
         """
         self.has_saved = False
         # A rank at a breakpoint would save only when it has left it.
-        if not self.can_save or self.verdict is not None or any(rank.prompt for rank in self.ranks):
+        if not self._savers or self.verdict is not None or any(rank.prompt for rank in self.ranks):
             then()
             return
         self._after_save.append(then)
-        if isinstance(self.ranks[0].process, NearRank):
-            self.ranks[0].ask_to_save()
+        self._asked |= self._savers
+        for rank in self._savers:
+            self.ranks[rank].ask_to_save()
         self._site.loop.call_later(limit_s, self._give_up_saving, then)
+
+    def _note_saver(self, rank: int, *, can: bool, has_saved: bool = False) -> None:
+        """A rank can save, or has, or cannot any more."""
+        if can:
+            self._savers.add(rank)
+        else:
+            self._savers.discard(rank)
+        self.has_saved = self.has_saved or has_saved
+        if rank in self._asked and (has_saved or not can):
+            self._asked.remove(rank)
+            if not self._asked:
+                self._go_on()
 
     def _give_up_saving(self, then: Callable[[], None]) -> None:
         if then in self._after_save:
-            self._site.writer.log("The ranks have not written the checkpoint in time that they were asked for")
+            self._site.writer.log("The ranks have not saved in time after they were asked to")
             self._after_save.remove(then)
             then()
 
@@ -274,7 +292,7 @@ class RunningAttempt:
 
     async def _wait_for_file(self) -> None:
         """Let rank 0 finish the checkpoint that it is writing: what a later call resumes from."""
-        for _ in range(round(SAVE_LIMIT_S / _LOOK_EACH_S)):
+        for _ in range(round(_FILE_LIMIT_S / _LOOK_EACH_S)):
             if self.ranks[0].is_gone or not self._is_writing:
                 return
             await asyncio.sleep(_LOOK_EACH_S)
@@ -304,6 +322,8 @@ class RunningAttempt:
     def _rank_changed(self, rank: Rank) -> None:
         """A rank's `state`, `done` or `end` has changed."""
         has_failed = rank.done is not None and not rank.done.ok
+        if rank.done is not None or rank.end is not None:
+            self._note_saver(rank.rank, can=False)
         if rank.end is not None and rank.state in _ALIVE:
             if rank.done is None and self.verdict is None and self._can_lose(rank.rank):
                 self.lost.append(rank)
@@ -341,10 +361,10 @@ class RunningAttempt:
         if event.get("event") == context.DISPENSABLE:
             self._dispensable = [set(ranks) for ranks in event["sets"]]
         elif event.get("event") == context.SAVES:
-            self.can_save = True
+            self.can_resume = self.can_resume or event["resumes"]
+            self._note_saver(event["rank"], can=event["can"], has_saved=event["has_saved"])
         elif event.get("event") == EventKind.CHECKPOINT and event.get("asked"):
-            self.has_saved = True
-            self._go_on()
+            self._note_saver(event["rank"], can=True, has_saved=True)
         elif event.get("event") == EventKind.PROGRESS:
             if self._watch is not None:
                 self._watch.progressed(event)

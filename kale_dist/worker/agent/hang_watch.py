@@ -25,6 +25,7 @@ COLLECTIVE_FILES = (
     "/kale_dist/worker/parallel/",
     "/kale_dist/worker/training/",
     "/kale_dist/worker/rank/group.py",
+    "/kale_dist/worker/rank/agreement.py",
 )
 """A main thread whose innermost frame is in one of these and that uses no processor time waits for other ranks."""
 

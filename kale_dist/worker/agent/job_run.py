@@ -11,20 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import pathlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
 from kale_dist.wire import (
     CANCEL_GRACE_S,
-    SAVE_LIMIT_S,
     Attempt,
     EventKind,
     FailureCause,
@@ -110,33 +108,36 @@ class JobRun:
             cause: Why.
             reason: The same as a sentence.
             grace_s: Seconds from SIGTERM to SIGKILL.
-            save: Whether ranks that can write one more checkpoint first. Only the first time: a second cancel ends them.
+            save: Whether ranks that can save first, in as many seconds. Only the first time: a second cancel ends them.
         """
         verdict = Verdict(StateName.CANCELLED, cause, reason)
-        if not save or self._is_cancelled:
+        if not save:
             self._end(verdict, grace_s)
-            return
-        self._is_cancelled = True
-        if self.can_save:
-            grace_s = min(grace_s, CANCEL_GRACE_S)
-        self.save_first(functools.partial(self._end, verdict, grace_s))
+        elif self._is_cancelled:
+            self._end(verdict, min(grace_s, CANCEL_GRACE_S))
+        else:
+            self._is_cancelled = True
+            self._save_and_end(verdict, grace_s)
+
+    def _save_and_end(self, verdict: Verdict, grace_s: float) -> None:
+        """Have the ranks that can save do so, and end all: within `grace_s`, and `CANCEL_GRACE_S` after a checkpoint."""
+        running, began = self._running, time.monotonic()
+
+        def end() -> None:
+            left_s = CANCEL_GRACE_S
+            if running is None or not running.has_saved:
+                left_s = max(left_s, grace_s - (time.monotonic() - began))
+            self._end(verdict, min(grace_s, left_s))
+
+        if running is None:
+            end()
+        else:
+            running.save_first(end, grace_s)
 
     @property
-    def can_save(self) -> bool:
-        """Whether the ranks write a checkpoint when they are asked to, within an epoch, too."""
-        return self._running is not None and self._running.can_save
-
-    def save_first(self, then: Callable[[], None], limit_s: float = SAVE_LIMIT_S) -> None:
-        """Have the ranks write a checkpoint, and call a function once it is written; at once if they cannot.
-
-        Args:
-            then: Called exactly once. Unless it ends the attempt or the job, the ranks train on.
-            limit_s: Seconds after which it is called in any case.
-        """
-        if self._running is None:
-            then()
-        else:
-            self._running.save_first(then, limit_s)
+    def can_resume(self) -> bool:
+        """Whether the ranks write a checkpoint when they are asked to, within an epoch, too, and resume from it by themselves."""
+        return self._running is not None and self._running.can_resume
 
     def send(self, rank: int, message: ToAgent) -> None:
         """Do what a notebook's message asks for, in a rank, or with -1 in all. Without such a rank nothing happens."""
@@ -166,7 +167,7 @@ class JobRun:
                 self._changed.clear()
                 await self._changed.wait()
             there_are = f"There are pods for {self._size} processes instead of {running.world_size}"
-            if running.can_save:
+            if running.can_resume:
                 # Where the step cannot be resumed within an epoch, they write it at the epoch's end. At a breakpoint they write none.
                 saved = asyncio.Event()
                 running.save_first(saved.set, math.inf)
@@ -187,11 +188,14 @@ class JobRun:
             has_ranks: Whether ranks are lost with it. Without any, it is missed only while an attempt waits for pods.
         """
         if has_ranks or self._running is None:
-            self._end(Verdict(StateName.FAILED, FailureCause.LOST, reason, may_restart=self.order.may_lose_pods))
+            self._end(self._lost_pod(reason))
 
     def pod_leaves(self, reason: str) -> None:
         """A pod with ranks got SIGTERM, and ends when none is left in it."""
-        self.save_first(functools.partial(self.lose_pod, reason, has_ranks=True))
+        self._save_and_end(self._lost_pod(reason), self.order.policy.grace_s)
+
+    def _lost_pod(self, reason: str) -> Verdict:
+        return Verdict(StateName.FAILED, FailureCause.LOST, reason, may_restart=self.order.may_lose_pods)
 
     def _end(self, verdict: Verdict, grace_s: float | None = None) -> None:
         if self._running is not None:
@@ -325,7 +329,10 @@ class JobRun:
             loading.stage_modules(
                 FolderStore(pathlib.Path(order.store)), order.snapshot, JobFiles(order.folder).modules
             )
-            attempt = Attempt.form(order, self._agents, number=writer.attempt, port=self._port, seed=self._seed)
+            attempt = Attempt.form(
+                order, self._agents, number=writer.attempt, port=self._port, seed=self._seed,
+                restarts=self.used_before + writer.attempt,
+            )  # fmt: skip
             stores = _own_stores(attempt) if attempt.is_on_one_machine else [self._listen()]
             attempt = dataclasses.replace(attempt, port=self._port or _free_port())
         except (OSError, KaleDistError) as error:
@@ -364,8 +371,8 @@ class JobRun:
         limit_s = self.order.policy.timeout_s
         if limit_s is not None and self._deadline is None:
             text = f"The job ran longer than its timeout_s of {limit_s:g} s. Give it more time, or leave timeout_s out"
-            end = functools.partial(self.fail, FailureCause.TIMEOUT, text)
-            self._deadline = self._site.loop.call_later(limit_s, self.save_first, end)
+            verdict = Verdict(StateName.FAILED, FailureCause.TIMEOUT, text)
+            self._deadline = self._site.loop.call_later(limit_s, self._save_and_end, verdict, self.order.policy.grace_s)
 
 
 def _own_stores(attempt: Attempt) -> list[int]:

@@ -134,7 +134,7 @@ class Rank:
             self._send(message)
 
     def ask_to_save(self) -> None:
-        """Have the rank write a checkpoint."""
+        """Have the rank save."""
         self._send(Save())
 
     def pass_over(self) -> None:

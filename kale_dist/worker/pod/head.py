@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import signal
 import socket
 import time
@@ -33,9 +34,6 @@ LEAVE_LIMIT_S = 20.0
 STRAGGLER_LIMIT_S = 60.0
 """How long the head stays for pods that have not joined yet, to answer that the job is over. They would wait otherwise.
 A notebook that has all it wants has had them removed."""
-
-TERM_GRACE_S = 25.0
-"""From SIGTERM to SIGKILL for ranks when the pod gets SIGTERM: time to write a last checkpoint."""
 
 DRAIN_LIMIT_S = 60.0
 """How long the pod's log may take to be written out at the end."""
@@ -167,7 +165,7 @@ class JobHead:
             f"Pod {socket.gethostname()} received SIGTERM: the job was suspended or deleted, or the pod was "
             "evicted or ran into its deadline"
         )
-        self._job.cancel(FailureCause.SUSPENDED, reason, 0.0 if again else TERM_GRACE_S, save=True)
+        self._job.cancel(FailureCause.SUSPENDED, reason, 0.0 if again else self._pod.order.policy.grace_s, save=True)
 
     @property
     def is_ending(self) -> bool:
@@ -177,6 +175,13 @@ class JobHead:
     async def _prepare(self) -> None:
         """Bring the input, let the ranks start, then put each checkpoint into the store."""
         order = self._pod.order
+        closed = [one for one in order.folders if not await asyncio.to_thread(os.access, one, os.W_OK)]
+        if closed:
+            # Most of them are only read. The others would fail, hours later.
+            self.writer.log(
+                f"{', '.join(closed)}: the processes, which are user {os.getuid()}, cannot write there. If they have to, give run_as_user= or"
+                " have the owner open it; if they only read, end the volume's source with ':ro'"
+            )
         try:
             if order.returns_head:
                 # Before anything that may kill this pod each time.
@@ -197,7 +202,7 @@ class JobHead:
         if order.returns_head:
             self._kept.note_brought()
         self._start_job()
-        await self._kept.keep_up(lambda: self._job.can_save)
+        await self._kept.keep_up(lambda: self._job.can_resume)
 
     def _start_job(self) -> None:
         """All input is here."""

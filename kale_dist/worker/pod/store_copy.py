@@ -57,18 +57,18 @@ class StoreCopy:
         with contextlib.suppress(FileNotFoundError):
             self._checkpoint = self._brought_checkpoint = self._pod.files.checkpoint.stat().st_mtime_ns
 
-    async def keep_up(self, can_save: Callable[[], bool]) -> None:
+    async def keep_up(self, can_resume: Callable[[], bool]) -> None:
         """Put each checkpoint into the store, and how many restarts are used where the head may come back, until cancelled.
 
         Args:
-            can_save: Whether the ranks write checkpoints within epochs.
+            can_resume: Whether the ranks write checkpoints within epochs.
         """
         while self.works:
             await asyncio.sleep(_KEEP_EACH_S if self._failing_since is None else RETRY_EACH_S)
             if self._pod.order.returns_head:
                 with contextlib.suppress(OSError, StoreError):
                     await asyncio.to_thread(self.put_restarts)
-            if not can_save() or time.monotonic() - self._checkpoint_at >= _KEEP_SAVING_EACH_S:
+            if not can_resume() or time.monotonic() - self._checkpoint_at >= _KEEP_SAVING_EACH_S:
                 await asyncio.to_thread(self._put_checkpoint)
 
     def put_results(self, *, goes_on: bool) -> None:

@@ -128,7 +128,7 @@ def set_torchrun_environment(assignment: Assignment) -> None:
             "MASTER_ADDR": assignment.master_addr,
             "MASTER_PORT": str(attempt.port),
             processes.JOB_VARIABLE: order.job,
-            "TORCHELASTIC_RESTART_COUNT": str(order.used_restarts + attempt.number),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt.restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(order.policy.max_restarts),
         }
     )

@@ -30,7 +30,7 @@ from kale_dist.wire import STACKS_SIGNAL, Assignment, JobFiles, context
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.messages import Done, Received, Running
 from kale_dist.worker.pod import mpi
-from kale_dist.worker.rank import gpus, process_state, stand_ins, trainers
+from kale_dist.worker.rank import agreement, gpus, process_state, stand_ins, trainers
 from kale_dist.worker.rank.control import Control
 
 LIVE = "kale_dist.worker.rank.live_rank"
@@ -107,6 +107,8 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
             is_training = module.startswith("kale_dist.worker.training.")
             if is_training:
                 trainers.leave_bars_out()
+            elif hidden is not None:
+                agreement.begin(hidden.store)
             if module == LIVE:
                 from kale_dist.worker.rank.live_rank import LiveRank
 
@@ -184,14 +186,14 @@ def _settle(assignment: Assignment, events: int, files: JobFiles, control: Contr
         local_world_size=assignment.local_world_size,
         device=device,
         job=order.job,
-        attempt=assignment.attempt.number,
+        attempt=assignment.attempt.restarts,
         max_restarts=order.policy.max_restarts,
         in_job=True,
         folder=files.folder,
         owner=hashlib.sha256(b"parts\n" + bytes.fromhex(order.key)).hexdigest(),
         resume=FolderStore(pathlib.Path(order.store)).path(order.resume) if order.resume and rank == 0 else None,
     )
-    context.activate(place, events, control.is_asked_to_save)
+    context.activate(place, events, control.is_asked_to_save, attempt=assignment.attempt.number)
     wait_s = order.debugging.breakpoint_wait_s
     stand_ins.install(cuda=order.cuda, agent=control, breakpoint_wait_s=wait_s)
 

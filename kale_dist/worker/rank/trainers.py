@@ -22,6 +22,8 @@ from typing import Any
 
 from kale_dist.snapshot.training_arguments import settle_in_trainers
 from kale_dist.wire import TRAINERS_VARIABLE, EventKind, context
+from kale_dist.worker.rank import agreement
+from kale_dist.worker.rank.agreement import SaveAtOneStep
 
 _PACE = ("learning_rate", "lr", "num_tokens", "num_input_tokens_seen", "total_flos", "model_preparation_time")
 _PACE_ENDS = ("runtime", "per_second", "step_time")
@@ -43,6 +45,11 @@ _CONNECTOR = "_logger_connector"
 """Where a Trainer of Lightning's keeps what gives its loggers their values."""
 
 _BAR_LETTERS = 40
+
+_WITHIN_EPOCH = (
+    "Lightning resumes within an epoch at its step, and reads the epoch's batches from the first one on: the weights will differ from"
+    " those of an undisturbed run. Checkpoints of ends of epochs do not have this."
+)
 
 
 def actions() -> dict[str, Callable[[ModuleType], None]]:
@@ -78,16 +85,35 @@ class _Training:
 
     def __init__(self) -> None:
         self._number = 0
+        self._save: SaveAtOneStep | None = None
         self._first: tuple[int, int, float] | None = None
         self._last = 0.0
         self._place: dict[str, Any] = {}
         self._evaluated = 0
 
-    def begin(self) -> None:
-        """It begins."""
+    def begin(self, world_size: int | None) -> None:
+        """It begins, on so many ranks; None if it keeps no checkpoints."""
         _Training.count += 1
         _Training.tells_bars = False
         self._number, self._first = _Training.count, None
+        self._save = None if world_size is None else SaveAtOneStep.of(world_size)
+
+    def end(self) -> None:
+        """It has ended."""
+        self._save = None
+        agreement.end()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to save now; asked once after each step, in all of its ranks."""
+        return self._save is not None and self._save.is_due()
+
+    def saved(self, path: str, step: int) -> None:
+        """A checkpoint is written. If the ranks were asked for it, they may be ended."""
+        if self._save is not None and self._save.is_saving:
+            if not context.context().rank:
+                context.log(f"Saved {path} at step {step:,}, before the ranks are ended")
+            self._save.saved()
 
     def step(self, done: int, of: int | None, *, samples: int, **place: int | None) -> None:
         """One more step is done.
@@ -197,11 +223,20 @@ def _of_transformers() -> Any:
             return callback, ("transformers",)
 
         @_shown_only
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self._training.begin()
+        def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
+            self._training.begin(None if args.save_strategy == "no" else args.world_size)
 
         @_shown_only
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self._training.end()
+
+        @_shown_only
+        def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            self._training.saved(f"{args.output_dir}/checkpoint-{state.global_step}", state.global_step)
+
+        @_shown_only
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = self._training.is_due or control.should_save
             done, of = state.global_step, state.max_steps
             place = {"step": done, "steps": of}
             if args.max_steps <= 0:
@@ -282,7 +317,7 @@ def _of_lightning(package: str) -> Any:
 
         def __init__(self) -> None:
             self._training = _Training()
-            self._batches = self._samples = 0
+            self._batches = self._samples = self._steps = 0
 
         def __reduce__(self) -> Any:
             return callback, (package,)
@@ -311,12 +346,20 @@ def _of_lightning(package: str) -> Any:
             vars(getattr(trainer, _CONNECTOR)).pop("log_metrics", None)
 
         @_shown_only
-        def on_train_start(self, *_: Any) -> None:
-            self._training.begin()
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            self._training.begin(trainer.world_size if trainer.checkpoint_callback is not None else None)
             self._batches = self._samples = 0
+            self._steps = trainer.global_step
+
+        @_shown_only
+        def on_train_end(self, *_: Any) -> None:
+            self._training.end()
 
         @_shown_only
         def on_train_batch_end(self, trainer: Any, _module: Any, _outputs: Any, _batch: Any, batch_idx: int) -> None:
+            if not self._samples and batch_idx and trainer.is_global_zero:
+                context.log_once(_WITHIN_EPOCH)
+            self._save(trainer)
             each = trainer.num_training_batches
             steps = int(each) if math.isfinite(each) else None
             epochs, most = max(trainer.max_epochs or 0, 0), max(trainer.max_steps or 0, 0)
@@ -328,6 +371,15 @@ def _of_lightning(package: str) -> Any:
                 done, of = trainer.global_step, most
                 place = {"step": done, "steps": most}
             self._training.step(done, of, samples=self._samples, **place)
+
+        def _save(self, trainer: Any) -> None:
+            """Save if that is due: between steps of the optimizer, as all ranks have taken part in the last one."""
+            before, self._steps = self._steps, trainer.global_step
+            if self._steps != before and self._training.is_due:
+                folder = trainer.checkpoint_callback.dirpath or trainer.default_root_dir
+                path = f"{folder}/last.ckpt"
+                trainer.save_checkpoint(path)
+                self._training.saved(path, trainer.global_step)
 
         @_shown_only
         def on_validation_batch_end(self, *_: Any, **__: Any) -> None:

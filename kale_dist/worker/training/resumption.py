@@ -37,8 +37,7 @@ class Resumption:
     def __init__(self, group: Group, trained: Trained, given: Given, *, is_in_parts: bool) -> None:
         self._group, self._trained, self._given, self._is_in_parts = group, trained, given, is_in_parts
         place = context.context()
-        # Also at the first attempt: in new pods, after others were lost or suspended, attempts count from 0 again, and
-        # there may be no restart left.
+        # Also at the first attempt: a job that was suspended counts from 0 again, and there may be no restart left.
         path, problem = self._usable() if group.rank == 0 else (None, "")
         if problem := group.send(problem):
             raise KaleDistError(problem)

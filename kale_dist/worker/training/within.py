@@ -175,7 +175,7 @@ class Within:
             feed.start, feed.mine = self._resumed, mine
         feed.within = self
         if self._schedule is not None and not self._group.rank and self._strategy.saves_within_epochs:
-            context.can_save()
+            context.can_save(resumes=True)
 
     @property
     def _mine(self) -> RankPosition | None:

@@ -509,6 +509,17 @@ def test_cancel_kills_where_the_head_does_not_answer(backend, submit, place):
     assert place.killed == [(1, 2.0)]
 
 
+@pytest.mark.parametrize(("save", "grace_s"), [(True, 90.0), (False, 5.0)])
+def test_a_cancel_gives_ranks_the_grace_of_the_call_if_they_may_save(backend, submit, place, save, grace_s):
+    ref, head = submit(grace_s=90.0)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    head.cut()
+    backend.cancel(ref, save=save)
+    wait_for_end(backend, ref)
+    assert place.killed == [(1, grace_s)]
+
+
 def test_a_cancelled_job_that_does_not_end_is_killed(backend, submit, place):
     ref, head = submit()
     head.run()

@@ -1,0 +1,146 @@
+"""Ranks of launched functions that are about to be ended: how long they get, and the step at which all of them save."""
+
+import pathlib
+import re
+import signal
+import time
+
+import pytest
+
+import kale_dist as kd
+from kale_dist.worker.rank import agreement
+
+LONG_S = 600
+
+
+def loops(folder, naps_s):
+    """Exchanges nothing: only `leaving` brings ranks together, each of which is elsewhere."""
+    here = kd.context()
+    print("begins", here.attempt, flush=True)
+    for step in range(100_000):
+        time.sleep(naps_s[here.rank % len(naps_s)])
+        if step == 20:
+            print("far enough", flush=True)
+        if kd.leaving():
+            time.sleep(0.3)
+            pathlib.Path(folder, f"{here.attempt}-{here.rank}").write_text(f"{step}")
+            if here.attempt:
+                return step
+    return -1
+
+
+def saves_when_told(folder, after_s, seconds_first=0):
+    """Needs so long in its handler of SIGTERM."""
+
+    def handle(*_):
+        time.sleep(after_s)
+        pathlib.Path(folder, f"{kd.context().rank}").write_text("saved")
+        raise SystemExit(1)
+
+    signal.signal(signal.SIGTERM, handle)
+    print("ready", flush=True)
+    time.sleep(LONG_S)
+
+
+def written(folder):
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_all_ranks_leave_at_the_same_step(jobs, tmp_path, ranks):
+    job = jobs.run(loops, str(tmp_path), (0.01, 0.03, 0.02), ranks=ranks, threads=1)
+    job.until(lambda: job.log_text().count("far enough") == ranks)
+    jobs.client.cancel(job.order.job, grace_s=60, save=True)
+    assert job.wait()["state"] == "cancelled"
+    found = written(tmp_path)
+    assert sorted(found) == [f"0-{rank}" for rank in range(ranks)]
+    assert len(set(found.values())) == 1
+
+
+def test_a_pod_that_leaves_has_all_ranks_save_and_the_next_attempt_knows_it(make, tmp_path):
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    job = make(loops, str(folder), (0.01, 0.03), ranks=2, max_restarts=3, used_restarts=2).put_input().start_all()
+    job.until(lambda: job.text().count("far enough") == 2)
+    job.pods[1].process.send_signal(signal.SIGTERM)
+    job.until(lambda: len(written(folder)) == 2)
+    first = written(folder)
+    assert sorted(first) == ["2-0", "2-1"]
+    assert len(set(first.values())) == 1
+    job.start(1)
+    job.until(lambda: job.text().count("begins 3") == 2)
+    assert re.findall(r"begins (\d)", job.text()) == ["2", "2", "3", "3"]
+
+
+def test_a_handler_gets_the_grace_of_the_call_and_no_more(jobs, tmp_path):
+    (tmp_path / "enough").mkdir()
+    (tmp_path / "less").mkdir()
+    enough = jobs.run(saves_when_told, str(tmp_path / "enough"), 3, grace_s=60)
+    less = jobs.run(saves_when_told, str(tmp_path / "less"), 200, timeout_s=1, grace_s=2)
+    enough.until(lambda: enough.log_text().count("ready") == 2)
+    jobs.client.cancel(enough.order.job, grace_s=enough.order.policy.grace_s, save=True)
+    assert enough.wait()["state"] == "cancelled"
+    assert written(tmp_path / "enough") == {"0": "saved", "1": "saved"}
+    assert less.wait(60)["cause"] == "timeout"
+    assert written(tmp_path / "less") == {}
+
+
+def test_timeout_s_leaves_a_handler_its_time(jobs, tmp_path):
+    job = jobs.run(saves_when_told, str(tmp_path), 3, timeout_s=4, grace_s=60)
+    assert job.wait()["cause"] == "timeout"
+    assert written(tmp_path) == {"0": "saved", "1": "saved"}
+
+
+def test_a_second_cancel_does_not_wait_for_a_save(jobs, tmp_path):
+    job = jobs.run(saves_when_told, str(tmp_path), 200, ranks=1)
+    job.until(lambda: "ready" in job.log_text())
+    began = time.monotonic()
+    for _ in range(2):
+        jobs.client.cancel(job.order.job, grace_s=LONG_S, save=True)
+    assert job.wait(60)["state"] == "cancelled"
+    assert time.monotonic() - began < 30
+
+
+def trains_in_one_rank(world_size):
+    if kd.context().rank == 1:
+        saving = agreement.SaveAtOneStep.of(world_size)
+        print("here", saving is not None, flush=True)
+    else:
+        print("here", flush=True)
+    time.sleep(LONG_S)
+
+
+def trains_and_goes_on():
+    agreement.SaveAtOneStep.of(kd.context().world_size)
+    agreement.end()
+    print("here", flush=True)
+    time.sleep(LONG_S)
+
+
+@pytest.mark.parametrize("call", [(trains_in_one_rank, 2), (trains_and_goes_on,)])
+def test_nobody_waits_for_who_does_not_train(jobs, call):
+    """A trainer that has been made on some of the ranks, and one that is through."""
+    job = jobs.run(*call, ranks=3)
+    job.until(lambda: job.log_text().count("here") == 3)
+    began = time.monotonic()
+    jobs.client.cancel(job.order.job, grace_s=200, save=True)
+    assert job.wait(100)["state"] == "cancelled"
+    assert time.monotonic() - began < 60
+    assert "True" not in job.log_text()
+
+
+def test_a_rank_that_never_saves_ends_with_a_line_in_the_log(jobs):
+    def never():
+        kd.leaving()
+        print("ready", flush=True)
+        time.sleep(LONG_S)
+
+    job = jobs.run(never)
+    job.until(lambda: job.log_text().count("ready") == 2)
+    jobs.client.cancel(job.order.job, grace_s=1, save=True)
+    assert job.wait(60)["state"] == "cancelled"
+    assert "The ranks have not saved in time after they were asked to" in job.log_text()
+
+
+def test_leaving_is_false_where_nobody_asks():
+    assert kd.leaving() is False
