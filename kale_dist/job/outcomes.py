@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 import threading
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from kale_dist.job.spec.volumes import seen_here
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
 from kale_dist.snapshot import loading, outcome
-from kale_dist.snapshot.given_models import Returned
+from kale_dist.snapshot.given_models import Returned, Stayed, models_in, together
 from kale_dist.wire import FailureCause, JobFiles, StateName, blobs
 
 if TYPE_CHECKING:
@@ -100,9 +101,43 @@ class OutcomeReader:
         signer = outcome.Signer(key=self._verified_key(), job=f"{self._spec.name} {name}", attempt=at_head, rank=rank)
         return outcome.read_outcome(path, signer=signer, resolve=originals.resolve).value
 
+    def models(self, attempt: int) -> Returned | None:
+        """Rank 0's value and the models that its function got, as they came; None of a function that got no model."""
+        value = self._outcome(0, attempt).value
+        return value if isinstance(value, Returned) else None
+
     def trained(self, attempt: int) -> Any:
-        """The argument of `weights.load`: rank 0's `TrainingResult`, or the models of a function's arguments."""
-        return self._outcome(0, attempt).value
+        """The argument of `weights.load`: rank 0's `TrainingResult`, or the models of a function's arguments.
+
+        Raises:
+            ResultUnavailableError: There are no weights, or those that stayed in the snapshot are not on this machine.
+        """
+        value = self._outcome(0, attempt).value
+        if self._spec.kind == "training":
+            return value
+        if not isinstance(value, Returned):
+            raise ResultUnavailableError(
+                f"The function of {self._ref} got no model among its arguments, so launch() brings none back. What it "
+                "returned is in job.result()",
+                self._ref,
+            )
+        if value.problem:
+            problem = f"The model of {self._ref} did not come back, because {value.problem}"
+            raise ResultUnavailableError(
+                f"{problem}. Let the function return what you need, such as its own state dict", self._ref
+            )
+        memory, state = loading.BlobRanges(self._store), dict(value.model_state)
+        for name, one in state.items():
+            if isinstance(one, Stayed):
+                if not self._store.exists(one.range[0]):
+                    raise ResultUnavailableError(
+                        f"{name} of {self._ref} did not change and stayed in the job's snapshot, whose bytes are missing or "
+                        "damaged on this machine. Read the model where the job was submitted, or let the function return "
+                        "model.state_dict(), which comes back whole. job.result() has the function's value",
+                        self._ref,
+                    )
+                state[name] = one.tensor(memory)
+        return dataclasses.replace(value, model_state=state)
 
     def error(self, status: JobStatus) -> JobError:
         """The error of a job that has ended badly, with the first failing rank's own exception as its cause."""
@@ -125,7 +160,7 @@ class OutcomeReader:
 
     def model_state(self, attempt: int) -> dict[str, Any]:
         """A copy of the trained weights."""
-        result = self.value(0, attempt)
+        result = self.trained(attempt)
         if parts := getattr(result, "parts", ""):
             raise self._in_parts(parts)
         return _copy(result.model.state_dict() if result.model_state is None else result.model_state)
@@ -213,19 +248,22 @@ class OutcomeReader:
         raise ResultUnavailableError(problem, self._ref)
 
     def rebuilt_targets(self) -> weights.Targets:
-        """Model, optimizer and scheduler built from the snapshot, for a process that is not the notebook's.
+        """The models, and of a training optimizer and scheduler, built from the snapshot, for a process that is not the notebook's.
 
         Raises:
             ResultUnavailableError: Blobs of the snapshot are gone.
         """
         try:
-            training: Training = self._load().args[0]
+            loaded = self._load()
         except StoreError as error:
             raise ResultUnavailableError(
                 f"The model of {self._ref} cannot be built, because blobs of its snapshot are gone ({error}). "
                 "job.state_dict() has the weights",
                 self._ref,
             ) from error
+        if self._spec.kind != "training":
+            return weights.remember(together(models_in(loaded.args, loaded.kwargs)), None)
+        training: Training = loaded.args[0]
         return weights.of_training(training)
 
     def made(self, targets: weights.Targets, parts: str) -> weights.Targets:

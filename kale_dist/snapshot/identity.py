@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 
@@ -22,3 +23,20 @@ def place_of(tensor: Any) -> tuple[Any, ...] | None:
         return None
     form = tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
     return tensor.device, tensor.data_ptr(), *form
+
+
+def has_same_bytes(one: Any, other: Any) -> bool:
+    """Whether two tensors on the CPU have the same dtype and shape, and hold the same bytes; False where a tensor is not strided."""
+    if not all(_is_of_bytes(tensor) for tensor in (one, other)) or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    first, second = one.detach().contiguous(), other.detach().contiguous()
+    return not _memcmp(first.data_ptr(), second.data_ptr(), first.nbytes)
+
+
+def _is_of_bytes(tensor: Any) -> bool:
+    """Whether a tensor's bytes are all there is to its values."""
+    return str(tensor.layout) == "torch.strided" and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

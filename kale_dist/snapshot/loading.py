@@ -31,7 +31,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
@@ -61,6 +61,8 @@ class Loaded:
     kwargs: dict[str, Any]
     references: References
     """The functions and classes that were made here, by the same numbers as in the notebook."""
+    storages: Mapping[int, tuple[str, int, int]]
+    """The blob, the first byte in it and the number of bytes of each tensor storage, by `identity.storage_id`."""
 
 
 def load(
@@ -300,7 +302,7 @@ def _load(
     references: References | None = None,
 ) -> Loaded:
     data = _checked(store, manifest["pickle"])
-    ranges = _BlobRanges(store)
+    ranges = BlobRanges(store)
     references = References() if references is None else references
     surroundings = reducers.Loading(
         storage=lambda index: ranges.view(*manifest["storages"][index]),
@@ -321,7 +323,8 @@ def _load(
                 f"here torch {torch_version()}, cloudpickle {cloudpickle.__version__}). In pods and containers, "
                 "packages='auto' adds to the image what the call imports."
             ) from error
-    return Loaded(fn=fn, args=args, kwargs=kwargs, references=references)
+    storages = {storage: tuple(manifest["storages"][index]) for storage, index in surroundings.made.items()}
+    return Loaded(fn=fn, args=args, kwargs=kwargs, references=references, storages=storages)
 
 
 def _import_too(names: Iterable[str]) -> None:
@@ -341,7 +344,7 @@ def _import_too(names: Iterable[str]) -> None:
         )
 
 
-class _BlobRanges:
+class BlobRanges:
     """Reads ranges of blobs; each call returns memory of its own."""
 
     def __init__(self, store: blobs.Store) -> None:
@@ -350,6 +353,7 @@ class _BlobRanges:
         self._pack = functools.cache(store.open)
 
     def view(self, blob: str, offset: int, size: int) -> memoryview:
+        """Map or copy a range; a `StoreError` or `SnapshotDamagedError` if it is not there."""
         if size >= reducers.MAPPED_BYTES:
             return self._slice(self._store.open(blob), blob, offset, size)
         return memoryview(bytearray(self._slice(self._pack(blob), blob, offset, size)))

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kale_dist.snapshot.identity import storage_id
 from kale_dist.wire import context
 
 
@@ -77,6 +78,8 @@ class Loading:
     """Returns the object of a number in a result."""
     device: str = "cpu"
     """Where tensors go that were on an accelerator: "cpu", or a device of the loading process."""
+    made: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Receives the number of each storage that is made, by `storage_id`."""
 
 
 IS_COUNTED = "_wrapped_by_lr_sched"
@@ -215,15 +218,15 @@ def make_storage(index: int, accelerated: bool) -> Any:  # noqa: FBT001 - pickle
     now = _current.get()
     view = now.storage(index)
     device = now.device if accelerated else "cpu"
-    if not view.nbytes:
-        return torch.UntypedStorage(0, device=device)
-    source = torch.frombuffer(view, dtype=torch.uint8)
     if device == "cpu" and view.nbytes >= MAPPED_BYTES:
-        storage = source.untyped_storage()
+        storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
         _mapped.add(storage.data_ptr())
-        return storage
-    storage = torch.UntypedStorage(view.nbytes, device=device)
-    torch.empty(0, dtype=torch.uint8, device=device).set_(storage).copy_(source)
+    else:
+        storage = torch.UntypedStorage(view.nbytes, device=device)
+        if view.nbytes:
+            source = torch.frombuffer(view, dtype=torch.uint8)
+            torch.empty(0, dtype=torch.uint8, device=device).set_(storage).copy_(source)
+    now.made[storage_id(storage)] = index
     return storage
 
 

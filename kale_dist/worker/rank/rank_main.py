@@ -24,7 +24,7 @@ from kale_dist import wire
 from kale_dist.errors import ContractError
 from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.snapshot import loading, sources
-from kale_dist.snapshot.given_models import GivenModels
+from kale_dist.snapshot.given_models import GivenModels, Returned
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire import STACKS_SIGNAL, Assignment, JobFiles, context
 from kale_dist.wire.blobs import FolderStore
@@ -97,7 +97,8 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
             _settle(assignment, events, files, control)
             # An image of another framework may have no torch: then there is no group, and all the rest is the same.
             hidden = group.KeptGroup(assignment) if loading.has_torch() else None
-            loaded = loading.load(FolderStore(pathlib.Path(order.store)), order.snapshot, modules=files.modules)
+            blobs = FolderStore(pathlib.Path(order.store))
+            loaded = loading.load(blobs, order.snapshot, modules=files.modules)
             references = loaded.references
             if hidden is not None:
                 hidden.open(store, give_up)
@@ -120,12 +121,13 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
             if not is_training and "torch" in sys.modules:
                 from kale_dist.worker.training.notices import used
 
-                models = GivenModels(loaded.args, loaded.kwargs, rank, dict(used(loaded.fn)))
+                models = GivenModels(loaded, rank, blobs, dict(used(loaded.fn)))
             value = _call(loaded.fn, loaded.args, loaded.kwargs)
             value = value if models is None else models.with_weights(value)
+            lost = [] if models is None else models.lost()
             if kept is not None:
-                kept.advise(trained=models is not None and models.are_trained())
-            if models is not None and (lost := models.lost()) and not rank:
+                kept.advise(trained=bool(lost) or (isinstance(value, Returned) and value.is_trained))
+            if lost:
                 context.log(
                     f"{', '.join(lost)} changed and stays in the ranks: it is not an argument of the function. Pass it as one"
                     " to launch(), and its weights come back."
