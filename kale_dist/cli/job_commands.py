@@ -18,7 +18,7 @@ from kale_dist.cli.arguments import Commands, add_parser
 from kale_dist.errors import BackendError, ConfigError
 from kale_dist.job import records, view, watch
 from kale_dist.job.backend import Backend, JobRef
-from kale_dist.job.handle import Job, check_lines
+from kale_dist.job.handle import Job, check_lines, inside
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts, plain
 from kale_dist.wire import LogLine
@@ -43,6 +43,7 @@ def add_commands(commands: Commands) -> None:
     fetch.add_argument(
         "-o", "--output", metavar="FILE", help="where to (model.pt, or result.pt for a function's value)"
     )
+    fetch.add_argument("--value", action="store_true", help="what a function returned, also where it got a model")
     fetch.add_argument("--partial", action="store_true", help="the last checkpoint, also of a job that runs or failed")
     debug = command("debug", "debug ranks that wait in breakpoint(), with pdb", _debug)
     debug.add_argument("--rank", type=_count, metavar="N", help="only this rank (all that wait, one after the other)")
@@ -147,8 +148,7 @@ def _fetch(options: argparse.Namespace) -> int:
     if not options.partial and not job.done():
         remedy = "Wait for its end, or take its last checkpoint with --partial"
         raise BackendError(f"{job.ref} has not ended yet. {remedy}", retryable=True)
-    name = "model.pt" if job.spec.kind == "training" else "result.pt"
-    path = job.save(options.output or name, partial=options.partial)
+    path = inside(job).save(options.output, partial=options.partial, value=options.value)
     print(json.dumps({"ref": job.ref, "file": str(path), "bytes": path.stat().st_size}) if options.json else path)
     return 0
 

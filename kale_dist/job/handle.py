@@ -35,7 +35,6 @@ from kale_dist.job.spec.checks import whole
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
-from kale_dist.snapshot.given_models import Returned
 from kale_dist.wire import MEASURED_SOURCES, JobFiles, LogLine, MetricRow, RankStateName, StateName
 from kale_dist.wire.blobs import fresh
 
@@ -79,6 +78,8 @@ class Inside:
     """The file of the last checkpoint, fetched if it is elsewhere."""
     model_state: Callable[[], dict[str, Any]]
     """The trained weights of a job that has succeeded; the notebook's model is left alone."""
+    save: Callable[..., pathlib.Path]
+    """`Job.save`, which also takes no path, and `value=True` for what rank 0 returned."""
     reasons: watch.Reasons
     """Prints why the job waits."""
     lines: Callable[[], Iterator[LogLine]]
@@ -134,6 +135,7 @@ class Job(Generic[R]):
             plan=lambda: backend.plan(spec).text,
             checkpoint=self._checkpoint,
             model_state=lambda: outcomes.model_state(backend.status(ref).attempt),
+            save=self._save,
             reasons=watch.Reasons(backend, ref),
             lines=functools.partial(backend.logs, ref, follow=True, on_status=self._prompts.open),
         )
@@ -285,10 +287,10 @@ class Job(Generic[R]):
         """The notebook's own model with the trained weights; after `attach` elsewhere, one built from the snapshot.
 
         Waits for the job's end. Where the module's structure changed in the rank, it is a new object and a warning
-        gives the reason.
+        gives the reason. Of `launch`, the model among the function's arguments; several are a `ModuleList` in their order.
 
         Raises:
-            JobError: As `result`, and `ResultUnavailableError` for a job of `launch`.
+            JobError: As `result`, and `ResultUnavailableError` if the function of `launch` got no model.
         """
         model: torch.nn.Module = self._trained_objects().model
         return model
@@ -320,8 +322,10 @@ class Job(Generic[R]):
     def state_dict(self, *, partial: bool = False) -> dict[str, Any]:
         """This job's weights, even if the model has changed since.
 
+        Of `launch`, those of the model among the function's arguments; of several, `0.` and `1.` come before the names.
+
         Args:
-            partial: Do not wait: take the last checkpoint of a job that runs or has failed.
+            partial: Do not wait: take the last checkpoint of a training that runs or has failed.
 
         Returns:
             Names to tensors of the caller's own, on the CPU.
@@ -330,8 +334,10 @@ class Job(Generic[R]):
             ResultUnavailableError: There is no checkpoint yet, or nothing was trained.
             JobError: As `result`, unless `partial`.
         """
-        self._check_trains()
-        if partial and self.status.state is not StateName.SUCCEEDED:
+        is_partial = partial and self.status.state is not StateName.SUCCEEDED
+        if is_partial or self._spec.kind == "live":
+            self._check_trains()
+        if is_partial:
             return self._outcomes.checkpoint_state()
         self._succeed(None)
         return self._outcomes.model_state(self.status.attempt)
@@ -386,11 +392,13 @@ class Job(Generic[R]):
 
     @short_refusals
     def save(self, path: str | os.PathLike[str], *, partial: bool = False) -> pathlib.Path:
-        """Write what was trained to a file: the weights, as `torch.save` writes a `state_dict`; of `launch`, rank 0's value.
+        """Write what was trained to a file: the weights, as `torch.save` writes a `state_dict`.
+
+        Of `launch` without a model among the function's arguments, rank 0's value.
 
         Args:
             path: The file. It is replaced at once, or left as it is.
-            partial: Do not wait: the last checkpoint of a job that runs or has failed.
+            partial: Do not wait: the last checkpoint of a training that runs or has failed.
 
         Returns:
             The absolute path.
@@ -399,21 +407,7 @@ class Job(Generic[R]):
             ConfigError: There is no such folder.
             JobError: As `result` and `state_dict`.
         """
-        import torch
-
-        target = pathlib.Path(path).expanduser().absolute()
-        if target.is_dir() or not target.parent.is_dir():
-            problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
-            raise ConfigError("path", problem, "Name a file in a folder that exists, such as model.pt")
-        value = self.state_dict(partial=partial) if self._spec.kind == "training" else self.result()
-        if value is None:
-            raise ResultUnavailableError(f"Rank 0 of {self.ref} returned nothing that could be saved", self.ref)
-        try:
-            with fresh(target) as temporary:
-                torch.save(value, temporary)
-        except OSError as error:
-            raise StoreError(f"{target} cannot be written: {error.strerror}") from error
-        return target
+        return self._save(path, partial=partial)
 
     # -- the log ------------------------------------------------------------------------------------------------------
 
@@ -631,6 +625,29 @@ class Job(Generic[R]):
         self._inside.reasons.print(status)
         self._prompts.open(status)
 
+    def _save(self, path: str | os.PathLike[str] | None, *, partial: bool = False, value: bool = False) -> pathlib.Path:
+        """Write the weights or, where there are none or with `value`, rank 0's value.
+
+        Args:
+            path: The file, which is checked before anything is waited for; None for `model.pt` or `result.pt` here.
+            partial: As for `save`.
+            value: Whether the value is written although there are weights.
+        """
+        import torch
+
+        target = None if path is None else _writable(path)
+        has_weights = not value and (self._spec.kind == "training" or self._has_models())
+        found = self.state_dict(partial=partial) if has_weights else self.result()
+        if found is None:
+            raise ResultUnavailableError(f"Rank 0 of {self.ref} returned nothing that could be saved", self.ref)
+        target = target or _writable("model.pt" if has_weights else "result.pt")
+        try:
+            with fresh(target) as temporary:
+                torch.save(found, temporary)
+        except OSError as error:
+            raise StoreError(f"{target} cannot be written: {error.strerror}") from error
+        return target
+
     def _succeed(self, timeout: float | None) -> None:
         """Wait for a success, or raise what stood in its way."""
         error = self.exception(timeout)
@@ -641,8 +658,8 @@ class Job(Generic[R]):
     def _check_trains(self) -> None:
         if self._spec.kind != "training":
             raise ResultUnavailableError(
-                f"{self.ref} was started by launch(), which trains no model of its own. What the function returned is "
-                "in job.result()",
+                f"{self.ref} was started by launch(): only distribute() keeps an optimizer, checkpoints and best weights. What "
+                "the function returned is in job.result()",
                 self.ref,
             )
 
@@ -656,18 +673,28 @@ class Job(Generic[R]):
         """Write the weights into the notebook's objects, if the job trains some that are known here."""
         # A handle from `attach` has no model in the notebook; one is built only when `model` is read.
         targets = self._inside.targets
-        if targets is not None and targets.model is not None and (self._spec.kind == "training" or self._has_models()):
+        if targets is None or targets.model is None:
+            return
+        if self._spec.kind == "training":
             self._load()
+            return
+        with contextlib.suppress(ResultUnavailableError):
+            given = self._outcomes.models(self.status.attempt)
+            if given is not None and (given.is_trained or given.problem):
+                # The function's value is there all the same.
+                try:
+                    self._load()
+                except ResultUnavailableError as error:
+                    warn(f"The notebook's model is as it was. {error}")
 
     def _has_models(self) -> bool:
-        """Whether models that a function was given have changed."""
-        try:
-            return isinstance(self._outcomes.trained(self.status.attempt), Returned)
-        except ResultUnavailableError:
-            return False
+        """Whether the function of a job that has succeeded got models; waits for its end."""
+        self._succeed(None)
+        return self._outcomes.models(self.status.attempt) is not None
 
     def _trained_objects(self) -> weights.TrainedObjects:
-        self._check_trains()
+        if self._spec.kind == "live":
+            self._check_trains()
         self._succeed(None)
         objects = self._load()
         if objects.problem:
@@ -682,9 +709,10 @@ class Job(Generic[R]):
         """Load the weights into the notebook's objects, once, in the thread that asks."""
         with self._loading:
             if self._trained is None:
+                # Its signature is checked before code of the snapshot runs.
+                result = self._outcomes.trained(self.status.attempt)
                 mine = self._inside.targets
                 known = mine or self._outcomes.rebuilt_targets()
-                result = self._outcomes.trained(self.status.attempt)
                 targets = self._outcomes.made(known, getattr(result, "parts", ""))
                 self._trained = weights.load(targets, result, self.ref, check=targets is mine)
                 for warning in self._trained.warnings:
@@ -765,6 +793,14 @@ def resource(spec: JobSpec, status: JobStatus) -> dict[str, Any]:
 
 def _place(row: MetricRow) -> dict[str, Any]:
     return {"time": row.time, "epoch": row.epoch, "step": row.step, "rank": row.rank, "source": row.source}
+
+
+def _writable(path: str | os.PathLike[str]) -> pathlib.Path:
+    target = pathlib.Path(path).expanduser().absolute()
+    if target.is_dir() or not target.parent.is_dir():
+        problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
+        raise ConfigError("path", problem, "Name a file in a folder that exists, such as model.pt")
+    return target
 
 
 def inside(job: Job[Any]) -> Inside:

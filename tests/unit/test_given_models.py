@@ -1,0 +1,271 @@
+"""Models among the arguments of a launched function: what comes back, what stays behind, and how a new kernel gets them."""
+
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import kale_dist as kd
+from kale_dist.cli import main
+from kale_dist.errors import KaleDistWarning, ResultUnavailableError, SnapshotDamagedError
+from kale_dist.job.handle import inside
+from kale_dist.wire.blobs import FolderStore
+
+
+class Net(nn.Module):
+    """A large frozen embedding, a small one, tied layers, a buffer and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = nn.Embedding(1000, 512), nn.Embedding(8, 4)
+        self.one, self.two, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.two.weight = self.one.weight
+        self.norm = nn.BatchNorm1d(6)
+        # Of one memory, and not contiguous.
+        self.turned = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def outcome(job):
+    return inside(job).files.outcome(job.status.attempt, 0)
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def by_data(model):
+    model.head.weight.data.add_(1)
+
+
+def by_numpy(model):
+    model.head.weight.detach().numpy()[0, 0] += 1
+
+
+def by_row(model):
+    with torch.no_grad():
+        model.large.weight[999, 511] += 1
+
+
+def by_tie(model):
+    model.two.weight.data.mul_(2)
+
+
+def by_buffer(model):
+    model.norm.running_mean.numpy()[3] = 5
+
+
+def by_zero(model):
+    """A change that a comparison of numbers would miss."""
+    model.head.bias.data.neg_()
+
+
+def by_new_memory(model):
+    model.head.weight.data = torch.ones(2, 6)
+
+
+def by_turning(model):
+    model.turned.data = model.turned.data.contiguous().add_(1)
+
+
+CHANGES = {
+    by_data: ["head.weight"], by_numpy: ["head.weight"], by_row: ["large.weight"], by_tie: ["one.weight", "two.weight"],
+    by_buffer: ["norm.running_mean"], by_zero: ["head.bias"], by_new_memory: ["head.weight"], by_turning: ["turned"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_has_changed_comes_back_and_the_rest_stays(jobs, change):
+    model, twin = net(), net()
+    for each in (model, twin):
+        nn.init.zeros_(each.head.bias)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    change(twin)
+    jobs.append(kd.launch(change, model, number_of_processes=1))
+    assert jobs[0].wait(60).state == "succeeded"
+    assert same(before, model.state_dict()) == [name for name in CHANGES[change] if change is not by_zero]
+    assert not same(twin.state_dict(), model.state_dict())
+    assert torch.signbit(model.head.bias).all() == (change is by_zero)
+    assert model.one.weight is model.two.weight
+    assert (outcome(jobs[0]).stat().st_size < 20_000) == (change is not by_row)
+    assert not same(jobs[0].state_dict(), twin.state_dict())
+
+
+def trains(models, extra):
+    for model in models:
+        model.head.weight.data.add_(1)
+    return "a value", extra is models[0]
+
+
+def in_new_process(code):
+    said = subprocess.run(
+        [sys.executable, "-c", "import torch, kale_dist as kd\n" + textwrap.dedent(code)],
+        check=True, capture_output=True, text=True, cwd=pathlib.Path(__file__).parent, timeout=120,
+    )  # fmt: skip
+    return said.stdout.strip()
+
+
+def test_several_models_come_back_in_this_kernel_and_in_a_new_one(jobs, tmp_path, monkeypatch, capsys):
+    first, second = net(), net()
+    jobs.append(kd.launch(trains, [first, second], extra=first, number_of_processes=2))
+    job = jobs[0]
+    assert job.results() == [("a value", True)] * 2
+    state = job.state_dict()
+    assert [name for name in state if "head.weight" in name] == ["0.head.weight", "1.head.weight"]
+    assert job.model[0] is first
+    assert not same(nn.ModuleList([first, second]).state_dict(), state)
+    torch.save(state, tmp_path / "expected.pt")
+    assert torch.load(job.save(tmp_path / "model.pt")).keys() == state.keys()
+    assert in_new_process(
+        f"""
+        job = kd.attach({job.ref!r})
+        expected = torch.load({str(tmp_path / "expected.pt")!r})
+        for found in (job.state_dict(), job.model.state_dict(), torch.load(job.save({str(tmp_path / "again.pt")!r}))):
+            assert found.keys() == expected.keys() and all(map(torch.equal, found.values(), expected.values()))
+        print(job.result(), type(job.model[1]).__name__)
+        """
+    ).endswith("('a value', True) Net")
+    monkeypatch.chdir(tmp_path)
+    for words, name in (((), "model.pt"), (("--value",), "result.pt"), (("-o", "other.pt"), "other.pt")):
+        assert main(["fetch", job.ref, *words]) == 0
+        assert capsys.readouterr().out == f"{tmp_path / name}\n"
+    assert torch.load("result.pt") == ("a value", True)
+    assert not same(torch.load("other.pt"), state)
+
+
+def evaluates(model):
+    return model.head.weight.sum().item()
+
+
+def test_a_model_that_was_only_used_is_left_alone_until_you_ask(jobs, tmp_path):
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    jobs.append(kd.launch(evaluates, model, number_of_processes=2))
+    by_row(model)
+    jobs[0].result()
+    assert same(before, model.state_dict()) == ["large.weight"]
+    assert not same(before, jobs[0].state_dict())
+    assert outcome(jobs[0]).stat().st_size < 20_000
+    # What you ask for is the job's, not a mixture.
+    with pytest.warns(KaleDistWarning, match="large.weight changed after the job had started"):
+        assert jobs[0].model is model
+    assert not same(before, model.state_dict())
+
+
+def test_a_model_that_has_changed_meanwhile_gets_the_jobs_values_all_of_them(jobs):
+    model, twin = net(), net()
+    by_data(twin)
+    jobs.append(kd.launch(by_data, model, number_of_processes=1))
+    by_row(model)
+    model.small.weight.data.zero_()
+    with pytest.warns(KaleDistWarning, match="large.weight changed after the job had started"):
+        jobs[0].wait()
+    assert not same(model.state_dict(), twin.state_dict())
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_weights_whose_bytes_are_gone_are_refused_and_the_value_is_not(jobs, how):
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    jobs.append(kd.launch(lambda model: by_data(model) or "value", model, number_of_processes=1))
+    job = jobs[0]
+    assert job.exception() is None
+    store = FolderStore(pathlib.Path(inside(job).files.folder).parents[1] / "blobs")
+    largest = max(map(store.path, job.spec.blobs), key=lambda path: path.stat().st_size)
+    largest.chmod(0o600)
+    if how == "missing":
+        largest.unlink()
+    else:
+        largest.write_bytes(b"x" * largest.stat().st_size)
+    with pytest.warns(KaleDistWarning, match=r"model is as it was. large.weight of local.*missing or damaged"):
+        assert job.result() == "value"
+    assert not same(before, model.state_dict())
+    for read in (lambda: job.model, job.state_dict):
+        with pytest.warns(KaleDistWarning), pytest.raises(ResultUnavailableError, match=r"return model\.state_dict"):
+            read()
+    assert "missing or damaged" in in_new_process(
+        f"""
+        try:
+            kd.attach({job.ref!r}).state_dict()
+        except kd.KaleDistError as error:
+            print(error)
+        """
+    )
+
+
+def test_without_its_key_or_with_another_signature_nothing_is_loaded(jobs):
+    model = net()
+    jobs.append(kd.launch(by_data, model, number_of_processes=1))
+    job = jobs[0]
+    assert job.exception() is None
+    files, code = inside(job).files, f"kd.attach({job.ref!r}).model"
+    key, written = files.key.read_bytes(), outcome(job).read_bytes()
+    ask = f"try:\n    {code}\nexcept kd.KaleDistError as error:\n    print(type(error).__name__, error)"
+    files.key.unlink()
+    assert in_new_process(ask).startswith("ResultUnavailableError Results of")
+    files.key.write_bytes(key)
+    outcome(job).write_bytes(written.replace(b"model_state", b"model_stole"))
+    assert in_new_process(ask).startswith("SnapshotDamagedError")
+    with pytest.raises(SnapshotDamagedError, match="was not signed"):
+        job.state_dict()
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.unseen = nn.LazyLinear(2), nn.LazyLinear(2)
+
+
+def shapes_one(model, both):
+    model.seen(torch.ones(1, 3))
+    if both:
+        model.unseen(torch.ones(1, 3))
+    return "value"
+
+
+def test_models_that_cannot_come_back_say_why(jobs):
+    jobs += [kd.launch(shapes_one, Lazy(), False, number_of_processes=1)]
+    with pytest.warns(KaleDistWarning, match="did not come back, because unseen.weight is a UninitializedParameter"):
+        assert jobs[0].result() == "value"
+    with pytest.warns(KaleDistWarning), pytest.raises(ResultUnavailableError, match=r"unseen\.weight"):
+        jobs[0].state_dict()
+    jobs.append(kd.launch(shapes_one, Lazy(), True, number_of_processes=1))
+    with pytest.warns(KaleDistWarning, match="seen.weight has no shape yet in the notebook"):
+        jobs[1].wait()
+    assert jobs[1].state_dict()["seen.weight"].shape == (2, 3)
+
+
+def divides(model):
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+    optimizer = torch.optim.SGD([model[1].weight], lr=0.1)
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+
+
+def test_what_was_divided_comes_back_whole_and_only_what_has_changed(jobs):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 30_000), nn.Linear(30_000, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    jobs.append(kd.launch(divides, model, number_of_processes=2))
+    assert jobs[0].wait(60).state == "succeeded"
+    assert same(before, model.state_dict()) == ["1.weight"]
+    assert outcome(jobs[0]).stat().st_size < 250_000
+
+
+def test_a_function_without_models_gives_its_value_and_no_model(jobs, tmp_path):
+    jobs.append(kd.launch(lambda: {"a": 1}, number_of_processes=1))
+    assert torch.load(jobs[0].save(tmp_path / "value.pt")) == {"a": 1}
+    for read in (lambda: jobs[0].model, jobs[0].state_dict):
+        with pytest.raises(ResultUnavailableError, match=r"got no model among its arguments.*job.result\(\)"):
+            read()
