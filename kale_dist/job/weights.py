@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -86,12 +88,14 @@ def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObj
     if trained.model_state is None:
         # The values were read from a folder of parts.
         return TrainedObjects(model=targets.model, optimizer=None)
+    overwritten = changes(targets) if check else ""
     problem = mismatch(targets.model, trained.model_state)
+    if problem and (adapters := getattr(trained, "adapters", ())):
+        problem = _add_adapters(targets.model, adapters, trained.model_state)
     if problem:
         warning = f"The weights of {ref} were not loaded into the notebook's model, which is as it was: {problem}"
         return TrainedObjects(model=None, optimizer=None, problem=problem, warnings=(warning,))
     warnings = []
-    overwritten = changes(targets) if check else ""
     load_model(targets.model, trained.model_state, ref)
     if overwritten:
         warnings.append(f"The weights of {ref} were loaded into the notebook's model although {overwritten}")
@@ -157,6 +161,30 @@ def mismatch(module: torch.nn.Module, state: Mapping[str, Any]) -> str:
         elif (tuple(value.shape), value.dtype) != (tuple(other.shape), other.dtype):
             wrong.append(f"{name} is {_describe(value)} in the notebook and {_describe(other)} in the job")
     return "; ".join(wrong[:_NAMED])
+
+
+def _add_adapters(module: torch.nn.Module, adapters: Sequence[tuple[str, str, str]], state: Mapping[str, Any]) -> str:
+    """Put PEFT's adapters into the models as the function did in the ranks; returns why the state does not fit, as a clause."""
+    mine = module.state_dict()
+    # The model has to fit before it is altered.
+    plain = {re.sub(r"\.(base_layer|original_module)\.", ".", name): value for name, value in state.items()} | dict(
+        state
+    )
+    if problem := mismatch(module, {name: value for name, value in plain.items() if name in mine}):
+        return problem
+    try:
+        from peft import PeftModel, get_peft_config, get_peft_model
+
+        for place, name, config in adapters:
+            model, made = module.get_submodule(place), get_peft_config(json.loads(config))
+            model.add_adapter(name, made) if isinstance(model, PeftModel) else get_peft_model(model, made, name)
+    except Exception as error:  # noqa: BLE001 - of another package, which may have another version here
+        return f"the function added adapters, which cannot be added here: {type(error).__name__}: {error}"
+    for name, value in module.state_dict(keep_vars=True).items():
+        # PEFT and trainers choose it by the device and the arguments of the training.
+        if name not in mine and name in state and value.dtype != state[name].dtype:
+            value.data = value.data.to(state[name].dtype)
+    return mismatch(module, state)
 
 
 def load_model(module: torch.nn.Module, state: Mapping[str, Any], ref: str) -> None:
