@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kale_dist.job.spec.resources import Resources
     from kale_dist.job.spec.volumes import Volume
     from kale_dist.runner.execution import run_notebook
+    from kale_dist.snapshot.folders import Folder
     from kale_dist.sweeps import sweep
     from kale_dist.wire.context import context, report
     from kale_dist.worker.rank.agreement import leaving
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Docker",
+    "Folder",
     "Job",
     "KaleDistError",
     "Kubernetes",
@@ -67,6 +69,7 @@ __all__ = [
 
 _HOMES = {
     "Docker": "job.spec.place_settings",
+    "Folder": "snapshot.folders",
     "Job": "job.handle",
     "KaleDistError": "errors",
     "Kubernetes": "job.spec.place_settings",

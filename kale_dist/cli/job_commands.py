@@ -149,7 +149,8 @@ def _fetch(options: argparse.Namespace) -> int:
         remedy = "Wait for its end, or take its last checkpoint with --partial"
         raise BackendError(f"{job.ref} has not ended yet. {remedy}", retryable=True)
     path = inside(job).save(options.output, partial=options.partial, value=options.value)
-    print(json.dumps({"ref": job.ref, "file": str(path), "bytes": path.stat().st_size}) if options.json else path)
+    size = sum(one.stat().st_size for one in (path, *path.rglob("*")) if one.is_file())
+    print(json.dumps({"ref": job.ref, "file": str(path), "bytes": size}) if options.json else path)
     return 0
 
 

@@ -35,6 +35,7 @@ from kale_dist.job.spec.checks import whole
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
+from kale_dist.snapshot.folders import Folder
 from kale_dist.wire import MEASURED_SOURCES, JobFiles, LogLine, MetricRow, RankStateName, StateName
 from kale_dist.wire.blobs import fresh
 
@@ -394,10 +395,10 @@ class Job(Generic[R]):
     def save(self, path: str | os.PathLike[str], *, partial: bool = False) -> pathlib.Path:
         """Write what was trained to a file: the weights, as `torch.save` writes a `state_dict`.
 
-        Of `launch` without a model among the function's arguments, rank 0's value.
+        Of `launch` without a model among the function's arguments, rank 0's value; of a `Folder`, a copy.
 
         Args:
-            path: The file. It is replaced at once, or left as it is.
+            path: The file. It is replaced at once, or left as it is. The copy of a folder must not exist yet.
             partial: Do not wait: the last checkpoint of a training that runs or has failed.
 
         Returns:
@@ -640,6 +641,8 @@ class Job(Generic[R]):
         found = self.state_dict(partial=partial) if has_weights else self.result()
         if found is None:
             raise ResultUnavailableError(f"Rank 0 of {self.ref} returned nothing that could be saved", self.ref)
+        if isinstance(found, Folder):
+            return found.save(path or found.path.name)
         target = target or _writable("model.pt" if has_weights else "result.pt")
         try:
             with fresh(target) as temporary:

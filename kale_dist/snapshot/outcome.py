@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from kale_dist import wire
-from kale_dist.errors import RemoteError, ResultUnavailableError, SnapshotDamagedError, StoreError
+from kale_dist.errors import ConfigError, RemoteError, ResultUnavailableError, SnapshotDamagedError, StoreError
 from kale_dist.errors.local_variables import FrameLocals
-from kale_dist.snapshot import reducers, sources, unpicklable
+from kale_dist.snapshot import folders, reducers, sources, unpicklable
 from kale_dist.snapshot.pickling import TensorPickler
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire import blobs, context
@@ -91,13 +91,21 @@ class Signer:
 
 
 class _OutcomePickler(TensorPickler):
-    """Pickles functions and classes that came with the snapshot as their numbers."""
+    """Pickles functions and classes that came with the snapshot as their numbers, and the files of rank 0's folders."""
 
-    def __init__(self, file: IO[bytes], references: References) -> None:
+    def __init__(self, file: IO[bytes], references: References, rank: int) -> None:
         super().__init__(file)
         self._references = references
+        self._rank = rank
+        self._folders = 0
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, folders.Folder):
+            if self._rank:
+                return reducers.same, (None,)
+            name, files = folders.pack(obj)
+            self._folders += 1
+            return reducers.make_folder, (name if self._folders == 1 else f"{name}-{self._folders}", files)
         index = self._references.index_of(obj)
         if index is not None:
             return reducers.resolve, (index,)
@@ -116,10 +124,13 @@ def write_success(path: str | os.PathLike[str], *, signer: Signer, value: object
 
     Raises:
         NotSerializableError: The value cannot be pickled; the message has the path to the culprit.
+        ConfigError: A folder in it cannot be sent.
         StoreError: The disk is full.
     """
     try:
-        data, pickler = _pickle(value, references)
+        data, pickler = _pickle(value, references, signer.rank)
+    except ConfigError:
+        raise
     except Exception as error:
         raise unpicklable.explain(error, getattr(error, "culprit", value), [("the returned value", value)]) from error
     storages = [_joined(source) for source in pickler.storages]
@@ -150,7 +161,7 @@ def write_failure(
     """
 
     def dump(value: object) -> bytes:
-        data, pickler = _pickle(value, references, inline=True)
+        data, pickler = _pickle(value, references, signer.rank, inline=True)
         # An exception with buffers out of band would need a list of buffers for each of its causes.
         if pickler.storages:
             raise pickle.PicklingError("an exception with tensors in it")
@@ -192,7 +203,9 @@ def read_outcome(path: str | os.PathLike[str], *, signer: Signer, resolve: Calla
         return Outcome(ok=False, error=failure, traceback=text, locals=frames)
     count = int(header["buffers"])
     plain, storages = buffers[1 : count + 1], buffers[count + 1 :]
-    with reducers.loading(_surroundings(storages.__getitem__, resolve)):
+    # By the signature, because a live rank's outcomes have one path.
+    returned = pathlib.Path(path).with_name("returned") / str(header["mac"])[:16]
+    with reducers.loading(_surroundings(storages.__getitem__, resolve, returned)):
         try:
             value = pickle.loads(data, buffers=plain)
         except Exception as error:
@@ -204,9 +217,9 @@ def read_outcome(path: str | os.PathLike[str], *, signer: Signer, resolve: Calla
     return Outcome(ok=True, value=value)
 
 
-def _pickle(value: object, references: References, *, inline: bool = False) -> tuple[bytes, TensorPickler]:
+def _pickle(value: object, references: References, rank: int, *, inline: bool = False) -> tuple[bytes, TensorPickler]:
     file = io.BytesIO()
-    pickler = _OutcomePickler(file, references)
+    pickler = _OutcomePickler(file, references, rank)
     try:
         pickler.dump(value)
     except Exception as error:
@@ -229,8 +242,10 @@ def _write(
     blobs.write_bundle(pathlib.Path(path), signed, buffers, on_progress=context.mark_progress)
 
 
-def _surroundings(storage: Callable[[int], memoryview], resolve: Callable[[int], Any]) -> reducers.Loading:
-    return reducers.Loading(storage=storage, main={}, references=References(), resolve=resolve)
+def _surroundings(
+    storage: Callable[[int], memoryview], resolve: Callable[[int], Any], returned: pathlib.Path | None = None
+) -> reducers.Loading:
+    return reducers.Loading(storage=storage, main={}, references=References(), resolve=resolve, returned=returned)
 
 
 # -- exceptions: each with its causes, notes and traceback, and a stand-in where it must be ---------------------------

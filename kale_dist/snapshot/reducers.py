@@ -14,6 +14,7 @@ import importlib
 import multiprocessing
 import multiprocessing.context
 import operator
+import pathlib
 import sys
 import types
 import typing
@@ -21,6 +22,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kale_dist.errors import SnapshotDamagedError
+from kale_dist.snapshot import folders
 from kale_dist.snapshot.identity import storage_id
 from kale_dist.wire import context
 
@@ -78,6 +81,8 @@ class Loading:
     """Returns the object of a number in a result."""
     device: str = "cpu"
     """Where tensors go that were on an accelerator: "cpu", or a device of the loading process."""
+    returned: pathlib.Path | None = None
+    """Where the files of folders go that a function returned."""
     made: dict[int, int] = dataclasses.field(default_factory=dict)
     """Receives the number of each storage that is made, by `storage_id`."""
 
@@ -192,6 +197,14 @@ def set_module_state(module: types.ModuleType, state: dict[str, Any]) -> None:
 def resolve(index: int) -> Any:
     """The receiving side's own object for a number of the snapshot."""
     return _current.get().resolve(index)
+
+
+def make_folder(name: str, files: dict[str, memoryview]) -> folders.Folder:
+    """Write the files of a folder that a function returned."""
+    parent = _current.get().returned
+    if parent is None or pathlib.PurePath(name).name != name:
+        raise SnapshotDamagedError(f"A returned folder has no place here: {name!r}")
+    return folders.unpack(parent / name, files)
 
 
 def there(name: str, path: str) -> Any:

@@ -1,6 +1,8 @@
 """Models among the arguments of a launched function: what comes back, what stays behind, and how a new kernel gets them."""
 
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -11,8 +13,9 @@ from torch import nn
 
 import kale_dist as kd
 from kale_dist.cli import main
-from kale_dist.errors import KaleDistWarning, ResultUnavailableError, SnapshotDamagedError
+from kale_dist.errors import ConfigError, JobFailedError, KaleDistWarning, ResultUnavailableError, SnapshotDamagedError
 from kale_dist.job.handle import inside
+from kale_dist.snapshot import folders
 from kale_dist.wire.blobs import FolderStore
 
 
@@ -269,3 +272,102 @@ def test_a_function_without_models_gives_its_value_and_no_model(jobs, tmp_path):
     for read in (lambda: jobs[0].model, jobs[0].state_dict):
         with pytest.raises(ResultUnavailableError, match=r"got no model among its arguments.*job.result\(\)"):
             read()
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def writes(folder, extra=None):
+    """What a trainer leaves: files, a folder in it, an empty file, and a link to a file beside it."""
+    inner = pathlib.Path(folder) / "inner"
+    if not kd.context().rank:
+        inner.mkdir(parents=True)
+        (inner / "weights.bin").write_bytes(b"w" * 100_000)
+        (inner / "empty").touch()
+        (inner.parent / "last").symlink_to(inner / "weights.bin")
+        if extra is not None:
+            extra(inner)
+    return {"folder": kd.Folder(folder), "again": [kd.Folder(str(inner))]}
+
+
+def files_of(folder):
+    paths = [path for path in pathlib.Path(folder).rglob("*") if not path.is_dir()]
+    assert not any(path.is_symlink() for path in paths)
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+
+
+def test_a_returned_folder_brings_its_files(jobs, tmp_path):
+    jobs.append(kd.launch(writes, tmp_path / "there", number_of_processes=2))
+    job = jobs[0]
+    first, second = job.results()
+    assert second == {"folder": None, "again": [None]}
+    found = first["folder"]
+    assert files_of(found) == {"inner/weights.bin": 100_000, "inner/empty": 0, "last": 100_000}
+    assert files_of(first["again"][0].path) == {"weights.bin": 100_000, "empty": 0}
+    assert found.path.is_relative_to(inside(job).files.folder)
+    saved = found.save(tmp_path / "here")
+    assert (saved, files_of(saved)) == (tmp_path / "here", files_of(found))
+    with pytest.raises(ConfigError, match=r"path: .*File exists.*does not exist yet"):
+        found.save(saved)
+    # Each process that reads the result has the files as they were.
+    (found.path / "last").unlink()
+    said = in_new_process(f"print(kd.attach({job.ref!r}).result()['folder'].path)")
+    assert said == str(found.path)
+    assert files_of(found) == files_of(saved)
+
+
+def test_a_folder_is_fetched_as_a_folder(jobs, tmp_path, capsys, monkeypatch):
+    jobs.append(kd.launch(lambda folder: writes(folder)["folder"], kd.Folder(tmp_path / "out"), number_of_processes=1))
+    jobs[0].result()
+    monkeypatch.chdir(tmp_path)
+    assert main(["fetch", jobs[0].ref, "-o", "adapter"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'adapter'}\n"
+    assert files_of("adapter") == files_of(jobs[0].result())
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x"])
+def test_files_stay_in_their_folder(tmp_path, name):
+    with pytest.raises(SnapshotDamagedError, match="a file outside of it"):
+        folders.unpack(tmp_path / "a" / "b", {"good": memoryview(b"1"), name: memoryview(b"2")})
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["good"]
+
+
+def links_out(folder):
+    (folder / "x").symlink_to("/etc/hostname")
+
+
+def links_to_nothing(folder):
+    (folder / "x").symlink_to(folder / "nothing")
+
+
+def links_a_folder(folder):
+    (folder / "x").symlink_to(folder.parent)
+
+
+def makes_a_pipe(folder):
+    os.mkfifo(folder / "x")
+
+
+def is_large(folder):
+    with (folder / "x").open("wb") as file:
+        file.truncate(5 << 30)
+
+
+def is_gone(folder):
+    shutil.rmtree(folder.parent)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (links_out, "x is a link, but not to a file in it"),
+        (links_a_folder, "x is a link, but not to a file in it"),
+        (links_to_nothing, "x is a link, but not to a file in it"),
+        (makes_a_pipe, "x is neither a file nor a folder"), (is_large, r"4 files of 5\.4 GB together.*volumes="),
+        (is_gone, r"rank 0 sees no folder .*there"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_cannot_come_back_is_refused(jobs, tmp_path, extra, said):
+    jobs.append(kd.launch(writes, tmp_path / "there", extra, number_of_processes=1))
+    with pytest.raises(JobFailedError, match=said):
+        jobs[0].result()
