@@ -38,6 +38,7 @@ from kale_dist.worker.parallel.replica import Replica, backward_pass, refuse_gra
 from kale_dist.worker.parallel.tensor import norm_of_parts, whole_states
 from kale_dist.worker.training.construction import Construction
 from kale_dist.worker.training.group import all_gather_single, reduce_scatter_single
+from kale_dist.worker.training.parts import lora_of
 from kale_dist.worker.training.strategy import FullState, Parts
 
 _GATHER, _REDUCE, _NO_BACKWARD, _LEFT, _EVALUATED = range(5)
@@ -408,8 +409,13 @@ def _materialise(parts: Parts, construction: Construction, before: dict[str, Any
     parts.model.to_empty(device=device)
     for module, name, value in others:
         setattr(module, name, construction.value(value).to(device))
-    made = {id(now[name]): (now[name], old) for name, old in before.items()}
-    for new, old in () if parts.are_weights_read else made.values():
+    lora = lora_of(parts.model)
+    made = {
+        id(now[name]): (now[name], old)
+        for name, old in before.items()
+        if not parts.are_weights_read or f"model.{name}" in lora
+    }
+    for new, old in made.values():
         whole = construction.value(old)
         part = distribute_tensor(whole, new.device_mesh, new.placements, src_data_rank=None)
         new.detach().to_local().copy_(part.to_local())

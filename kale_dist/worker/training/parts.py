@@ -19,7 +19,7 @@ import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ def make(training: Training, group: Group) -> Made:
     source = training.model.path if isinstance(training.model, Pretrained) else ""
     if not training.in_parts:
         if source:
-            load(pathlib.Path(source), weights_of(made.model), None)
+            load(pathlib.Path(source), weights_of(made.model), None, lora_of(made.model))
         return Made(training=made, construction=None, folders=None)
     if any(made.optimizer.state.values()):
         problem = f"{type(made.optimizer).__name__} has a state before its first step, which cannot be divided here"
@@ -219,7 +219,7 @@ class Folders:
                     other = torch.zeros(saved.size, dtype=saved.properties.dtype, device="cpu")
                     wanted[key] = like if saved.size == like.size() else other
                     optimizer.state[parameter][what] = wanted[key]
-        load(folder, {**weights_of(model), **wanted}, self._group)
+        load(folder, {**weights_of(model), **wanted}, self._group, lora_of(model))
 
     def write_checkpoint(
         self, trained: Trained, contents: Checkpoint, write: Callable[[Stored], None]
@@ -381,6 +381,18 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return dict(found.values())
 
 
+def lora_of(model: torch.nn.Module) -> set[str]:
+    """The names of LoRA's weights in a folder of parts: no file of the model has them, and they keep their first values.
+
+    None where those depend on the model's weights, as PiSSA's do: they would be made of weights that are not read yet.
+    """
+    configs = getattr(model, "peft_config", None)
+    inits = [getattr(config, "init_lora_weights", True) for config in (configs or {}).values()]
+    if any(init not in (True, False, "gaussian", "orthogonal") for init in inits):
+        return set()
+    return {f"model.{name}" for name, _ in model.named_parameters() if re.search(r"\.lora_(embedding_)?[AB]\.", name)}
+
+
 _PLAIN = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 
 
@@ -458,13 +470,14 @@ def save(folder: pathlib.Path, states: Mapping[str, Tensor], group: Group) -> No
         raise StoreError(f"{folder} could not be written: {_reason(error)}. All ranks write there") from error
 
 
-def load(path: pathlib.Path, wanted: Mapping[str, Tensor], group: Group | None) -> None:
-    """Read tensors in place, from a folder of parts or of safetensors.
+def load(path: pathlib.Path, wanted: Mapping[str, Tensor], group: Group | None, optional: Collection[str] = ()) -> None:
+    """Read tensors in place, from a folder of parts or of safetensors. Where PEFT has put layers around the model's, those are read.
 
     Args:
         path: The folder, or one file of safetensors.
         wanted: Tensors, or parts of them, by their names in a folder of parts.
         group: All ranks, which all call this; None to read alone.
+        optional: Names of those that need not be there.
 
     Raises:
         StoreError: It is not there, or lacks a tensor.
@@ -475,7 +488,7 @@ def load(path: pathlib.Path, wanted: Mapping[str, Tensor], group: Group | None) 
 
     is_alone = group is None or group.is_alone
     with tempfile.TemporaryDirectory(prefix="kale-dist-") as links:
-        folder = path
+        folder, prefix = path, "model."
         if path.is_file():
             folder = pathlib.Path(links)
             folder.joinpath("model.safetensors").symlink_to(path.absolute())
@@ -484,13 +497,18 @@ def load(path: pathlib.Path, wanted: Mapping[str, Tensor], group: Group | None) 
                 reader: Any = FileSystemReader(folder)
                 found = metadata(folder)
                 reader.read_metadata = lambda *_, **__: found
-                states = dict(wanted)
+                prefix = ""
             else:
                 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
                 reader = HuggingFaceStorageReader(str(folder))
-                states = {name.removeprefix("model."): value for name, value in wanted.items()}
             known = reader.read_metadata().state_dict_metadata
+            states = {}
+            for name, value in wanted.items():
+                own = name.removeprefix(prefix)
+                beneath = own.replace("base_model.model.", "", 1).replace(".base_layer.", ".")
+                if own in known or beneath in known or name not in optional:
+                    states[beneath if own not in known and beneath in known else own] = value
             _check(path, states, known)
             world = None if group is None else group.world
             with warnings.catch_warnings():
@@ -504,6 +522,8 @@ def load(path: pathlib.Path, wanted: Mapping[str, Tensor], group: Group | None) 
 def _check(path: pathlib.Path, states: Mapping[str, Tensor], known: Mapping[str, Any]) -> None:
     if missing := sorted(states.keys() - known.keys()):
         there = f"there are {len(known)} others, such as {min(known)}" if known else "there are none"
+        if re.search("lora_|modules_to_save", missing[0]):
+            there += ". Of PEFT, LoRA with init_lora_weights=True, 'gaussian' or 'orthogonal' works, without DoRA and modules_to_save"
         raise KaleDistError(f"{path} has no weights {_listed(missing)}: {there}")
     for name, value in states.items():
         if (saved := getattr(known[name], "size", None)) != value.size():
