@@ -18,7 +18,7 @@ from kale_dist.cli.arguments import Commands, add_parser
 from kale_dist.errors import BackendError, ConfigError
 from kale_dist.job import records, view, watch
 from kale_dist.job.backend import Backend, JobRef
-from kale_dist.job.handle import Job, check_lines, inside
+from kale_dist.job.handle import Job, check_lines
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts, plain
 from kale_dist.wire import LogLine
@@ -148,7 +148,7 @@ def _fetch(options: argparse.Namespace) -> int:
     if not options.partial and not job.done():
         remedy = "Wait for its end, or take its last checkpoint with --partial"
         raise BackendError(f"{job.ref} has not ended yet. {remedy}", retryable=True)
-    path = inside(job).save(options.output, partial=options.partial, value=options.value)
+    path = job.save(options.output, partial=options.partial, value=options.value)
     size = sum(one.stat().st_size for one in (path, *path.rglob("*")) if one.is_file())
     print(json.dumps({"ref": job.ref, "file": str(path), "bytes": size}) if options.json else path)
     return 0

@@ -79,8 +79,6 @@ class Inside:
     """The file of the last checkpoint, fetched if it is elsewhere."""
     model_state: Callable[[], dict[str, Any]]
     """The trained weights of a job that has succeeded; the notebook's model is left alone."""
-    save: Callable[..., pathlib.Path]
-    """`Job.save`, which also takes no path, and `value=True` for what rank 0 returned."""
     reasons: watch.Reasons
     """Prints why the job waits."""
     lines: Callable[[], Iterator[LogLine]]
@@ -136,7 +134,6 @@ class Job(Generic[R]):
             plan=lambda: backend.plan(spec).text,
             checkpoint=self._checkpoint,
             model_state=lambda: outcomes.model_state(backend.status(ref).attempt),
-            save=self._save,
             reasons=watch.Reasons(backend, ref),
             lines=functools.partial(backend.logs, ref, follow=True, on_status=self._prompts.open),
         )
@@ -392,14 +389,18 @@ class Job(Generic[R]):
         return found
 
     @short_refusals
-    def save(self, path: str | os.PathLike[str], *, partial: bool = False) -> pathlib.Path:
+    def save(
+        self, path: str | os.PathLike[str] | None = None, *, partial: bool = False, value: bool = False
+    ) -> pathlib.Path:
         """Write what was trained to a file: the weights, as `torch.save` writes a `state_dict`.
 
         Of `launch` without a model among the function's arguments, rank 0's value; of a `Folder`, a copy.
 
         Args:
-            path: The file. It is replaced at once, or left as it is. The copy of a folder must not exist yet.
+            path: The file; None for `model.pt`, or `result.pt` for a value, in the working folder. It is replaced at once, or
+                left as it is. The copy of a folder must not exist yet.
             partial: Do not wait: the last checkpoint of a training that runs or has failed.
+            value: Whether to write what rank 0 returned although there are weights.
 
         Returns:
             The absolute path.
@@ -408,7 +409,22 @@ class Job(Generic[R]):
             ConfigError: There is no such folder.
             JobError: As `result` and `state_dict`.
         """
-        return self._save(path, partial=partial)
+        import torch
+
+        target = None if path is None else _writable(path)
+        has_weights = not value and (self._spec.kind == "training" or self._has_models())
+        found = self.state_dict(partial=partial) if has_weights else self.result()
+        if found is None:
+            raise ResultUnavailableError(f"Rank 0 of {self.ref} returned nothing that could be saved", self.ref)
+        if isinstance(found, Folder):
+            return found.save(path or found.path.name)
+        target = target or _writable("model.pt" if has_weights else "result.pt")
+        try:
+            with fresh(target) as temporary:
+                torch.save(found, temporary)
+        except OSError as error:
+            raise StoreError(f"{target} cannot be written: {error.strerror}") from error
+        return target
 
     # -- the log ------------------------------------------------------------------------------------------------------
 
@@ -626,31 +642,6 @@ class Job(Generic[R]):
         self._inside.reasons.print(status)
         self._prompts.open(status)
 
-    def _save(self, path: str | os.PathLike[str] | None, *, partial: bool = False, value: bool = False) -> pathlib.Path:
-        """Write the weights or, where there are none or with `value`, rank 0's value.
-
-        Args:
-            path: The file, which is checked before anything is waited for; None for `model.pt` or `result.pt` here.
-            partial: As for `save`.
-            value: Whether the value is written although there are weights.
-        """
-        import torch
-
-        target = None if path is None else _writable(path)
-        has_weights = not value and (self._spec.kind == "training" or self._has_models())
-        found = self.state_dict(partial=partial) if has_weights else self.result()
-        if found is None:
-            raise ResultUnavailableError(f"Rank 0 of {self.ref} returned nothing that could be saved", self.ref)
-        if isinstance(found, Folder):
-            return found.save(path or found.path.name)
-        target = target or _writable("model.pt" if has_weights else "result.pt")
-        try:
-            with fresh(target) as temporary:
-                torch.save(found, temporary)
-        except OSError as error:
-            raise StoreError(f"{target} cannot be written: {error.strerror}") from error
-        return target
-
     def _succeed(self, timeout: float | None) -> None:
         """Wait for a success, or raise what stood in its way."""
         error = self.exception(timeout)
@@ -678,17 +669,15 @@ class Job(Generic[R]):
         targets = self._inside.targets
         if targets is None or targets.model is None:
             return
-        if self._spec.kind == "training":
-            self._load()
-            return
-        with contextlib.suppress(ResultUnavailableError):
-            given = self._outcomes.models(self.status.attempt)
-            if given is not None and (given.is_trained or given.problem):
-                # The function's value is there all the same.
-                try:
-                    self._load()
-                except ResultUnavailableError as error:
-                    warn(f"The notebook's model is as it was. {error}")
+        is_training = self._spec.kind == "training"
+        try:
+            if is_training or ((given := self._outcomes.models(self.status.attempt)) and given.is_trained):
+                self._load()
+        except ResultUnavailableError as error:
+            if is_training:
+                raise
+            # The function's value may be there all the same.
+            warn(f"The notebook's model is as it was. {error}")
 
     def _has_models(self) -> bool:
         """Whether the function of a job that has succeeded got models; waits for its end."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
-import re
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -165,26 +165,28 @@ def mismatch(module: torch.nn.Module, state: Mapping[str, Any]) -> str:
 
 def _add_adapters(module: torch.nn.Module, adapters: Sequence[tuple[str, str, str]], state: Mapping[str, Any]) -> str:
     """Put PEFT's adapters into the models as the function did in the ranks; returns why the state does not fit, as a clause."""
-    mine = module.state_dict()
-    # The model has to fit before it is altered.
-    plain = {re.sub(r"\.(base_layer|original_module)\.", ".", name): value for name, value in state.items()} | dict(
-        state
-    )
-    if problem := mismatch(module, {name: value for name, value in plain.items() if name in mine}):
-        return problem
+    import torch
+
     try:
         from peft import PeftModel, get_peft_config, get_peft_model
 
-        for place, name, config in adapters:
-            model, made = module.get_submodule(place), get_peft_config(json.loads(config))
-            model.add_adapter(name, made) if isinstance(model, PeftModel) else get_peft_model(model, made, name)
+        hollow: dict[int, Any] = {id(one): one.detach().to("meta") for one in module.buffers()}
+        for one in module.parameters():
+            hollow[id(one)] = torch.nn.Parameter(one.detach().to("meta"), one.requires_grad)
+        # First into a copy without values: a model that does not fit stays as it is.
+        for target in (copy.deepcopy(module, hollow), module):
+            for place, name, config in adapters:
+                model, made = target.get_submodule(place), get_peft_config(json.loads(config))
+                model.add_adapter(name, made) if isinstance(model, PeftModel) else get_peft_model(model, made, name)
+            for name, value in target.state_dict(keep_vars=True).items():
+                # PEFT and trainers choose the dtype of an adapter by device and arguments.
+                if name in state and id(value) not in hollow and isinstance(value, torch.Tensor):
+                    value.data = value.data.to(state[name].dtype)
+            if problem := mismatch(target, state):
+                return problem
     except Exception as error:  # noqa: BLE001 - of another package, which may have another version here
         return f"the function added adapters, which cannot be added here: {type(error).__name__}: {error}"
-    for name, value in module.state_dict(keep_vars=True).items():
-        # PEFT and trainers choose it by the device and the arguments of the training.
-        if name not in mine and name in state and value.dtype != state[name].dtype:
-            value.data = value.data.to(state[name].dtype)
-    return mismatch(module, state)
+    return ""
 
 
 def load_model(module: torch.nn.Module, state: Mapping[str, Any], ref: str) -> None:

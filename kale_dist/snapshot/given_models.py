@@ -62,8 +62,8 @@ class Returned:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the function has changed a model."""
-        return any(hasattr(one, "detach") for one in self.model_state.values())
+        """Whether the function has changed a model, as far as that is known."""
+        return bool(self.problem) or any(hasattr(one, "detach") for one in self.model_state.values())
 
 
 def models_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
