@@ -93,7 +93,7 @@ def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObj
     if problem and (adapters := getattr(trained, "adapters", ())):
         problem = _add_adapters(targets.model, adapters, trained.model_state)
     if problem:
-        warning = f"The weights of {ref} were not loaded into the notebook's model, which is as it was: {problem}"
+        warning = f"The weights of {ref} were not loaded into the notebook's model, which is as it was: {problem}. job.state_dict() has them"
         return TrainedObjects(model=None, optimizer=None, problem=problem, warnings=(warning,))
     warnings = []
     load_model(targets.model, trained.model_state, ref)

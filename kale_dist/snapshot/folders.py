@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import pickle
@@ -17,7 +16,6 @@ MOST_BYTES = 4 << 30
 MOST_FILES = 10_000
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Folder:
     """A folder whose files come back from the function of `launch` that returns it.
 
@@ -27,16 +25,20 @@ class Folder:
     and `job.delete()` removes it: `save` copies it to where you want it. A function may also return folders in lists, tuples and
     dicts. Only rank 0's files come back: what other ranks return has None in the folder's place.
 
+    Args:
+        path: Where it is, as rank 0 sees it.
+
     Raises:
         ConfigError: In rank 0, when the function returns: there is no such folder; it has more than 4 GiB or 10,000 files, a link
             to something else than a file in it, or what is neither file nor folder.
     """
 
-    path: pathlib.Path
-    """Where it is; text does as well."""
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = pathlib.Path(path)
+        """Where it is."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "path", pathlib.Path(self.path))
+    def __repr__(self) -> str:
+        return f"Folder({str(self.path)!r})"
 
     def __fspath__(self) -> str:
         """The path as text, so that a folder can be given where a path can."""

@@ -52,7 +52,7 @@ class Returned:
     model_state: dict[str, Any]
     """The state dict of `together(models)`, on the CPU, with a `Stayed` for each tensor that has not changed."""
     adapters: tuple[tuple[str, str, str], ...] = ()
-    """What the function has added by PEFT: the model's place in `together(models)`, the adapter's name, its configuration as JSON."""
+    """What the function has added by PEFT: the place of a module in `together(models)`, the adapter's name, its configuration as JSON."""
     problem: str = ""
     """Why there are no weights, as a clause; empty if they are there."""
     model: None = None
@@ -107,7 +107,6 @@ class GivenModels:
         memory = BlobRanges(store)
         self._is_first = not rank
         self._given = _Arrived(together(models), loaded, memory) if models else None
-        self._places = {str(number) if len(models) > 1 else "": model for number, model in enumerate(models)}
         self._adapters = {(place, name) for place, name, _ in self._adapters_now()}
         given = {id(part) for model in models for part in model.modules()}
         self._beside = {
@@ -151,9 +150,13 @@ class GivenModels:
         return Returned(value=value, model_state={} if problem else state, adapters=added, problem=problem)
 
     def _adapters_now(self) -> Iterator[tuple[str, str, str]]:
-        for place, model in self._places.items():
-            configs = getattr(model, "peft_config", None)
-            for name, config in configs.items() if isinstance(configs, dict) else ():
+        outer: list[str] = []
+        for place, module in self._given.model.named_modules() if self._given is not None else ():
+            configs = getattr(module, "peft_config", None)
+            if not isinstance(configs, dict) or place.startswith(tuple(outer)):
+                continue
+            outer.append(f"{place}." if place else "")
+            for name, config in configs.items():
                 # In the form in which PEFT saves them.
                 with contextlib.suppress(AttributeError, TypeError, ValueError):
                     yield place, name, json.dumps(config.to_dict(), default=list)

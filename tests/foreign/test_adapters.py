@@ -106,6 +106,19 @@ def test_what_peft_saves_beside_the_adapter_comes_too_and_a_second_adapter(jobs)
     assert_same(model.state_dict(), jobs[0].state_dict())
 
 
+def test_adapters_of_a_part_of_one_of_several_models_come_too(jobs):
+    def add(models):
+        made = peft.get_peft_model(models["b"].model, peft.LoraConfig(r=2, target_modules=["first"]))
+        made.base_model.model.first.lora_B["default"].weight.data.add_(1)
+
+    models = {"a": Net(), "b": torch.nn.ModuleDict({"model": Net()})}
+    jobs.append(kd.launch(add, models, number_of_processes=1))
+    jobs[0].wait()
+    assert (models["b"].model.first.lora_B["default"].weight == 1).all()
+    assert_same(jobs[0].model[1].state_dict(), models["b"].state_dict())
+    assert not [name for name in models["a"].state_dict() if "lora" in name]
+
+
 def test_a_model_that_has_changed_its_shape_meanwhile_is_left_as_it_is(jobs):
     def add(model):
         peft.get_peft_model(model, peft.LoraConfig(**LORA))
