@@ -38,10 +38,9 @@ class Stayed:
         import torch
 
         view = memory.view(*self.range)
-        raw = torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0, dtype=torch.uint8)
-        return torch.empty(0, dtype=self.dtype, device="cpu").set_(
-            raw.untyped_storage(), self.start, self.shape, self.stride
-        )
+        made = torch.empty(0, dtype=self.dtype, device="cpu")
+        storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage() if view.nbytes else made.untyped_storage()
+        return made.set_(storage, self.start, self.shape, self.stride)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

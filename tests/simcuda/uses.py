@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
 from kale_dist.errors import CellError, JobFailedError
+from kale_dist.job.handle import inside
 from kale_dist.worker.training.result import on_cpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.jit|accumulate_grad)")
@@ -70,6 +71,23 @@ def test_torchs_own_ddp_and_fsdp2_in_launch(kind, jobs):
     assert all("nccl" in backend for _, _, backend in found)
     for name, value in in_plain_pytorch().items():
         torch.testing.assert_close(found[0][0][name], value)
+
+
+def change_one(model):
+    model.to(kd.context().device)
+    model[2].bias.data.add_(1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_of_a_model_on_a_gpu_only_what_has_changed_comes_back(device, jobs):
+    model = nn.Sequential(nn.Linear(4, 30_000), nn.Tanh(), nn.Linear(30_000, 3)).to(device)
+    expected = {name: value.cpu() + (name == "2.bias") for name, value in model.state_dict().items()}
+    jobs.append(kd.launch(change_one, model, number_of_processes=2, on="local"))
+    jobs[0].wait()
+    for name, value in model.state_dict().items():
+        assert value.device == torch.device(device)
+        assert torch.equal(value.cpu(), expected[name])
+    assert inside(jobs[0]).files.outcome(0, 0).stat().st_size < 10_000
 
 
 def test_a_one_line_call_trains_on_both_and_gives_the_model_back_where_it_was(jobs):

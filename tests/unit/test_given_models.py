@@ -30,6 +30,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(6)
         # Of one memory, and not contiguous.
         self.turned = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
+        self.complex, self.empty = nn.Parameter(torch.tensor([1 + 2j])), nn.Parameter(torch.empty(0, 3))
 
 
 def net():
@@ -80,9 +81,15 @@ def by_turning(model):
     model.turned.data = model.turned.data.contiguous().add_(1)
 
 
+def by_conjugation(model):
+    """A change of how the same bytes are read."""
+    model.complex.data = model.complex.data.conj()
+
+
 CHANGES = {
     by_data: ["head.weight"], by_numpy: ["head.weight"], by_row: ["large.weight"], by_tie: ["one.weight", "two.weight"],
     by_buffer: ["norm.running_mean"], by_zero: ["head.bias"], by_new_memory: ["head.weight"], by_turning: ["turned"],
+    by_conjugation: ["complex"],
 }  # fmt: skip
 
 
