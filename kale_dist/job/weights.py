@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import json
 import threading
 import weakref
@@ -168,16 +169,18 @@ def _add_adapters(module: torch.nn.Module, adapters: Sequence[tuple[str, str, st
     import torch
 
     try:
-        from peft import PeftModel, get_peft_config, get_peft_model
-
+        peft: Any = importlib.import_module("peft")
         hollow: dict[int, Any] = {id(one): one.detach().to("meta") for one in module.buffers()}
         for one in module.parameters():
             hollow[id(one)] = torch.nn.Parameter(one.detach().to("meta"), one.requires_grad)
         # First into a copy without values: a model that does not fit stays as it is.
         for target in (copy.deepcopy(module, hollow), module):
             for place, name, config in adapters:
-                model, made = target.get_submodule(place), get_peft_config(json.loads(config))
-                model.add_adapter(name, made) if isinstance(model, PeftModel) else get_peft_model(model, made, name)
+                model, made = target.get_submodule(place), peft.get_peft_config(json.loads(config))
+                if isinstance(model, peft.PeftModel):
+                    model.add_adapter(name, made)
+                else:
+                    peft.get_peft_model(model, made, name)
             for name, value in target.state_dict(keep_vars=True).items():
                 # PEFT and trainers choose the dtype of an adapter by device and arguments.
                 if name in state and id(value) not in hollow and isinstance(value, torch.Tensor):
