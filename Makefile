@@ -27,7 +27,7 @@ demo: $(VENV)/demo.stamp ## Train on handwritten digits with two processes, from
 	@$(BIN)/kale-dist run notebooks/digits.ipynb -o $(CURDIR)/build/digits.ipynb
 	@echo "It holds the loss curve as a picture."
 
-test: $(VENV)/test.stamp ## Run the tests that this machine can run
+test: $(VENV)/test.stamp $(VENV)/trainers.stamp ## Run the tests that this machine can run
 	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --reruns=1 -rR $(ARGS)
 
 coverage: override ARGS += --cov --cov-report=term:skip-covered
@@ -90,7 +90,7 @@ $(VENV)/venv.stamp .venv-newest/venv.stamp .venv-oldest/venv.stamp: %/venv.stamp
 	@touch $@
 
 # One stamp for each dependency group of pyproject.toml. The name in front of the colon is the group's.
-$(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/nightly.stamp $(VENV)/lint.stamp $(VENV)/docs.stamp: $(VENV)/%.stamp: $(VENV)/venv.stamp pyproject.toml $(wildcard .ci/constraints*)
+$(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/trainers.stamp $(VENV)/nightly.stamp $(VENV)/lint.stamp $(VENV)/docs.stamp: $(VENV)/%.stamp: $(VENV)/venv.stamp pyproject.toml $(wildcard .ci/constraints*)
 	@echo "Installing what \`$*\` needs"
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[all]' --group $* $(addprefix --constraint=,.ci/constraints.txt $(wildcard .ci/constraints-$*.txt)) --build-constraint=.ci/constraints.txt
 	@touch $@
