@@ -13,7 +13,7 @@ import kale_dist as kd
 from kale_dist.errors import JobFailedError, NotSerializableError, SnapshotError
 from kale_dist.trackers import TensorBoard
 
-pytestmark = pytest.mark.nightly
+nightly = pytest.mark.nightly
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -74,6 +74,14 @@ def distance(one, other):
     return max((a - b).abs().max().item() for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+def values_of(job, source, name):
+    return [row[name] for row in job.metrics if row["source"] == source and name in row]
+
+
+def last_progress(job):
+    return [one.progress for one in job.status.replicas]
+
+
 @pytest.fixture
 def of_one_process(notebook, model, tmp_path):
     """The model that one process trains, with the batch of both ranks."""
@@ -83,7 +91,7 @@ def of_one_process(notebook, model, tmp_path):
     return trained
 
 
-@pytest.mark.parametrize("way", ["argument", "global", "closure"])
+@pytest.mark.parametrize("way", ["argument", *(pytest.param(one, marks=nightly) for one in ("global", "closure"))])
 def test_arguments_of_the_notebook_count_the_ranks(notebook, model, of_one_process, tmp_path, jobs, way):
     args = notebook.names["training_args"] = made(tmp_path, 8)
     ways = {
@@ -96,10 +104,15 @@ def test_arguments_of_the_notebook_count_the_ranks(notebook, model, of_one_proce
     jobs.append(kd.launch(function, here, *more, number_of_processes=2))
     assert jobs[0].results(120) == [(2, 0, 0), (2, 1, 0)]
     assert distance(here, of_one_process) < 1e-12
+    losses = values_of(jobs[0], "train", "loss")
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    assert [(one.epoch, one.epochs, one.share) for one in last_progress(jobs[0])] == [(2, 2, 1)] * 2
     # Those of the notebook are as they were.
     assert (args.world_size, args.process_index) == (1, 0)
 
 
+@nightly
 def test_arguments_of_the_notebook_count_live_ranks(model, notebook, of_one_process, tmp_path, monkeypatch):
     here = notebook.names["trainer"] = transformers.Trainer(model=copy.deepcopy(model), args=made(tmp_path, 8))
     for name in ("transformers", "ROWS"):
@@ -119,6 +132,7 @@ def test_arguments_of_the_notebook_count_live_ranks(model, notebook, of_one_proc
     live.delete()
 
 
+@nightly
 def test_reading_arguments_disturbs_no_accelerator_and_copies_are_as_good(tmp_path, jobs):
     args, others = made(tmp_path, 8), made(tmp_path, 8, bf16=True)
 
@@ -147,6 +161,7 @@ class Reads(torch.utils.data.Dataset):
         return self.args.process_index, self.args.learning_rate
 
 
+@nightly
 def test_a_worker_of_a_data_loader_has_what_its_rank_knew_or_says_what_to_do(tmp_path, jobs):
     args = made(tmp_path, 8)
 
@@ -162,6 +177,7 @@ def test_a_worker_of_a_data_loader_has_what_its_rank_knew_or_says_what_to_do(tmp
         jobs[1].result(60)
 
 
+@nightly
 def test_live_ranks_train_in_one_precision_and_then_in_another(model, tmp_path, monkeypatch):
     names = {"transformers": transformers, "ROWS": ROWS, "net": copy.deepcopy(model).float()}
     names |= {"args": made(tmp_path, 8), "others": made(tmp_path, 8, bf16=True)}
@@ -174,6 +190,7 @@ def test_live_ranks_train_in_one_precision_and_then_in_another(model, tmp_path, 
     live.delete()
 
 
+@nightly
 def test_a_trainer_that_comes_back_joins_no_group(model, tmp_path, jobs):
     args = made(tmp_path, 8)
     jobs.append(kd.launch(lambda: (args, args.world_size), number_of_processes=2))
@@ -183,6 +200,7 @@ def test_a_trainer_that_comes_back_joins_no_group(model, tmp_path, jobs):
     assert (back.world_size, back.learning_rate) == (1, 0.5)
 
 
+@nightly
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_numbers_that_were_counted_for_one_process_are_refused(tmp_path, jobs):
     trl = pytest.importorskip("trl")
@@ -193,6 +211,7 @@ def test_numbers_that_were_counted_for_one_process_are_refused(tmp_path, jobs):
     assert jobs[0].result(60) == config.generation_batch_size
 
 
+@nightly
 def test_what_is_bound_to_the_notebook_is_refused_with_what_to_do(notebook, model, tmp_path, jobs):
     one = transformers.Trainer(model=copy.deepcopy(model), args=made(tmp_path, 8), train_dataset=ROWS)
     notebook.names["trainer"] = one
@@ -214,20 +233,13 @@ def test_what_is_bound_to_the_notebook_is_refused_with_what_to_do(notebook, mode
 # -- what is seen while they train -------------------------------------------------------------------------------------
 
 
-def values_of(job, source, name):
-    return [row[name] for row in job.metrics if row["source"] == source and name in row]
-
-
-def last_progress(job):
-    return [one.progress for one in job.status.replicas]
-
-
 def trains_twice(model, folder):
     for _ in range(2):
         args = made(folder, 4, logging_steps=2, eval_strategy="epoch", num_train_epochs=3)
         transformers.Trainer(model=model, args=args, train_dataset=ROWS, eval_dataset=ROWS[:16]).train()
 
 
+@nightly
 def test_a_trainer_is_seen_without_a_line(model, tmp_path, jobs):
     jobs.append(kd.launch(trains_twice, model, tmp_path, number_of_processes=2))
     job = jobs[0]
@@ -257,6 +269,7 @@ def trains_with(model, folder, change):
     return kinds.count("KaleDistCallback")
 
 
+@nightly
 @pytest.mark.parametrize("change", ["variable", "remove"])
 def test_what_is_switched_off_is_not_seen(model, tmp_path, jobs, change):
     environment = {"KALE_DIST_TRAINERS": "0"} if change == "variable" else {}
@@ -297,6 +310,7 @@ def fits(model, folder):
     return [point.name for point in found], importlib.metadata.version("torch") == str(torch.__version__)
 
 
+@nightly
 def test_lightning_is_seen_without_a_line(model, tmp_path, jobs):
     pytest.importorskip("lightning")
     jobs.append(kd.launch(fits, model, tmp_path, number_of_processes=2))
@@ -324,6 +338,7 @@ def accelerates(model):
         here.log({"train_loss": loss.item(), "name": "a word"}, step=step)
 
 
+@nightly
 def test_a_loop_of_accelerates_is_seen_by_its_log_and_its_bar(model, jobs):
     jobs.append(kd.launch(accelerates, model, number_of_processes=2))
     assert jobs[0].wait(120).state == "succeeded"
@@ -332,6 +347,7 @@ def test_a_loop_of_accelerates_is_seen_by_its_log_and_its_bar(model, jobs):
         assert (told.phase, told.epochs, told.step, told.steps) == ("bar epoch 1", 0, 8, 8)
 
 
+@nightly
 def test_a_training_is_forgotten_with_its_cell(model, tmp_path, monkeypatch):
     names = {"transformers": transformers, "ROWS": ROWS, "net": copy.deepcopy(model), "args": made(tmp_path, 8)}
     for name, value in names.items():
@@ -345,6 +361,7 @@ def test_a_training_is_forgotten_with_its_cell(model, tmp_path, monkeypatch):
     live.delete()
 
 
+@nightly
 def test_our_callback_goes_with_a_trainer_into_other_processes(model, tmp_path, jobs):
     def sent(model, args):
         one = transformers.Trainer(model=model, args=args, train_dataset=ROWS)
@@ -360,6 +377,7 @@ def tracks_itself(model, folder, reported):
     transformers.Trainer(model=model, args=args, train_dataset=ROWS).train()
 
 
+@nightly
 @pytest.mark.parametrize("reported", ["tensorboard", "none"])
 def test_what_a_trainer_sends_to_a_tracker_itself_is_not_sent_twice(model, tmp_path, jobs, reported):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
