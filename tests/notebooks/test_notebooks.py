@@ -18,35 +18,46 @@ NOTEBOOKS = sorted(
     for path in (ROOT / "notebooks").glob("*.ipynb")
     if path.stem not in ("debugging", "live", "tour", "strategies")
 )
-ON_A_CLUSTER = {"cluster", "data"}
-NIGHTLY = {"data", "gan", "hugging_face", "images", "packages", "resuming", "sounds", "sweep"}
+ON_A_CLUSTER = {"cluster", "data", "finetune_llm on pods"}
+CLAIMS = {"data": "datasets", "finetune_llm on pods": "finetune"}
+NIGHTLY = {"data", "finetune_llm on pods", "gan", "hugging_face", "images", "packages", "resuming", "sounds", "sweep"}
 IN_CONTAINERS = {"packages"}
 
 
 def listed():
     marks = {**dict.fromkeys(NIGHTLY, pytest.mark.nightly), "digits": pytest.mark.newest}
-    return [pytest.param(path, id=path.stem, marks=marks.get(path.stem, [])) for path in NOTEBOOKS]
+    runs = [
+        *((path.stem, path) for path in NOTEBOOKS),
+        ("finetune_llm on pods", ROOT / "notebooks" / "finetune_llm.ipynb"),
+    ]
+    return [pytest.param((name, path), id=name, marks=marks.get(name, [])) for name, path in runs]
 
 
 @pytest.fixture(scope="module", params=listed())
 def executed(request, tmp_path_factory):
-    output = tmp_path_factory.mktemp("executed") / request.param.name
-    settings = {"PYTHONPATH": str(ROOT)}
-    if request.param.stem in ON_A_CLUSTER:
+    name, path = request.param
+    output = tmp_path_factory.mktemp("executed") / path.name
+    settings = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    options = []
+    if name in ON_A_CLUSTER:
         settings["KALE_DIST_NAMESPACE"] = request.getfixturevalue("make_namespace")()
         settings["KALE_DIST_IMAGE"] = IMAGE
-    if request.param.stem == "data":
-        make_claim(settings["KALE_DIST_NAMESPACE"], "datasets")
-    if request.param.stem in IN_CONTAINERS:
+    if name in CLAIMS:
+        make_claim(settings["KALE_DIST_NAMESPACE"], CLAIMS[name])
+    if name in IN_CONTAINERS:
         settings["KALE_DIST_IMAGE"] = request.getfixturevalue("image")
         settings["KALE_DIST_REGISTRY"] = f"{IMAGE.partition('/')[0]}/test-{uuid.uuid4().hex[:8]}"
+    if name == "finetune_llm on pods":
+        # Its packages are a layer of 300 MB, which the registry keeps once.
+        settings["KALE_DIST_REGISTRY"] = f"{IMAGE.partition('/')[0]}/kale-dist-tests"
+        options = ["-p", "ON", "kubernetes", "-p", "STEPS", "150"]
     found = subprocess.run(
-        [sys.executable, "-m", "kale_dist.cli", "run", str(request.param), "-o", str(output)],
+        [sys.executable, "-m", "kale_dist.cli", "run", str(path), *options, "-o", str(output)],
         capture_output=True, text=True, check=False, timeout=250,
         env=os.environ | settings,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
-    return request.param.stem, found.stdout, nbformat.read(output, as_version=4)
+    return name, found.stdout, nbformat.read(output, as_version=4)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -87,6 +98,14 @@ def test_digits_are_learnt_and_the_bar_moves(executed):
         waiting = next(cell for cell in notebook.cells if cell.source == "job.wait()")
         # Those that rank 0 has drawn.
         assert len([one for one in waiting.outputs if "image/png" in one.get("data", {})]) == 4
+        return
+    if name.startswith("finetune_llm"):
+        before, after, small = map(int, re.findall(r"^(\d+) of 50 are right$", out, re.MULTILINE))
+        assert before == 0
+        assert after >= 45
+        assert small >= 40
+        # A process was lost after the checkpoint of step 10.
+        assert int(re.search(r"Attempt 2: Step (\d+) of ", out)[1]) > 10
         return
     assert float(re.search(r"^test accuracy: ([01]\.\d+)$", out, re.MULTILINE)[1]) >= (
         0.9 if name == "images" else 0.95
