@@ -162,10 +162,11 @@ def _debug(options: argparse.Namespace) -> int:
 def _cancel(options: argparse.Namespace) -> int:
     backend, ref = find_job(options.ref)
     backend.cancel(ref, save=not options.no_save)
-    deadline = time.monotonic() + launch_command.END_S
+    limit_s = records.read(ref.record_name).spec.policy.end_s
+    deadline = time.monotonic() + limit_s
     while not (status := backend.status(ref)).is_final:
         if time.monotonic() > deadline:
-            problem = f"{ref} has not ended within {launch_command.END_S:.0f} s of its cancellation"
+            problem = f"{ref} has not ended within {limit_s:.0f} s of its cancellation"
             raise BackendError(problem, retryable=True)
         time.sleep(0.05)
     print(json.dumps(ended(status)) if options.json else f"{ref}: {facts.sentence(status, None)}")

@@ -20,9 +20,6 @@ from kale_dist.job.handle import Job, inside
 from kale_dist.job.view import facts
 from kale_dist.wire import LogLine, StateName, Stream
 
-END_S = 30.0
-"""Seconds that commands wait for a cancelled job to end: it may write a checkpoint first."""
-
 _BY_SIGNAL = 128
 
 _TORCHRUN = {
@@ -157,7 +154,7 @@ def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) 
         job.cancel()
         print(f"kale-dist: {job.ref} is cancelled", file=sys.stderr, flush=True)
         with contextlib.suppress(WaitTimeoutError):
-            job.exception(END_S)
+            job.exception(job.spec.policy.end_s)
         shown.show(job.logs(), known=job.status.reason)
         if kept := facts.kept_checkpoint(job.status):
             print(f"kale-dist: {kept}", file=sys.stderr)

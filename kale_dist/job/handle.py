@@ -528,8 +528,7 @@ class Job(Generic[R]):
         """End the job without waiting for it. A job that has ended is left as it is.
 
         Args:
-            save: Whether a training that can write one more checkpoint first, which takes at most 20 s. A second cancel ends
-                it at once.
+            save: Whether ranks that can save first, in the `grace_s` of the call. A second cancel ends them at once.
         """
         self._backend.cancel(self._ref, save=save)
         self._prompts.close()

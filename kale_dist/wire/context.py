@@ -52,8 +52,8 @@ class Context:
     job: str = ""
     """The job's name; empty outside a job."""
     attempt: int = 0
-    """How often the ranks were started again before, after one was lost, in this or other pods. A job that was suspended counts from 0
-    again, unless it has a store."""
+    """How often the ranks were started again before, in these or other pods: after a loss, to grow, or by the notebook. A job that was
+    suspended may count from 0 again."""
     max_restarts: int = 0
     """How often they may be in all."""
     in_job: bool = False

@@ -159,6 +159,11 @@ class Policy:
         return self.grace_s if save else min(CANCEL_GRACE_S, self.grace_s)
 
     @property
+    def end_s(self) -> float:
+        """Seconds in which a job that is cancelled has ended."""
+        return self.grace_s + CANCEL_GRACE_S + 5.0
+
+    @property
     def pod_grace_s(self) -> int:
         """Whole seconds from SIGTERM to SIGKILL of a pod or container: those of the ranks, and 35 for what comes before and after."""
         return math.ceil(max(POD_GRACE_S, self.grace_s + 35.0))

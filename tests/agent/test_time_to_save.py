@@ -3,6 +3,8 @@
 import pathlib
 import re
 import signal
+import sys
+import threading
 import time
 
 import pytest
@@ -29,7 +31,7 @@ def loops(folder, naps_s):
     return -1
 
 
-def saves_when_told(folder, after_s, seconds_first=0):
+def saves_when_told(folder, after_s):
     """Needs so long in its handler of SIGTERM."""
 
     def handle(*_):
@@ -140,6 +142,149 @@ def test_a_rank_that_never_saves_ends_with_a_line_in_the_log(jobs):
     jobs.client.cancel(job.order.job, grace_s=1, save=True)
     assert job.wait(60)["state"] == "cancelled"
     assert "The ranks have not saved in time after they were asked to" in job.log_text()
+
+
+def begins_late(folder):
+    here = kd.context()
+    if here.rank == 0:
+        print("prepares", flush=True)
+        time.sleep(6)
+    loops(folder, (0.02,))
+
+
+def test_a_loop_that_begins_after_the_request_saves_with_the_others(jobs, tmp_path):
+    job = jobs.run(begins_late, str(tmp_path), ranks=2, threads=1)
+    job.until(lambda: "prepares" in job.log_text() and "begins" in job.log_text())
+    time.sleep(1)
+    jobs.client.cancel(job.order.job, grace_s=60, save=True)
+    assert job.wait()["state"] == "cancelled"
+    assert len(written(tmp_path)) == 2
+    assert len(set(written(tmp_path).values())) == 1
+
+
+def takes_other_numbers_of_steps():
+    counts = [sum(not kd.leaving() for _ in range(100 * (1 + kd.context().rank))) for _ in range(2)]
+    return counts[0] + counts[1]
+
+
+def test_ranks_that_take_more_steps_than_rank_0_wait_for_nobody(jobs):
+    job = jobs.run(takes_other_numbers_of_steps, ranks=2)
+    assert job.wait(60)["state"] == "succeeded", job.log_text()
+    assert [job.outcome(rank).value for rank in (0, 1)] == [200, 400]
+
+
+def goes_on_after_a_training(folder):
+    inner = agreement.SaveAtOneStep.of(kd.context().world_size)
+    assert not inner.is_due()
+    inner.end()
+    loops(folder, (0.02,))
+
+
+def trains_within_a_loop(folder):
+    """As rounds of active learning do."""
+    kd.leaving()
+    goes_on_after_a_training(folder)
+
+
+@pytest.mark.parametrize("function", [goes_on_after_a_training, trains_within_a_loop])
+def test_a_training_that_ends_ends_no_other_ones_saves(jobs, tmp_path, function):
+    job = jobs.run(function, str(tmp_path), ranks=2, threads=1)
+    job.until(lambda: job.log_text().count("far enough") == 2)
+    jobs.client.cancel(job.order.job, grace_s=60, save=True)
+    assert job.wait()["state"] == "cancelled"
+    assert len(written(tmp_path)) == 2
+
+
+def two_save(folder):
+    """A trainer and a loop of the user's in the same steps."""
+    here, trainer = kd.context(), agreement.SaveAtOneStep.of(kd.context().world_size)
+    print("begins", flush=True)
+    for step in range(100_000):
+        time.sleep(0.02)
+        for name, is_due in (("trainer", trainer.is_due()), ("loop", kd.leaving())):
+            if is_due:
+                pathlib.Path(folder, f"{name}-{here.rank}").write_text(f"{step}")
+        trainer.saved()
+
+
+def test_each_of_two_that_save_hears_it(jobs, tmp_path):
+    job = jobs.run(two_save, str(tmp_path), ranks=2, threads=1)
+    job.until(lambda: job.log_text().count("begins") == 2)
+    jobs.client.cancel(job.order.job, grace_s=60, save=True)
+    assert job.wait()["state"] == "cancelled"
+    found = written(tmp_path)
+    assert sorted(found) == ["loop-0", "loop-1", "trainer-0", "trainer-1"]
+    assert found["loop-0"] == found["loop-1"]
+
+
+def leaves_by_an_exit_code(folder):
+    for step in range(100_000):
+        time.sleep(0.02)
+        if step == 20:
+            print("far enough", flush=True)
+        if kd.leaving():
+            time.sleep(kd.context().rank)
+            pathlib.Path(folder, f"{kd.context().rank}").write_text("saved")
+            sys.exit(143)
+
+
+def test_a_rank_that_has_saved_may_end_by_an_exit_code(jobs, tmp_path):
+    job = jobs.run(leaves_by_an_exit_code, str(tmp_path), ranks=2, threads=1)
+    job.until(lambda: job.log_text().count("far enough") == 2)
+    jobs.client.cancel(job.order.job, grace_s=60, save=True)
+    assert job.wait()["state"] == "cancelled"
+    assert len(written(tmp_path)) == 2
+
+
+def one_saves_and_one_handles(folder):
+    if kd.context().rank == 0:
+        saves_when_told(folder, 8)
+    saving = agreement.SaveAtOneStep.of(1)
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.02)
+        if saving.is_due():
+            saving.saved()
+
+
+def test_a_rank_that_does_not_save_keeps_its_grace_beside_one_that_does(jobs, tmp_path):
+    job = jobs.run(one_saves_and_one_handles, str(tmp_path), ranks=2, threads=1)
+    job.until(lambda: job.log_text().count("ready") == 2)
+    jobs.client.cancel(job.order.job, grace_s=60, save=True)
+    assert job.wait()["state"] == "cancelled"
+    assert written(tmp_path) == {"0": "saved"}
+
+
+def becomes_slower(folder):
+    for step in range(100_000):
+        time.sleep(0.001 if step < 3000 else 0.05)
+        if step == 3000:
+            print("is slow", flush=True)
+        if kd.leaving():
+            pathlib.Path(folder, f"{kd.context().rank}").write_text(f"{step}")
+
+
+def test_steps_that_have_become_much_slower_do_not_miss_the_grace(jobs, tmp_path):
+    job = jobs.run(becomes_slower, str(tmp_path), ranks=2, threads=1)
+    job.until(lambda: job.log_text().count("is slow") == 2)
+    jobs.client.cancel(job.order.job, grace_s=25, save=True)
+    assert job.wait()["state"] == "cancelled"
+    assert len(set(written(tmp_path).values())) == 1
+    assert len(written(tmp_path)) == 2
+
+
+def test_live_ranks_save_before_a_cancel_ends_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("__main__.loops", loops, raising=False)
+    live = kd.live(2, threads=1)
+    live.wait_until_ready()
+    canceller = threading.Timer(5, live.cancel)
+    canceller.start()
+    with pytest.raises(kd.KaleDistError):
+        live.run(f"loops({str(tmp_path)!r}, (0.02,))")
+    canceller.join()
+    assert sorted(written(tmp_path)) == ["0-0", "0-1"]
+    assert len(set(written(tmp_path).values())) == 1
+    live.delete()
 
 
 def test_leaving_is_false_where_nobody_asks():

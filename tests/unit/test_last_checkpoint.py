@@ -94,7 +94,7 @@ def test_of_lightning_the_newest_file_that_can_be_read(tmp_path):
     (tmp_path / "parts.ckpt").mkdir()
     os.utime(tmp_path / "epoch=1.ckpt", (1e9 - 200, 1e9 - 200))
     assert kd.last_checkpoint(tmp_path) == str(tmp_path / "epoch=1.ckpt")
-    (tmp_path / "parts.ckpt" / ".metadata").touch()
+    torch.save({}, tmp_path / "parts.ckpt" / "meta.pt")
     assert kd.last_checkpoint(tmp_path) == str(tmp_path / "parts.ckpt")
 
 

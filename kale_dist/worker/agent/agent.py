@@ -140,7 +140,8 @@ class Agent:
             self._kernel_lives = False
             self._news.set()
             for job in list(self._jobs.values()):
-                if not job.order.policy.detach:
+                # One that is cancelled already saves to its end.
+                if not job.order.policy.detach and not job.is_cancelled:
                     job.cancel(FailureCause.KERNEL_ENDED, _KERNEL_ENDED, FAILURE_GRACE_S)
 
     # -- messages ---------------------------------------------------------------------------------------------------

@@ -113,8 +113,6 @@ class RunningAttempt:
             for number in range(attempt.world_size)
         ]
         self.world_size = attempt.world_size
-        self.has_saved = False
-        """Whether the ranks have saved since they were last asked to."""
         self.lost: list[Rank] = []
         """Ranks without which the others carry on."""
         self.verdict: Verdict | None = None
@@ -139,6 +137,10 @@ class RunningAttempt:
         """The ranks that save when they are asked to."""
         self._asked: set[int] = set()
         """Those that were asked to and have not answered."""
+        self._saved: set[int] = set()
+        """Those that have saved since they were last asked to."""
+        self._are_leaving = False
+        """Whether the ranks are ended after the save that they were asked for."""
         self._after_save: list[Callable[[], None]] = []
         self._grace_s = FAILURE_GRACE_S
         self._changed = asyncio.Event()
@@ -204,15 +206,28 @@ class RunningAttempt:
         """Whether another attempt follows: after a loss that the job may have, or because there are pods for more ranks."""
         return verdict.may_restart and (verdict.state is StateName.PENDING or not self._is_last)
 
-    def save_first(self, then: Callable[[], None], limit_s: float) -> None:
+    @property
+    def has_saved(self) -> bool:
+        """Whether a rank has saved since they were last asked to."""
+        return bool(self._saved)
+
+    @property
+    def have_all_saved(self) -> bool:
+        """Whether none is left that has not saved. Of `distribute`, rank 0 says so for all."""
+        left = {rank.rank for rank in self.ranks if rank.done is None and rank.end is None}
+        return self.has_saved and (self.can_resume or left <= self._saved)
+
+    def save_first(self, then: Callable[[], None], limit_s: float, *, are_leaving: bool = False) -> None:
         """Have the ranks save that can, and call a function once all of them have.
 
         Args:
             then: Called at once if none can save, or their end is decided; else at the latest after `limit_s`, and when the attempt
                 ends in another way before.
             limit_s: Seconds.
+            are_leaving: Whether they are ended then: one that fails after it was asked to save has left.
         """
-        self.has_saved = False
+        self._saved.clear()
+        self._are_leaving = self._are_leaving or are_leaving
         # A rank at a breakpoint would save only when it has left it.
         if not self._savers or self.verdict is not None or any(rank.prompt for rank in self.ranks):
             then()
@@ -225,11 +240,16 @@ class RunningAttempt:
 
     def _note_saver(self, rank: int, *, can: bool, has_saved: bool = False) -> None:
         """A rank can save, or has, or cannot any more."""
-        if can:
+        if can and rank not in self._savers:
             self._savers.add(rank)
-        else:
+            if self._after_save:
+                # It has begun only now.
+                self._asked.add(rank)
+                self.ranks[rank].ask_to_save()
+        elif not can:
             self._savers.discard(rank)
-        self.has_saved = self.has_saved or has_saved
+        if has_saved:
+            self._saved.add(rank)
         if rank in self._asked and (has_saved or not can):
             self._asked.remove(rank)
             if not self._asked:
@@ -323,6 +343,8 @@ class RunningAttempt:
         """A rank's `state`, `done` or `end` has changed."""
         has_failed = rank.done is not None and not rank.done.ok
         if rank.done is not None or rank.end is not None:
+            # After the save that it was asked for, a rank may end by an exit code.
+            has_failed = has_failed and not (self._are_leaving and rank.rank in self._asked | self._saved)
             self._note_saver(rank.rank, can=False)
         if rank.end is not None and rank.state in _ALIVE:
             if rank.done is None and self.verdict is None and self._can_lose(rank.rank):

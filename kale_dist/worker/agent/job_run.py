@@ -75,7 +75,8 @@ class JobRun:
         self._stop: Verdict | None = None
         """What ends the wait for agents."""
         self._changed = asyncio.Event()
-        self._is_cancelled = False
+        self.is_cancelled = False
+        """Whether the ranks were asked to save and then to end."""
         self._free = 0
         """How many attempts were begun only to have more ranks, and do not count as restarts."""
         self._deadline: asyncio.TimerHandle | None = None
@@ -113,26 +114,26 @@ class JobRun:
         verdict = Verdict(StateName.CANCELLED, cause, reason)
         if not save:
             self._end(verdict, grace_s)
-        elif self._is_cancelled:
+        elif self.is_cancelled:
             self._end(verdict, min(grace_s, CANCEL_GRACE_S))
         else:
-            self._is_cancelled = True
+            self.is_cancelled = True
             self._save_and_end(verdict, grace_s)
 
     def _save_and_end(self, verdict: Verdict, grace_s: float) -> None:
-        """Have the ranks that can save do so, and end all: within `grace_s`, and `CANCEL_GRACE_S` after a checkpoint."""
+        """Have the ranks that can save do so, and end all: within `grace_s`, or `CANCEL_GRACE_S` after all have saved."""
         running, began = self._running, time.monotonic()
 
         def end() -> None:
             left_s = CANCEL_GRACE_S
-            if running is None or not running.has_saved:
+            if running is None or not running.have_all_saved:
                 left_s = max(left_s, grace_s - (time.monotonic() - began))
             self._end(verdict, min(grace_s, left_s))
 
         if running is None:
             end()
         else:
-            running.save_first(end, grace_s)
+            running.save_first(end, grace_s, are_leaving=True)
 
     @property
     def can_resume(self) -> bool:

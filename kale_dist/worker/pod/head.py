@@ -139,13 +139,14 @@ class JobHead:
     async def _run_job(self) -> Verdict:
         """Run the attempts, and write all that the job's folder will ever have; returns how the job ended."""
         self._serve_metrics()
-        preparing = asyncio.ensure_future(self._prepare())
+        preparing = [asyncio.ensure_future(one) for one in (self._prepare(), self._look_at_folders())]
         verdict = await self._job.run()
         self._copy_outcomes()
         self._job.write_end(verdict)
         self.writer.close(lambda: self._written.set_result(None))
         await self._written
-        preparing.cancel()
+        for one in preparing:
+            one.cancel()
         return verdict
 
     def _serve_metrics(self) -> None:
@@ -175,13 +176,6 @@ class JobHead:
     async def _prepare(self) -> None:
         """Bring the input, let the ranks start, then put each checkpoint into the store."""
         order = self._pod.order
-        closed = [one for one in order.folders if not await asyncio.to_thread(os.access, one, os.W_OK)]
-        if closed:
-            # Most of them are only read. The others would fail, hours later.
-            self.writer.log(
-                f"{', '.join(closed)}: the processes, which are user {os.getuid()}, cannot write there. If they have to, give run_as_user= or"
-                " have the owner open it; if they only read, end the volume's source with ':ro'"
-            )
         try:
             if order.returns_head:
                 # Before anything that may kill this pod each time.
@@ -203,6 +197,16 @@ class JobHead:
             self._kept.note_brought()
         self._start_job()
         await self._kept.keep_up(lambda: self._job.can_resume)
+
+    async def _look_at_folders(self) -> None:
+        """Log which volumes cannot be written into. Most of them are only read; the others would fail, hours later."""
+        folders = self._pod.order.folders
+        closed = [one for one in folders if not await asyncio.to_thread(os.access, one, os.W_OK)]
+        if closed:
+            self.writer.log(
+                f"{', '.join(closed)}: the processes, which are user {os.getuid()}, cannot write there. If they have to, give run_as_user= or"
+                " have the owner open it; if they only read, end the volume's source with ':ro'"
+            )
 
     def _start_job(self) -> None:
         """All input is here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import os
 import select
 import socket
 import threading
@@ -25,6 +26,7 @@ class Control:
         self._messages: collections.deque[Go | Typed | PassOver] = collections.deque()
         self._live: collections.deque[ToLive] = collections.deque()
         self._is_asked_to_save = False
+        self._pid = os.getpid()
 
     def receive_assignment(self) -> tuple[Assignment, int | None] | None:
         """The assignment and, if there is one, the descriptor by which it opens its store. None if the agent has no use for us."""
@@ -40,7 +42,9 @@ class Control:
             self._socket.sendall(messages.encode(message))
 
     def is_asked_to_save(self) -> bool:
-        """Whether the agent has asked for a checkpoint since the last call. Never waits."""
+        """Whether the agent has asked for a checkpoint since the last call. Never waits; False in a process that the rank has forked."""
+        if os.getpid() != self._pid:
+            return False
         self._receive()
         asked, self._is_asked_to_save = self._is_asked_to_save, False
         return asked

@@ -69,6 +69,6 @@ def _random_states(checkpoint: pathlib.Path) -> int:
 
 
 def _of_lightning(folder: pathlib.Path) -> pathlib.Path | None:
-    """A folder is one of `torch.distributed.checkpoint`, which writes `.metadata` last."""
-    found = (one for one in folder.glob("*.ckpt") if zipfile.is_zipfile(one) or (one / ".metadata").exists())
+    """Of a folder with parts, Lightning writes `meta.pt` last."""
+    found = (one for one in folder.glob("*.ckpt") if zipfile.is_zipfile(one if one.is_file() else one / "meta.pt"))
     return max(found, key=lambda one: one.stat().st_mtime, default=None)

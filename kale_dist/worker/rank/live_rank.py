@@ -191,7 +191,7 @@ class LiveRank:
         sources.install({message.file: (message.source, message.label)})
         before = dict(self._names)
         stand_ins.first_rank = min(message.ranks or [0])
-        is_of_all = self._group is not None and not message.ranks
+        is_of_all = self._group is not None and len(message.ranks) in (0, context.context().world_size)
         agreement.begin(self._group.store if is_of_all else None, f"cell {message.number}")
         try:
             with self._lock:

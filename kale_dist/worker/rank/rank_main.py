@@ -123,6 +123,7 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
 
                 models = GivenModels(loaded, rank, blobs, dict(used(loaded.fn)))
             value = _call(loaded.fn, loaded.args, loaded.kwargs)
+            agreement.end()
             value = value if models is None else models.with_weights(value)
             lost = [] if models is None else models.lost()
             if kept is not None:

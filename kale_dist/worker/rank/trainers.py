@@ -22,7 +22,6 @@ from typing import Any
 
 from kale_dist.snapshot.training_arguments import settle_in_trainers
 from kale_dist.wire import TRAINERS_VARIABLE, EventKind, context
-from kale_dist.worker.rank import agreement
 from kale_dist.worker.rank.agreement import SaveAtOneStep
 
 _PACE = ("learning_rate", "lr", "num_tokens", "num_input_tokens_seen", "total_flos", "model_preparation_time")
@@ -99,14 +98,14 @@ class _Training:
         self._save = None if world_size is None else SaveAtOneStep.of(world_size)
 
     def end(self) -> None:
-        """It has ended."""
+        """It has ended, or cannot save any more."""
+        if self._save is not None:
+            self._save.end()
         self._save = None
-        agreement.end()
 
-    @property
-    def is_due(self) -> bool:
-        """Whether it is to save now; asked once after each step, in all of its ranks."""
-        return self._save is not None and self._save.is_due()
+    def is_to_save(self) -> bool:
+        """Whether it is to save, or has not yet although it was; asked once after each step, in all of its ranks."""
+        return self._save is not None and (self._save.is_due() or self._save.is_saving)
 
     def saved(self, path: str, step: int) -> None:
         """A checkpoint is written. If the ranks were asked for it, they may be ended."""
@@ -236,7 +235,7 @@ def _of_transformers() -> Any:
 
         @_shown_only
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_save = self._training.is_due or control.should_save
+            control.should_save = self._training.is_to_save() or control.should_save
             done, of = state.global_step, state.max_steps
             place = {"step": done, "steps": of}
             if args.max_steps <= 0:
@@ -356,8 +355,12 @@ def _of_lightning(package: str) -> Any:
             self._training.end()
 
         @_shown_only
+        def on_exception(self, *_: Any) -> None:
+            self._training.end()
+
+        @_shown_only
         def on_train_batch_end(self, trainer: Any, _module: Any, _outputs: Any, _batch: Any, batch_idx: int) -> None:
-            if not self._samples and batch_idx and trainer.is_global_zero:
+            if not self._batches and batch_idx and trainer.is_global_zero:
                 context.log_once(_WITHIN_EPOCH)
             self._save(trainer)
             each = trainer.num_training_batches
@@ -375,11 +378,17 @@ def _of_lightning(package: str) -> Any:
         def _save(self, trainer: Any) -> None:
             """Save if that is due: between steps of the optimizer, as all ranks have taken part in the last one."""
             before, self._steps = self._steps, trainer.global_step
-            if self._steps != before and self._training.is_due:
-                folder = trainer.checkpoint_callback.dirpath or trainer.default_root_dir
-                path = f"{folder}/last.ckpt"
-                trainer.save_checkpoint(path)
-                self._training.saved(path, trainer.global_step)
+            if self._steps != before and self._training.is_to_save():
+                path = f"{getattr(trainer.checkpoint_callback, 'dirpath', None) or trainer.default_root_dir}/last.ckpt"
+                try:
+                    trainer.save_checkpoint(path)
+                except Exception as error:  # noqa: BLE001 - a full disk, or of the user's own hooks: the training is not to blame
+                    context.log(
+                        f"{path} could not be saved before the ranks are ended: {type(error).__name__}: {error}"
+                    )
+                    self._training.end()
+                else:
+                    self._training.saved(path, trainer.global_step)
 
         @_shown_only
         def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
