@@ -411,6 +411,8 @@ class Job(Generic[R]):
         """
         import torch
 
+        if partial:
+            self._check_trains()
         target = None if path is None else _writable(path)
         has_weights = not value and (self._spec.kind == "training" or self._has_models())
         found = self.state_dict(partial=partial) if has_weights else self.result()
@@ -651,8 +653,8 @@ class Job(Generic[R]):
     def _check_trains(self) -> None:
         if self._spec.kind != "training":
             raise ResultUnavailableError(
-                f"{self.ref} was started by launch(): only distribute() keeps an optimizer, checkpoints and best weights. What "
-                "the function returned is in job.result()",
+                f"{self.ref} was not started by distribute(), which alone keeps an optimizer, checkpoints and best weights. What "
+                "a function of launch() returned is in job.result()",
                 self.ref,
             )
 
@@ -690,7 +692,7 @@ class Job(Generic[R]):
         objects = self._load()
         if objects.problem:
             raise ResultUnavailableError(
-                f"The weights of {self.ref} no longer fit the notebook's model: {objects.problem}. "
+                f"The weights of {self.ref} were not loaded into the model: {objects.problem.rstrip('.')}. "
                 "job.state_dict() has them",
                 self.ref,
             )

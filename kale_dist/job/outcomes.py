@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import pathlib
 import threading
@@ -117,16 +118,18 @@ class OutcomeReader:
             return value
         if not isinstance(value, Returned):
             raise ResultUnavailableError(
-                f"The function of {self._ref} got no model among its arguments, so launch() brings none back. What it "
-                "returned is in job.result()",
+                f"The function of {self._ref} got no model as an argument, or in a list, tuple or dict of one, so launch() brings "
+                "none back. What it returned is in job.result()",
                 self._ref,
             )
         if value.problem:
             problem = f"The model of {self._ref} did not come back, because {value.problem}"
             raise ResultUnavailableError(
-                f"{problem}. Let the function return what you need, such as its own state dict", self._ref
+                f"{problem.rstrip('.')}. Let the function return what you need, such as a state dict: job.result() has it, and "
+                "job.save(value=True) writes it",
+                self._ref,
             )
-        memory, state = loading.BlobRanges(self._store), dict(value.model_state)
+        memory, state = loading.BlobRanges(self._store), copy.copy(value.model_state)
         for name, one in state.items():
             if isinstance(one, Stayed):
                 if not self._store.exists(one.range[0]):

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import threading
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from kale_dist.snapshot.identity import times_changed
 if TYPE_CHECKING:
     import torch
 
+    from kale_dist.snapshot.given_models import Adapter
     from kale_dist.worker.training.settings import Training
 
 _NAMED = 3
@@ -90,16 +92,23 @@ def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObj
         # The values were read from a folder of parts.
         return TrainedObjects(model=targets.model, optimizer=None)
     overwritten = changes(targets) if check else ""
-    problem = mismatch(targets.model, trained.model_state)
-    if problem and (adapters := getattr(trained, "adapters", ())):
-        problem = _add_adapters(targets.model, adapters, trained.model_state)
+    adapters = getattr(trained, "adapters", ())
+    problem = _add_adapters(targets.model, adapters, trained.model_state) if adapters else ""
+    problem = problem or mismatch(targets.model, trained.model_state)
+    how = "were not loaded into the notebook's model, which is as it was"
+    if not problem:
+        how = "were loaded only in part into the notebook's model"
+        try:
+            load_model(targets.model, trained.model_state, ref)
+            _activate(targets.model, adapters)
+        except Exception as error:  # noqa: BLE001 - of the user's modules
+            problem = f"load_state_dict raised {type(error).__name__}: {error}"
     if problem:
-        warning = f"The weights of {ref} were not loaded into the notebook's model, which is as it was: {problem}. job.state_dict() has them"
+        warning = f"The weights of {ref} {how}: {problem.rstrip('.')}. job.state_dict() has them"
         return TrainedObjects(model=None, optimizer=None, problem=problem, warnings=(warning,))
-    warnings = []
-    load_model(targets.model, trained.model_state, ref)
+    notes = []
     if overwritten:
-        warnings.append(f"The weights of {ref} were loaded into the notebook's model although {overwritten}")
+        notes.append(f"The weights of {ref} were loaded into the notebook's model although {overwritten}")
     for word, value, state in (
         ("optimizer", targets.optimizer, trained.optimizer_state),
         ("scheduler", targets.scheduler, trained.scheduler_state),
@@ -107,8 +116,8 @@ def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObj
     ):
         load_one = load_optimizer if word == "optimizer" else _load_state
         if value is not None and state is not None and (problem := load_one(value, state)):
-            warnings.append(f"The {word} state of {ref} was not loaded into the notebook's {word}: {problem}")
-    return TrainedObjects(model=targets.model, optimizer=targets.optimizer, warnings=tuple(warnings))
+            notes.append(f"The {word} state of {ref} was not loaded into the notebook's {word}: {problem}")
+    return TrainedObjects(model=targets.model, optimizer=targets.optimizer, warnings=tuple(notes))
 
 
 def remember(model: Any, optimizer: Any, scheduler: Any = None, state: Sequence[Any] = ()) -> Targets:
@@ -159,37 +168,74 @@ def mismatch(module: torch.nn.Module, state: Mapping[str, Any]) -> str:
             continue
         if torch.nn.parameter.is_lazy(value):
             wrong.append(f"{name} has no shape yet in the notebook")
+        elif value.numel() > 1 and 0 in value.stride():
+            wrong.append(f"{name} is expanded in the notebook, and cannot be written")
         elif (tuple(value.shape), value.dtype) != (tuple(other.shape), other.dtype):
             wrong.append(f"{name} is {_describe(value)} in the notebook and {_describe(other)} in the job")
     return "; ".join(wrong[:_NAMED])
 
 
-def _add_adapters(module: torch.nn.Module, adapters: Sequence[tuple[str, str, str]], state: Mapping[str, Any]) -> str:
+def _add_adapters(module: torch.nn.Module, adapters: Sequence[Adapter], state: Mapping[str, Any]) -> str:
     """Put PEFT's adapters into the models as the function did in the ranks; returns why the state does not fit, as a clause."""
     import torch
 
+    missing = []
     try:
+        for one in adapters:
+            here = (getattr(module.get_submodule(one.place), "peft_config", None) or {}).get(one.name)
+            if here is None:
+                missing.append(one)
+            elif other := _differing(json.loads(json.dumps(here.to_dict(), default=list)), json.loads(one.config)):
+                return f"its adapter {one.name!r} has {other}"
+        if not missing:
+            return ""
         peft: Any = importlib.import_module("peft")
         hollow: dict[int, Any] = {id(one): one.detach().to("meta") for one in module.buffers()}
-        for one in module.parameters():
-            hollow[id(one)] = torch.nn.Parameter(one.detach().to("meta"), one.requires_grad)
+        for weight in module.parameters():
+            hollow[id(weight)] = torch.nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
         # First into a copy without values: a model that does not fit stays as it is.
-        for target in (copy.deepcopy(module, hollow), module):
-            for place, name, config in adapters:
-                model, made = target.get_submodule(place), peft.get_peft_config(json.loads(config))
-                if isinstance(model, peft.PeftModel):
-                    model.add_adapter(name, made)
-                else:
-                    peft.get_peft_model(model, made, name)
-            for name, value in target.state_dict(keep_vars=True).items():
-                # PEFT and trainers choose the dtype of an adapter by device and arguments.
-                if name in state and id(value) not in hollow and isinstance(value, torch.Tensor):
-                    value.data = value.data.to(state[name].dtype)
-            if problem := mismatch(target, state):
-                return problem
+        with warnings.catch_warnings():
+            # Such as that a model is altered for a second time.
+            warnings.simplefilter("ignore")
+            for target in (copy.deepcopy(module, hollow), module):
+                for one in missing:
+                    model, made = target.get_submodule(one.place), peft.get_peft_config(json.loads(one.config))
+                    if isinstance(model, peft.PeftModel):
+                        model.add_adapter(one.name, made)
+                    else:
+                        peft.get_peft_model(model, made, one.name)
+                for name, value in target.state_dict(keep_vars=True).items():
+                    # PEFT and trainers choose the dtype of an adapter by device and arguments.
+                    if name in state and id(value) not in hollow and isinstance(value, torch.Tensor):
+                        value.data = value.data.to(state[name].dtype)
+                if problem := mismatch(target, state):
+                    return problem
     except Exception as error:  # noqa: BLE001 - of another package, which may have another version here
         return f"the function added adapters, which cannot be added here: {type(error).__name__}: {error}"
     return ""
+
+
+_OF_A_PLACE = ("inference_mode", "base_model_name_or_path", "revision", "auto_mapping")
+"""What a configuration of PEFT says of where it is used, and not of what the adapter computes."""
+
+
+def _differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    """The first setting in which two configurations differ, as a clause; empty if none."""
+    for name in sorted({*here, *there}.difference(_OF_A_PLACE)):
+        if here.get(name) != there.get(name):
+            return f"{name}={here.get(name)} here and {there.get(name)} in the job"
+    return ""
+
+
+def _activate(module: torch.nn.Module, adapters: Sequence[Adapter]) -> None:
+    """Have the adapters active that were active in the rank."""
+    for place in {one.place for one in adapters}:
+        active = [one.name for one in adapters if one.place == place and one.is_active]
+        for part in module.get_submodule(place).modules():
+            layer: Any = part
+            now, known = getattr(layer, "active_adapters", None), getattr(layer, "scaling", None)
+            if isinstance(now, list) and isinstance(known, dict) and set(now) != {*active} & {*known}:
+                layer.set_adapter([name for name in active if name in known])
 
 
 def load_model(module: torch.nn.Module, state: Mapping[str, Any], ref: str) -> None:
@@ -201,7 +247,7 @@ def load_model(module: torch.nn.Module, state: Mapping[str, Any], ref: str) -> N
         ref: The job's reference.
     """
     with _lock:
-        module.load_state_dict(dict(state))
+        module.load_state_dict(state)
         identity = id(module)
         _last_loaded[identity] = (weakref.ref(module, lambda _: _last_loaded.pop(identity, None)), ref)
 

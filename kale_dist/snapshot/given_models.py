@@ -5,9 +5,11 @@ A tensor that is equal to what arrived, byte for byte, stays behind: the noteboo
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -43,6 +45,18 @@ class Stayed:
         return made.set_(storage, self.start, self.shape, self.stride)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """An adapter of PEFT in a model: its state is more than the weights that it has."""
+
+    place: str
+    """Of the module that has it, in `together(models)`."""
+    name: str
+    config: str
+    """Its configuration as PEFT saves it, in JSON."""
+    is_active: bool
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Returned:
     """A function's return value, and the weights of its models."""
@@ -50,19 +64,15 @@ class Returned:
     value: Any
     model_state: dict[str, Any]
     """The state dict of `together(models)`, on the CPU, with a `Stayed` for each tensor that has not changed."""
-    adapters: tuple[tuple[str, str, str], ...] = ()
-    """What the function has added by PEFT: the place of a module in `together(models)`, the adapter's name, its configuration as JSON."""
+    is_trained: bool
+    """Whether the function has changed a model, as far as that is known."""
+    adapters: tuple[Adapter, ...] = ()
     problem: str = ""
     """Why there are no weights, as a clause; empty if they are there."""
     model: None = None
     optimizer_state: None = None
     scheduler_state: None = None
     state: tuple[Any, ...] = ()
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether the function has changed a model, as far as that is known."""
-        return bool(self.problem) or any(hasattr(one, "detach") for one in self.model_state.values())
 
 
 def models_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -106,7 +116,6 @@ class GivenModels:
         memory = BlobRanges(store)
         self._is_first = not rank
         self._given = _Arrived(together(models), loaded, memory) if models else None
-        self._adapters = {(place, name) for place, name, _ in self._adapters_now()}
         given = {id(part) for model in models for part in model.modules()}
         self._beside = {
             name: _Arrived(value, loaded, memory)
@@ -118,47 +127,61 @@ class GivenModels:
         """Names of the models that have changed and are not among the arguments; of rank 0 only."""
         return [name for name, arrived in self._beside.items() if arrived.has_changed()]
 
-    def with_weights(self, value: Any) -> Any:
-        """The call's return value, in rank 0 with the weights of the models among its arguments."""
-        import torch
+    def with_weights(self, value: Any, *, has_trained: bool) -> Any:
+        """The call's return value, in rank 0 with the weights of the models among its arguments.
 
+        Args:
+            value: It.
+            has_trained: Whether the function has trained anything: what has no place in the snapshot may have changed then.
+        """
         if self._given is None:
             return value
-        state: dict[str, Any] = {}
-        problem = ""
-        own = dict(_tensors(self._given.model))
-        for name, one in self._given.model.state_dict().items():
-            try:
+        state: dict[str, Any] = collections.OrderedDict()
+        is_changed = False
+        try:
+            given = self._given.model.state_dict()
+            own = dict(_tensors(self._given.model))
+            state._metadata = getattr(given, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - load_state_dict reads it
+            problem = self._given.problem()
+            for name, one in {} if problem else given.items():
                 # Each rank has a part of weights that `fully_shard` or `parallelize_module` has divided.
                 whole = one.full_tensor() if hasattr(one, "full_tensor") else one
-            except Exception as error:  # noqa: BLE001 - what the function returned is not lost for this
-                problem = f"{name} is divided over ranks: {error}"
-                break
-            if not isinstance(whole, torch.Tensor):
-                state[name] = whole
-            elif not _is_plain(whole):
-                problem = f"{name} is a {type(whole).__name__} {'without values' if whole.is_meta else ''}".rstrip()
-                break
-            elif self._is_first:
-                context.mark_progress()
-                whole = whole.detach().cpu()
-                state[name] = self._given.stayed(name, own.get(name), whole) or whole
+                if not hasattr(whole, "detach"):
+                    state[name] = whole
+                elif not _is_plain(whole):
+                    problem = f"{name} is a {type(whole).__name__} {'without values' if whole.is_meta else ''}".rstrip()
+                    break
+                elif self._is_first:
+                    context.mark_progress()
+                    whole = whole.detach().cpu()
+                    place = self._given.place(name, own.get(name))
+                    state[name] = place if place is not None and self._given.is_at(place, whole) else whole
+                    is_new = name in own and not self._given.has_met(name, own[name])
+                    is_changed = is_changed or (state[name] is whole and (place is not None or is_new or has_trained))
+        except Exception as error:  # noqa: BLE001 - what the function returned is not lost for this
+            problem = f"its state_dict cannot be had: {type(error).__name__}: {error}"
         if not self._is_first:
             return value
-        added = tuple(one for one in self._adapters_now() if one[:2] not in self._adapters)
-        return Returned(value=value, model_state={} if problem else state, adapters=added, problem=problem)
+        is_trained = is_changed or (bool(problem) and (has_trained or self._given.has_changed()))
+        state = collections.OrderedDict() if problem else state
+        return Returned(
+            value=value, model_state=state, is_trained=is_trained, adapters=tuple(self._adapters()), problem=problem
+        )
 
-    def _adapters_now(self) -> Iterator[tuple[str, str, str]]:
-        outer: list[str] = []
+    def _adapters(self) -> Iterator[Adapter]:
+        found: dict[int, tuple[str, Any]] = {}
         for place, module in self._given.model.named_modules() if self._given is not None else ():
-            configs = getattr(module, "peft_config", None)
-            if not isinstance(configs, dict) or place.startswith(tuple(outer)):
-                continue
-            outer.append(f"{place}." if place else "")
-            for name, config in configs.items():
-                # In the form in which PEFT saves them.
+            # A PeftModel, its tuner and the model in it have one object.
+            if isinstance(configs := getattr(module, "peft_config", None), dict):
+                found.setdefault(id(configs), (place, module))
+        for place, module in found.values():
+            # Layers of PEFT have a list; models of transformers a method of this name.
+            lists = (getattr(part, "active_adapters", None) for part in module.modules())
+            active = {name for names in lists if isinstance(names, list) for name in names}
+            for name, config in module.peft_config.items():
                 with contextlib.suppress(AttributeError, TypeError, ValueError):
-                    yield place, name, json.dumps(config.to_dict(), default=list)
+                    written = json.dumps(config.to_dict(), default=list)
+                    yield Adapter(place=place, name=name, config=written, is_active=name in active)
 
 
 class _Arrived:
@@ -172,27 +195,44 @@ class _Arrived:
         for name, tensor in _tensors(model):
             self._known[name] = self._known[id(tensor)] = _place(tensor, loaded)
 
-    def stayed(self, name: str, own: Any, tensor: Any) -> Stayed | None:
-        """Where the snapshot has the bytes of a tensor; None if it has others.
+    def has_met(self, name: str, own: Any) -> bool:
+        """Whether a parameter or buffer is one that arrived, or has the name of one."""
+        return id(own) in self._known or name in self._known
+
+    def place(self, name: str, own: Any) -> Stayed | None:
+        """Where the snapshot has what arrived as a tensor; None if it did not come with the snapshot.
 
         Args:
             name: Of an entry of the model's state dict.
             own: The model's own parameter or buffer of this name.
-            tensor: Its values.
         """
-        for one in (self._known.get(id(own)), self._known.get(name)):
-            with contextlib.suppress(StoreError, SnapshotDamagedError):
-                if one is not None and _is_plain(tensor) and has_same_bytes(tensor.cpu(), one.tensor(self._memory)):
-                    return one
-        return None
+        return self._known.get(id(own)) or self._known.get(name)
+
+    def is_at(self, place: Stayed, tensor: Any) -> bool:
+        """Whether the snapshot has the very bytes of a tensor there."""
+        with contextlib.suppress(StoreError, SnapshotDamagedError):
+            return _is_plain(tensor) and has_same_bytes(tensor.cpu(), place.tensor(self._memory))
+        return False
 
     def has_changed(self) -> bool:
         """Whether a tensor differs from what arrived, or is new."""
         for name, tensor in _tensors(self.model):
             context.mark_progress()
-            if self._known.get(name, self) is not None and self.stayed(name, tensor, tensor) is None:
+            if name not in self._known or ((place := self._known[name]) and not self.is_at(place, tensor)):
                 return True
         return False
+
+    def problem(self) -> str:
+        """Why the weights that the model has now are not all of them, as a clause; empty if they are."""
+        for module in self.model.modules():
+            if getattr(module, "merged", False) is True and hasattr(module, "unmerge"):
+                return "an adapter is merged into its base: call unmerge_adapter() at the function's end"
+        for name, tensor in _tensors(self.model):
+            was = self._known.get(name)
+            is_flat = was is not None and len(was.shape) > 1 and tensor.dim() == 1
+            if is_flat or "_flat_param" in name or (was is not None and math.prod(was.shape) and not tensor.numel()):
+                return f"{name} is divided over ranks by FSDP 1 or DeepSpeed, which gather it only when asked to"
+        return ""
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Any]]:

@@ -197,3 +197,42 @@ def test_adapters_that_are_made_of_the_models_weights_are_refused_after_pretrain
     jobs.append(fit(kd.pretrained(with_lora(**options), tmp_path), "ddp"))
     with pytest.raises(JobFailedError, match=r"has no weights .*without DoRA and modules_to_save"):
         jobs[0].result()
+
+
+def scale(model, alpha, merges=False):
+    made = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["first"], lora_alpha=alpha))
+    made.base_model.model.first.lora_B["default"].weight.data.add_(1)
+    if merges:
+        made.merge_adapter()
+    return made(torch.ones(1, 6)).tolist()
+
+
+def test_an_adapter_that_is_there_with_other_settings_is_refused(jobs):
+    model = Net()
+    jobs += [kd.launch(scale, model, alpha, number_of_processes=1) for alpha in (2, 64)]
+    assert jobs[0].model(torch.ones(1, 6)).tolist() == jobs[0].result()
+    with pytest.warns(KaleDistWarning, match="'default' has lora_alpha=2 here and 64 in the job"):
+        second = jobs[1].result()
+    assert model(torch.ones(1, 6)).tolist() == jobs[0].result() != second
+
+
+def test_the_adapter_that_was_active_is_active_here(jobs):
+    def two(model):
+        made = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["first"]), "one")
+        made.add_adapter("two", peft.LoraConfig(r=2, target_modules=["first"]))
+        for name, value in made.named_parameters():
+            if "lora" in name:
+                value.data.fill_(0.1 if ".one." in name else 0.5)
+        return made(torch.ones(1, 6)).tolist()
+
+    model = Net()
+    jobs.append(kd.launch(two, model, number_of_processes=1))
+    assert jobs[0].model(torch.ones(1, 6)).tolist() == jobs[0].result()
+
+
+def test_a_merged_adapter_is_refused_with_what_to_do(jobs):
+    model = Net()
+    jobs.append(kd.launch(scale, model, 2, merges=True, number_of_processes=1))
+    with pytest.warns(KaleDistWarning, match=r"call unmerge_adapter\(\) at the function's end"):
+        jobs[0].result()
+    assert not [name for name in model.state_dict() if "lora" in name]

@@ -1,11 +1,13 @@
 """Models among the arguments of a launched function: what comes back, what stays behind, and how a new kernel gets them."""
 
+import copy
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -236,7 +238,7 @@ class Lazy(nn.Module):
 
 
 def shapes_one(model, both):
-    model.seen(torch.ones(1, 3))
+    model.seen(torch.ones(1, 3)).sum().backward()
     if both:
         model.unseen(torch.ones(1, 3))
     return "value"
@@ -277,7 +279,7 @@ def test_a_function_without_models_gives_its_value_and_no_model(jobs, tmp_path):
     jobs.append(kd.launch(lambda: {"a": 1}, number_of_processes=1))
     assert torch.load(jobs[0].save(tmp_path / "value.pt")) == {"a": 1}
     for read in (lambda: jobs[0].model, jobs[0].state_dict):
-        with pytest.raises(ResultUnavailableError, match=r"got no model among its arguments.*job.result\(\)"):
+        with pytest.raises(ResultUnavailableError, match=r"got no model as an argument.*job.result\(\)"):
             read()
 
 
@@ -378,3 +380,84 @@ def test_a_folder_that_cannot_come_back_is_refused(jobs, tmp_path, extra, said):
     jobs.append(kd.launch(writes, tmp_path / "there", extra, number_of_processes=1))
     with pytest.raises(JobFailedError, match=said):
         jobs[0].result()
+
+
+def shards(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    whole = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    whole(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return "value"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_shards_of_fsdp_1_are_not_taken_for_the_weights(jobs):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    before = copy.deepcopy(model.state_dict())
+    jobs.append(kd.launch(shards, model, number_of_processes=2))
+    with pytest.warns(KaleDistWarning, match="divided over ranks by FSDP 1"):
+        assert jobs[0].result() == "value"
+    assert not same(model.state_dict(), before)
+    with pytest.raises(ResultUnavailableError, match=r"job.save\(value=True\) writes it"):
+        jobs[0].save("model.pt")
+
+
+class Extra(nn.Linear):
+    """Has a tensor that no parameter and no buffer is."""
+
+    def get_extra_state(self):
+        return torch.ones(2)
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Raising(nn.Linear):
+    def state_dict(self, *_, **__):
+        raise RuntimeError("not here")
+
+
+def predicts(model):
+    with torch.no_grad():
+        return model(torch.ones(1, 2)).shape[1]
+
+
+@pytest.mark.parametrize("kind", [Extra, Raising, "quantised"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning")
+def test_an_evaluation_leaves_a_model_as_it_is_whatever_it_is_made_of(jobs, kind):
+    model = nn.Sequential(nn.Linear(2, 3)) if kind == "quantised" else kind(2, 3)
+    if kind == "quantised":
+        model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    jobs.append(kd.launch(predicts, model, number_of_processes=1))
+    if kind is Extra:
+        nn.init.constant_(model.weight, 7.0)
+    assert jobs[0].result() == 3
+    if kind is Extra:
+        assert (model.weight == 7).all()
+
+
+def test_an_expanded_buffer_is_no_half_loaded_model(jobs):
+    model = nn.Linear(2, 2)
+    model.register_buffer("wide", torch.ones(1).expand(4))
+    before = model.weight.detach().clone()
+    jobs.append(kd.launch(adds_one, model, number_of_processes=1))
+    with pytest.warns(KaleDistWarning, match="which is as it was: wide is expanded"):
+        jobs[0].wait()
+    assert torch.equal(model.weight, before)
+    assert torch.equal(jobs[0].state_dict()["weight"], before + 1)
+
+
+def adds_one(model):
+    model.weight.data.add_(1)
+
+
+def test_a_checkpoint_of_a_function_is_refused_at_once(jobs, tmp_path):
+    jobs.append(kd.launch(time.sleep, 600, number_of_processes=1))
+    with pytest.raises(ResultUnavailableError, match="was not started by distribute"):
+        jobs[0].save(tmp_path / "model.pt", partial=True)
+    jobs[0].cancel()

@@ -171,6 +171,11 @@ class KeptGroup:
         """Collectives so far, of this group; one more where the user's code has found another way to talk."""
         return len(process_groups()) + self._has_other_store + sum(self.exchanges())
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether this rank has made a backward pass or a step of an optimizer."""
+        return bool(self._steps or self._passes)
+
     def advise(self, *, trained: bool) -> None:
         """Log a hint after the user's function if the ranks have trained and never exchanged anything.
 

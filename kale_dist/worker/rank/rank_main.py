@@ -124,8 +124,10 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
                 models = GivenModels(loaded, rank, blobs, dict(used(loaded.fn)))
             value = _call(loaded.fn, loaded.args, loaded.kwargs)
             agreement.end()
-            value = value if models is None else models.with_weights(value)
-            lost = [] if models is None else models.lost()
+            lost: list[str] = []
+            if models is not None:
+                value = models.with_weights(value, has_trained=kept is not None and kept.has_trained)
+                lost = models.lost()
             if kept is not None:
                 kept.advise(trained=bool(lost) or (isinstance(value, Returned) and value.is_trained))
             if lost:

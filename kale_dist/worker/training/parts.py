@@ -386,8 +386,8 @@ def lora_of(model: torch.nn.Module) -> set[str]:
 
     None where those depend on the model's weights, as PiSSA's do: they would be made of weights that are not read yet.
     """
-    configs = getattr(model, "peft_config", None)
-    inits = [getattr(config, "init_lora_weights", True) for config in (configs or {}).values()]
+    configs = [one for part in model.modules() for one in (getattr(part, "peft_config", None) or {}).values()]
+    inits = [getattr(config, "init_lora_weights", True) for config in configs]
     if any(init not in (True, False, "gaussian", "orthogonal") for init in inits):
         return set()
     return {f"model.{name}" for name, _ in model.named_parameters() if re.search(r"\.lora_(embedding_)?[AB]\.", name)}
