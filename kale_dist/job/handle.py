@@ -35,7 +35,7 @@ from kale_dist.job.spec.checks import whole
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
-from kale_dist.snapshot.folders import Folder
+from kale_dist.snapshot.folders import Folder, holds_folder
 from kale_dist.wire import MEASURED_SOURCES, JobFiles, LogLine, MetricRow, RankStateName, StateName
 from kale_dist.wire.blobs import fresh
 
@@ -406,21 +406,27 @@ class Job(Generic[R]):
             The absolute path.
 
         Raises:
-            ConfigError: There is no such folder.
-            JobError: As `result` and `state_dict`.
+            ConfigError: There is no such folder, or a returned folder's copy exists already.
+            JobError: As `result` and `state_dict`; the value has folders in it.
         """
         import torch
 
         if partial:
             self._check_trains()
-        target = None if path is None else _writable(path)
+        target = None
+        if path is not None and (self._spec.kind == "training" or not pathlib.Path(path).expanduser().is_dir()):
+            target = _writable(path)
         has_weights = not value and (self._spec.kind == "training" or self._has_models())
         found = self.state_dict(partial=partial) if has_weights else self.result()
         if found is None:
             raise ResultUnavailableError(f"Rank 0 of {self.ref} returned nothing that could be saved", self.ref)
         if isinstance(found, Folder):
             return found.save(path or found.path.name)
-        target = target or _writable("model.pt" if has_weights else "result.pt")
+        if holds_folder(found):
+            problem = f"Rank 0 of {self.ref} returned a value with folders in it: a file would only have their paths"
+            remedy = "Save each folder of job.result() with .save(path), and the rest by yourself"
+            raise ResultUnavailableError(f"{problem}. {remedy}", self.ref)
+        target = target or _writable(path or ("model.pt" if has_weights else "result.pt"))
         try:
             with fresh(target) as temporary:
                 torch.save(found, temporary)

@@ -103,9 +103,8 @@ class _OutcomePickler(TensorPickler):
         if isinstance(obj, folders.Folder):
             if self._rank:
                 return reducers.same, (None,)
-            name, files = folders.pack(obj)
             self._folders += 1
-            return reducers.make_folder, (name if self._folders == 1 else f"{name}-{self._folders}", files)
+            return reducers.make_folder, (self._folders, *folders.pack(obj))
         index = self._references.index_of(obj)
         if index is not None:
             return reducers.resolve, (index,)
@@ -181,6 +180,7 @@ def read_outcome(path: str | os.PathLike[str], *, signer: Signer, resolve: Calla
 
     Raises:
         ResultUnavailableError: There is no file, or its value cannot be loaded here.
+        StoreError: A returned folder cannot be written here.
         SnapshotDamagedError: The file is cut short, or the signature is not this job's for this attempt and rank.
     """
     rank, job = signer.rank, signer.job
@@ -208,6 +208,8 @@ def read_outcome(path: str | os.PathLike[str], *, signer: Signer, resolve: Calla
     with reducers.loading(_surroundings(storages.__getitem__, resolve, returned)):
         try:
             value = pickle.loads(data, buffers=plain)
+        except StoreError:
+            raise
         except Exception as error:
             raise ResultUnavailableError(
                 f"The value that rank {rank} of {job} returned cannot be loaded here: {type(error).__name__}: {error}. "

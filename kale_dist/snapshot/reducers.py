@@ -199,12 +199,12 @@ def resolve(index: int) -> Any:
     return _current.get().resolve(index)
 
 
-def make_folder(name: str, files: dict[str, memoryview]) -> folders.Folder:
-    """Write the files of a folder that a function returned."""
+def make_folder(number: int, name: str, files: dict[str, memoryview]) -> folders.Folder:
+    """Write the files of a folder that a function returned; by the number, because several may have one name."""
     parent = _current.get().returned
     if parent is None or pathlib.PurePath(name).name != name:
         raise SnapshotDamagedError(f"A returned folder has no place here: {name!r}")
-    return folders.unpack(parent / name, files)
+    return folders.unpack(parent / str(number) / name, files)
 
 
 def there(name: str, path: str) -> Any:

@@ -1,9 +1,12 @@
 """Models among the arguments of a launched function: what comes back, what stays behind, and how a new kernel gets them."""
 
 import copy
+import ctypes
 import os
 import pathlib
+import re
 import shutil
+import stat
 import subprocess
 import sys
 import textwrap
@@ -15,7 +18,14 @@ from torch import nn
 
 import kale_dist as kd
 from kale_dist.cli import main
-from kale_dist.errors import ConfigError, JobFailedError, KaleDistWarning, ResultUnavailableError, SnapshotDamagedError
+from kale_dist.errors import (
+    ConfigError,
+    JobFailedError,
+    KaleDistWarning,
+    ResultUnavailableError,
+    SnapshotDamagedError,
+    StoreError,
+)
 from kale_dist.job.handle import inside
 from kale_dist.snapshot import folders
 from kale_dist.wire.blobs import FolderStore
@@ -318,11 +328,67 @@ def test_a_returned_folder_brings_its_files(jobs, tmp_path):
     assert (saved, files_of(saved)) == (tmp_path / "here", files_of(found))
     with pytest.raises(ConfigError, match=r"path: .*File exists.*does not exist yet"):
         found.save(saved)
-    # Each process that reads the result has the files as they were.
-    (found.path / "last").unlink()
+    # Each process that reads the result has the same files, which are the user's own.
+    (found.path / "last").write_text("edited")
     said = in_new_process(f"print(kd.attach({job.ref!r}).result()['folder'].path)")
     assert said == str(found.path)
+    assert (found.path / "last").read_text() == "edited"
+    shutil.rmtree(found.path)
+    assert in_new_process(f"print(kd.attach({job.ref!r}).result()['folder'].path)") == said
     assert files_of(found) == files_of(saved)
+    returned = inside(job).files.folder / "returned"
+    for path in (returned, *returned.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+
+
+def name_themselves(parent, *names):
+    for name in names:
+        folder = pathlib.Path(parent, name)
+        folder.mkdir(parents=True)
+        (folder / "name").write_text(name)
+    return [kd.Folder(pathlib.Path(parent, name)) for name in names]
+
+
+def test_folders_of_all_names_come_back_apart(jobs, tmp_path):
+    names = ["step-2", "step", "inner/step", "x" * 255]
+    jobs.append(kd.launch(name_themselves, tmp_path, *names, number_of_processes=1))
+    found = jobs[0].result()
+    assert [(folder.path / "name").read_text() for folder in found] == names
+    assert [folder.path.name for folder in found] == ["step-2", "step", "step", "x" * 255]
+
+
+class CutsLog:
+    """Writes a log anew when it is sent, after the folder and before the outcome is written."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __reduce__(self):
+        os.truncate(self.log, 0)
+        return str, ()
+
+
+def logs(folder):
+    (folder / "log").write_text("line\n" * 10_000)
+    with (folder / "large").open("wb") as file:
+        file.truncate(20 << 20)
+    return kd.Folder(folder), CutsLog(folder / "log")
+
+
+def test_a_log_that_is_cut_meanwhile_does_not_cost_the_result(jobs, tmp_path):
+    jobs.append(kd.launch(logs, tmp_path, number_of_processes=1))
+    assert files_of(jobs[0].result()[0]) == {"log": 50_000, "large": 20 << 20}
+
+
+def test_folders_that_cannot_be_written_say_where(jobs, tmp_path):
+    jobs.append(kd.launch(name_themselves, tmp_path, "out", number_of_processes=1))
+    assert jobs[0].exception() is None
+    in_the_way = inside(jobs[0]).files.folder / "returned"
+    in_the_way.touch()
+    with pytest.raises(StoreError, match=r"could not be written to .*/returned/.*/out: File exists\. Mend that"):
+        jobs[0].result()
+    in_the_way.unlink()
+    assert files_of(jobs[0].result()[0]) == {"name": 3}
 
 
 def test_a_folder_is_fetched_as_a_folder(jobs, tmp_path, capsys, monkeypatch):
@@ -332,29 +398,67 @@ def test_a_folder_is_fetched_as_a_folder(jobs, tmp_path, capsys, monkeypatch):
     assert main(["fetch", jobs[0].ref, "-o", "adapter"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'adapter'}\n"
     assert files_of("adapter") == files_of(jobs[0].result())
+    with pytest.raises(ConfigError, match=r"adapter \(File exists\).*does not exist yet, such as adapter"):
+        jobs[0].save("adapter")
+
+
+@pytest.mark.parametrize("model", [None, nn.Linear(1, 1)])
+def test_a_file_of_a_value_with_folders_in_it_is_refused(jobs, tmp_path, capsys, model):
+    jobs.append(kd.launch(lambda folder, _: ({"f": [kd.Folder(folder)]}, 1), tmp_path, model, number_of_processes=1))
+    refused = r"Rank 0 of .* returned a value with folders in it.*with \.save\(path\), and the rest by yourself"
+    with pytest.raises(ResultUnavailableError, match=refused):
+        jobs[0].save(tmp_path / "result.pt", value=model is not None)
+    assert main(["fetch", jobs[0].ref, "--value", "-o", str(tmp_path / "result.pt")])
+    assert "Save each folder of job.result() with .save(path)" in capsys.readouterr().err
+    assert not (tmp_path / "result.pt").exists()
 
 
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x"])
 def test_files_stay_in_their_folder(tmp_path, name):
     with pytest.raises(SnapshotDamagedError, match="a file outside of it"):
         folders.unpack(tmp_path / "a" / "b", {"good": memoryview(b"1"), name: memoryview(b"2")})
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["good"]
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
-def links_out(folder):
-    (folder / "x").symlink_to("/etc/hostname")
+def test_of_two_processes_that_read_at_once_the_first_writes(tmp_path):
+    class Slow(dict):
+        def items(self):
+            folders.unpack(tmp_path / "out", {"x": memoryview(b"first")})
+            return super().items()
+
+    found = folders.unpack(tmp_path / "out", Slow(x=memoryview(b"second")))
+    assert (found.path / "x").read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [found.path]
 
 
-def links_to_nothing(folder):
-    (folder / "x").symlink_to(folder / "nothing")
+def makes_odd_files(folder):
+    for number, target in enumerate(("/etc/hostname", folder / "nothing", folder.parent, ".", "link3", "link5")):
+        (folder / f"link{number}").symlink_to(target)
+    os.mkfifo(folder / "pipe")
 
 
-def links_a_folder(folder):
-    (folder / "x").symlink_to(folder.parent)
+def test_odd_files_stay_and_the_log_says_so(jobs, tmp_path):
+    jobs.append(kd.launch(writes, tmp_path / "there", makes_odd_files, number_of_processes=1))
+    assert files_of(jobs[0].result()["folder"]) == {"inner/weights.bin": 100_000, "inner/empty": 0, "last": 100_000}
+    said = [line.text for line in jobs[0].logs() if "Left out" in line.text]
+    assert re.fullmatch(
+        rf"Only files.* come back of {tmp_path}/there. Left out: 7, first {tmp_path}/there/inner/(link|pipe).*", said[0]
+    )
 
 
-def makes_a_pipe(folder):
-    os.mkfifo(folder / "x")
+def give_up_what_root_can():
+    """Root reads what it may not."""
+    ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+
+
+def cannot_be_read(folder):
+    (folder / "x").touch(mode=0)
+    give_up_what_root_can()
+
+
+def cannot_be_looked_into(folder):
+    (folder / "closed").mkdir(mode=0)
+    give_up_what_root_can()
 
 
 def is_large(folder):
@@ -369,11 +473,9 @@ def is_gone(folder):
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        (links_out, "x is a link, but not to a file in it"),
-        (links_a_folder, "x is a link, but not to a file in it"),
-        (links_to_nothing, "x is a link, but not to a file in it"),
-        (makes_a_pipe, "x is neither a file nor a folder"), (is_large, r"4 files of 5\.4 GB together.*volumes="),
-        (is_gone, r"rank 0 sees no folder .*there"),
+        (cannot_be_read, r"ConfigError: Folder: .*/inner/x cannot be read \(PermissionError\)"),
+        (cannot_be_looked_into, r"ConfigError: Folder: .*/inner/closed cannot be read \(PermissionError\)"),
+        (is_large, r"4 files of 5\.4 GB together.*volumes="), (is_gone, r"rank 0 sees no folder .*there"),
     ],
 )  # fmt: skip
 def test_a_folder_that_cannot_come_back_is_refused(jobs, tmp_path, extra, said):
