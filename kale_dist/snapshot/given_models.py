@@ -5,8 +5,8 @@ A tensor that is equal to what arrived, byte for byte, stays behind: the noteboo
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import copy
 import dataclasses
 import json
 import math
@@ -136,12 +136,13 @@ class GivenModels:
         """
         if self._given is None:
             return value
-        state: dict[str, Any] = collections.OrderedDict()
+        state: dict[str, Any] = {}
         is_changed = False
         try:
             given = self._given.model.state_dict()
+            # With what it has beside its entries: the versions of its parts.
+            state = copy.copy(given)
             own = dict(_tensors(self._given.model))
-            state._metadata = getattr(given, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - load_state_dict reads it
             problem = self._given.problem()
             for name, one in {} if problem else given.items():
                 # Each rank has a part of weights that `fully_shard` or `parallelize_module` has divided.
@@ -163,9 +164,12 @@ class GivenModels:
         if not self._is_first:
             return value
         is_trained = is_changed or (bool(problem) and (has_trained or self._given.has_changed()))
-        state = collections.OrderedDict() if problem else state
         return Returned(
-            value=value, model_state=state, is_trained=is_trained, adapters=tuple(self._adapters()), problem=problem
+            value=value,
+            model_state={} if problem else state,
+            is_trained=is_trained,
+            adapters=tuple(self._adapters()),
+            problem=problem,
         )
 
     def _adapters(self) -> Iterator[Adapter]:
@@ -230,7 +234,11 @@ class _Arrived:
         for name, tensor in _tensors(self.model):
             was = self._known.get(name)
             is_flat = was is not None and len(was.shape) > 1 and tensor.dim() == 1
-            if is_flat or "_flat_param" in name or (was is not None and math.prod(was.shape) and not tensor.numel()):
+            if (
+                is_flat
+                or name.endswith("flat_param")
+                or (was is not None and math.prod(was.shape) and not tensor.numel())
+            ):
                 return f"{name} is divided over ranks by FSDP 1 or DeepSpeed, which gather it only when asked to"
         return ""
 
