@@ -173,6 +173,19 @@ def test_ranks_that_take_more_steps_than_rank_0_wait_for_nobody(jobs):
     assert [job.outcome(rank).value for rank in (0, 1)] == [200, 400]
 
 
+def begins_when_rank_0_has_ended():
+    if kd.context().rank == 0:
+        return 0
+    time.sleep(2)
+    return sum(not kd.leaving() for _ in range(10))
+
+
+def test_a_loop_that_rank_0_never_had_waits_for_nobody(jobs):
+    job = jobs.run(begins_when_rank_0_has_ended, ranks=2)
+    assert job.wait(60)["state"] == "succeeded", job.log_text()
+    assert job.outcome(1).value == 10
+
+
 def goes_on_after_a_training(folder):
     inner = agreement.SaveAtOneStep.of(kd.context().world_size)
     assert not inner.is_due()

@@ -76,7 +76,7 @@ def _from_first(key: str, what: str, find: Callable[[], str]) -> str | None:
     look_s = 0.0005
     # The store's own wait could not be interrupted.
     while not _Scope.store.check([key]):
-        if _Scope.store.check([f"{what}/end"]):
+        if any(_Scope.store.check([f"{one}/end"]) for one in (what, _Scope.name)):
             return None
         time.sleep(look_s)
         look_s = min(2 * look_s, _LONGEST_LOOK_S)
