@@ -122,8 +122,10 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
                 from kale_dist.worker.training.notices import used
 
                 models = GivenModels(loaded, rank, blobs, dict(used(loaded.fn)))
-            value = _call(loaded.fn, loaded.args, loaded.kwargs)
-            agreement.end()
+            try:
+                value = _call(loaded.fn, loaded.args, loaded.kwargs)
+            finally:
+                agreement.end()
             lost: list[str] = []
             if models is not None:
                 value = models.with_weights(value, has_trained=kept is not None and kept.has_trained)
