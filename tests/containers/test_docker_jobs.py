@@ -177,7 +177,7 @@ def test_training_resumes_from_its_checkpoint_after_a_container_was_lost(on_torc
     engine.api.remove_container(f"kale-dist-{job.name}-1", force=True)
     assert job.wait(180).state is StateName.SUCCEEDED, job.status
     texts = [line.text for line in job.logs()]
-    assert any(text.startswith("New run: the training resumes after epoch ") for text in texts), "\n".join(texts)
+    assert any(text.startswith("Attempt 2: the training resumes after epoch ") for text in texts), "\n".join(texts)
     rows = [row["epoch"] for row in job.metrics if row["source"] == "train"]
     assert rows == list(range(1, 11)), rows
     job.delete()
