@@ -194,6 +194,7 @@ def _add_adapters(module: torch.nn.Module, adapters: Sequence[Adapter], state: M
         for weight in module.parameters():
             hollow[id(weight)] = torch.nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
         # First into a copy without values: a model that does not fit stays as it is.
+        known = {*hollow, *map(id, hollow.values())}
         with warnings.catch_warnings():
             # Such as that a model is altered for a second time.
             warnings.simplefilter("ignore")
@@ -206,7 +207,7 @@ def _add_adapters(module: torch.nn.Module, adapters: Sequence[Adapter], state: M
                         peft.get_peft_model(model, made, one.name)
                 for name, value in target.state_dict(keep_vars=True).items():
                     # PEFT and trainers choose the dtype of an adapter by device and arguments.
-                    if name in state and id(value) not in hollow and isinstance(value, torch.Tensor):
+                    if name in state and id(value) not in known and isinstance(value, torch.Tensor):
                         value.data = value.data.to(state[name].dtype)
                 if problem := mismatch(target, state):
                     return problem
@@ -222,8 +223,12 @@ _OF_A_PLACE = ("inference_mode", "base_model_name_or_path", "revision", "auto_ma
 def _differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
     """The first setting in which two configurations differ, as a clause; empty if none."""
     for name in sorted({*here, *there}.difference(_OF_A_PLACE)):
-        if here.get(name) != there.get(name):
-            return f"{name}={here.get(name)} here and {there.get(name)} in the job"
+        # PEFT keeps names in sets, whose order differs between processes.
+        mine, theirs = (
+            sorted(one, key=str) if isinstance(one, list) else one for one in (here.get(name), there.get(name))
+        )
+        if mine != theirs:
+            return f"{name}={mine} here and {theirs} in the job"
     return ""
 
 

@@ -116,11 +116,12 @@ class GivenModels:
         memory = BlobRanges(store)
         self._is_first = not rank
         self._given = _Arrived(together(models), loaded, memory) if models else None
-        given = {id(part) for model in models for part in model.modules()}
+        given = {id(tensor) for model in models for _, tensor in _tensors(model)}
         self._beside = {
             name: _Arrived(value, loaded, memory)
             for name, value in beside.items()
-            if not rank and isinstance(value, torch.nn.Module) and id(value) not in given
+            # A loss may hold a model that is an argument.
+            if not rank and isinstance(value, torch.nn.Module) and not {id(one) for _, one in _tensors(value)} <= given
         }
 
     def lost(self) -> list[str]:
@@ -142,9 +143,11 @@ class GivenModels:
             given = self._given.model.state_dict()
             # With what it has beside its entries: the versions of its parts.
             state = copy.copy(given)
+            state.clear()
             own = dict(_tensors(self._given.model))
             problem = self._given.problem()
-            for name, one in {} if problem else given.items():
+            for its_name, one in {} if problem else given.items():
+                name = self._given.plain(its_name)
                 # Each rank has a part of weights that `fully_shard` or `parallelize_module` has divided.
                 whole = one.full_tensor() if hasattr(one, "full_tensor") else one
                 if not hasattr(whole, "detach"):
@@ -155,9 +158,9 @@ class GivenModels:
                 elif self._is_first:
                     context.mark_progress()
                     whole = whole.detach().cpu()
-                    place = self._given.place(name, own.get(name))
+                    place = self._given.place(name, own.get(its_name))
                     state[name] = place if place is not None and self._given.is_at(place, whole) else whole
-                    is_new = name in own and not self._given.has_met(name, own[name])
+                    is_new = its_name in own and not self._given.has_met(name, own[its_name])
                     is_changed = is_changed or (state[name] is whole and (place is not None or is_new or has_trained))
         except Exception as error:  # noqa: BLE001 - what the function returned is not lost for this
             problem = f"its state_dict cannot be had: {type(error).__name__}: {error}"
@@ -198,6 +201,15 @@ class _Arrived:
         self._known: dict[str | int, Stayed | None] = {}
         for name, tensor in _tensors(model):
             self._known[name] = self._known[id(tensor)] = _place(tensor, loaded)
+
+    def plain(self, name: str) -> str:
+        """A name of the model's state dict without what DistributedDataParallel adds, into which a function has put a part."""
+        import torch
+
+        for place, module in self.model.named_modules():
+            if isinstance(module, torch.nn.parallel.DistributedDataParallel) and name.startswith(f"{place}.module."):
+                return f"{place}.{name.removeprefix(f'{place}.module.')}"
+        return name
 
     def has_met(self, name: str, own: Any) -> bool:
         """Whether a parameter or buffer is one that arrived, or has the name of one."""

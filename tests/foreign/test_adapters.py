@@ -236,3 +236,32 @@ def test_a_merged_adapter_is_refused_with_what_to_do(jobs):
     with pytest.warns(KaleDistWarning, match=r"call unmerge_adapter\(\) at the function's end"):
         jobs[0].result()
     assert not [name for name in model.state_dict() if "lora" in name]
+
+
+def test_a_model_of_peft_comes_back_whatever_order_its_names_have_in_another_process(jobs):
+    """PEFT keeps them in sets, whose order is another one in each process."""
+
+    def adds(model):
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.data.add_(1)
+
+    for targets in ("all-linear", ["q_proj", "v_proj", "k_proj", "o_proj"]):
+        model = peft.get_peft_model(
+            quick_starts.language_model(), peft.LoraConfig(**{**LORA, "target_modules": targets})
+        )
+        jobs.append(kd.launch(adds, model, number_of_processes=1))
+        jobs[-1].wait()
+        assert all((value == 1).all() for name, value in model.named_parameters() if "lora_B" in name)
+
+
+def test_a_base_of_another_dtype_gets_no_adapter(jobs):
+    def add(model):
+        peft.get_peft_model(model.float(), peft.LoraConfig(**LORA))
+
+    model = quick_starts.language_model().bfloat16()
+    names = list(model.state_dict())
+    jobs.append(kd.launch(add, model, number_of_processes=1))
+    with pytest.warns(KaleDistWarning, match="which is as it was"):
+        jobs[0].wait()
+    assert list(model.state_dict()) == names

@@ -563,3 +563,28 @@ def test_a_checkpoint_of_a_function_is_refused_at_once(jobs, tmp_path):
     with pytest.raises(ResultUnavailableError, match="was not started by distribute"):
         jobs[0].save(tmp_path / "model.pt", partial=True)
     jobs[0].cancel()
+
+
+class Loss(nn.Module):
+    """Holds the model, as those of sentence-transformers do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+def wraps(model, loss):
+    loss.model = nn.parallel.DistributedDataParallel(model)
+    loss.model(torch.ones(1, 2)).sum().backward()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(1)
+
+
+def test_a_part_in_ddp_comes_back_by_its_own_names(jobs):
+    model = nn.Linear(2, 2)
+    loss, before = Loss(model), model.weight.detach().clone()
+    jobs.append(kd.launch(wraps, model, loss, number_of_processes=2))
+    jobs[0].wait()
+    assert torch.equal(model.weight, before + 1)
+    assert loss.model is model

@@ -36,7 +36,14 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         folder: `output_dir` of transformers, `dirpath` of Lightning's ModelCheckpoint.
     """
     path = pathlib.Path(folder).expanduser()
-    return agreement.of_first(lambda: str(_of_transformers(path) or _of_lightning(path) or "")) or None
+    return agreement.of_first(lambda: _newest(path)) or None
+
+
+def _newest(folder: pathlib.Path) -> str:
+    found = _of_transformers(folder) or _of_lightning(folder)
+    if found is not None and context.context().in_job:
+        context.log(f"The newest whole checkpoint in {folder} is {found.name}")
+    return str(found or "")
 
 
 def _of_transformers(folder: pathlib.Path) -> pathlib.Path | None:
