@@ -139,8 +139,8 @@ class RunningAttempt:
         """Those that were asked to and have not answered."""
         self._saved: set[int] = set()
         """Those that have saved since they were last asked to."""
-        self._are_leaving = False
-        """Whether the ranks are ended after the save that they were asked for."""
+        self._leavers: set[int] = set()
+        """Those that were asked to save because they are ended then."""
         self._after_save: list[Callable[[], None]] = []
         self._grace_s = FAILURE_GRACE_S
         self._changed = asyncio.Event()
@@ -227,13 +227,14 @@ class RunningAttempt:
             are_leaving: Whether they are ended then: one that fails after it was asked to save has left.
         """
         self._saved.clear()
-        self._are_leaving = self._are_leaving or are_leaving
         # A rank at a breakpoint would save only when it has left it.
         if not self._savers or self.verdict is not None or any(rank.prompt for rank in self.ranks):
             then()
             return
         self._after_save.append(then)
         self._asked |= self._savers
+        if are_leaving:
+            self._leavers |= self._savers
         for rank in self._savers:
             self.ranks[rank].ask_to_save()
         self._site.loop.call_later(limit_s, self._give_up_saving, then)
@@ -245,6 +246,7 @@ class RunningAttempt:
             if self._after_save:
                 # It has begun only now.
                 self._asked.add(rank)
+                self._leavers |= {rank} if self._leavers else set()
                 self.ranks[rank].ask_to_save()
         elif not can:
             self._savers.discard(rank)
@@ -344,7 +346,7 @@ class RunningAttempt:
         has_failed = rank.done is not None and not rank.done.ok
         if rank.done is not None or rank.end is not None:
             # After the save that it was asked for, a rank may end by an exit code.
-            has_failed = has_failed and not (self._are_leaving and rank.rank in self._asked | self._saved)
+            has_failed = has_failed and rank.rank not in self._leavers
             self._note_saver(rank.rank, can=False)
         if rank.end is not None and rank.state in _ALIVE:
             if rank.done is None and self.verdict is None and self._can_lose(rank.rank):
