@@ -135,6 +135,7 @@ class SaveAtOneStep:
             asked, ahead = self._meet(asked, ahead)
         self._next = self._steps + ahead
         self.served += asked
+        _Scope.saves = max(_Scope.saves, self.served)
         self.is_saving = self.is_saving or bool(asked)
         return bool(asked)
 
@@ -166,7 +167,6 @@ class SaveAtOneStep:
         """This rank has written all of its part. Once its other trainings have, too, the agent may end it."""
         if self.is_saving:
             self.is_saving = False
-            _Scope.saves = max(_Scope.saves, self.served)
             if all(one.served >= _Scope.saves and not one.is_saving for one in _Scope.savers):
                 context.can_save(has_saved=True)
 
