@@ -145,9 +145,10 @@ class GivenModels:
             state = copy.copy(given)
             state.clear()
             own = dict(_tensors(self._given.model))
-            problem = self._given.problem()
+            problem, wrapped = self._given.problem(), self._given.wrapped()
             for its_name, one in {} if problem else given.items():
-                name = self._given.plain(its_name)
+                start = next(filter(its_name.startswith, wrapped), "")
+                name = start.removesuffix("module.") + its_name.removeprefix(start)
                 # Each rank has a part of weights that `fully_shard` or `parallelize_module` has divided.
                 whole = one.full_tensor() if hasattr(one, "full_tensor") else one
                 if not hasattr(whole, "detach"):
@@ -171,24 +172,9 @@ class GivenModels:
             value=value,
             model_state={} if problem else state,
             is_trained=is_trained,
-            adapters=tuple(self._adapters()),
+            adapters=tuple(_adapters(self._given.model)),
             problem=problem,
         )
-
-    def _adapters(self) -> Iterator[Adapter]:
-        found: dict[int, tuple[str, Any]] = {}
-        for place, module in self._given.model.named_modules() if self._given is not None else ():
-            # A PeftModel, its tuner and the model in it have one object.
-            if isinstance(configs := getattr(module, "peft_config", None), dict):
-                found.setdefault(id(configs), (place, module))
-        for place, module in found.values():
-            # Layers of PEFT have a list; models of transformers a method of this name.
-            lists = (getattr(part, "active_adapters", None) for part in module.modules())
-            active = {name for names in lists if isinstance(names, list) for name in names}
-            for name, config in module.peft_config.items():
-                with contextlib.suppress(AttributeError, TypeError, ValueError):
-                    written = json.dumps(config.to_dict(), default=list)
-                    yield Adapter(place=place, name=name, config=written, is_active=name in active)
 
 
 class _Arrived:
@@ -202,14 +188,14 @@ class _Arrived:
         for name, tensor in _tensors(model):
             self._known[name] = self._known[id(tensor)] = _place(tensor, loaded)
 
-    def plain(self, name: str) -> str:
-        """A name of the model's state dict without what DistributedDataParallel adds, into which a function has put a part."""
+    def wrapped(self) -> list[str]:
+        """What names begin with of parts that the function has put into DistributedDataParallel, up to the `module.` that it adds."""
         import torch
 
-        for place, module in self.model.named_modules():
-            if isinstance(module, torch.nn.parallel.DistributedDataParallel) and name.startswith(f"{place}.module."):
-                return f"{place}.{name.removeprefix(f'{place}.module.')}"
-        return name
+        found = self.model.named_modules()
+        return [
+            f"{place}.module." for place, part in found if isinstance(part, torch.nn.parallel.DistributedDataParallel)
+        ]
 
     def has_met(self, name: str, own: Any) -> bool:
         """Whether a parameter or buffer is one that arrived, or has the name of one."""
@@ -253,6 +239,23 @@ class _Arrived:
             ):
                 return f"{name} is divided over ranks by FSDP 1 or DeepSpeed, which gather it only when asked to"
         return ""
+
+
+def _adapters(model: Any) -> Iterator[Adapter]:
+    """The adapters of PEFT in a model, each once."""
+    found: dict[int, tuple[str, Any]] = {}
+    for place, module in model.named_modules():
+        # A PeftModel, its tuner and the model in it have one object.
+        if isinstance(configs := getattr(module, "peft_config", None), dict):
+            found.setdefault(id(configs), (place, module))
+    for place, module in found.values():
+        # Layers of PEFT have a list; models of transformers a method of this name.
+        lists = (getattr(part, "active_adapters", None) for part in module.modules())
+        active = {name for names in lists if isinstance(names, list) for name in names}
+        for name, config in module.peft_config.items():
+            with contextlib.suppress(AttributeError, TypeError, ValueError):
+                written = json.dumps(config.to_dict(), default=list)
+                yield Adapter(place=place, name=name, config=written, is_active=name in active)
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
