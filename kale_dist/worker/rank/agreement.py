@@ -185,7 +185,7 @@ def leaving() -> bool:
 
     It is True in all ranks at the same step, about a second after a cancel, `timeout_s`, or SIGTERM for one of the job's pods; later if steps
     take longer, or have become much slower. Your next call, or the end of your function, says that the rank has saved; all have to within
-    `grace_s`. Go on, or return: an exit code is taken for a failure. It costs a comparison, and every second a message to rank 0's machine.
+    `grace_s`. Go on, or return: an exit code is taken for a failure. It costs a comparison, and every second a message to rank 0's machine::
 
         for step, batch in enumerate(loader):
             ...
