@@ -42,6 +42,9 @@ _UNPREPARED = (
 )
 
 
+_SPLIT_BY_NODE = "_distributed"
+"""Where a stream of the package `datasets` keeps of which rank it is the part."""
+
 _AN_OPTIMIZER = "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
 _SEVERAL = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
 _A_LOADER = "Make one: DataLoader(dataset, batch_size=32)"
@@ -310,6 +313,8 @@ def _check_loader(argument: str, loader: Any) -> None:
     if hasattr(loader, "__next__"):
         problem = f"{show(loader)} is an iterator, which can be read only once and on one process"
         raise ConfigError(argument, problem, "Pass the DataLoader itself, without iter() or enumerate()")
+    if isinstance(loader, Dataset) or type(loader).__module__.startswith("datasets."):
+        raise ConfigError(argument, f"{show(loader)} is a dataset", "Wrap it: DataLoader(dataset, batch_size=32)")
     arrays = loader if isinstance(loader, list | tuple) else [loader]
     if arrays and all(getattr(array, "shape", ()) for array in arrays):
         names = "X" if len(arrays) == 1 else "X, y"
@@ -320,8 +325,6 @@ def _check_loader(argument: str, loader: Any) -> None:
     if isinstance(loader, list | tuple):
         remedy = "Make one of it: DataLoader(the_list, batch_size=32) for samples, batch_size=None for ready batches"
         raise ConfigError(argument, f"it is a {type(loader).__name__}, not a torch.utils.data.DataLoader", remedy)
-    if isinstance(loader, Dataset):
-        raise ConfigError(argument, f"{show(loader)} is a dataset", "Wrap it: DataLoader(dataset, batch_size=32)")
     kind = type(loader)
     shown = f"it is a {kind.__module__}.{kind.__name__}, which" if kind.__name__ == "DataLoader" else show(loader)
     raise ConfigError(argument, f"{shown} is not a torch.utils.data.DataLoader", _A_LOADER)
@@ -341,12 +344,23 @@ def _check_made_loader(argument: str, loader: Any) -> None:
         problem = f"{name} keeps an iterator of its own ({kept[0]!r}), whose data cannot be divided over processes"
         remedy = "Pass a plain DataLoader; persistent_workers=True keeps its workers from one epoch to the next"
         raise ConfigError(argument, problem, remedy)
+    if getattr(loader.dataset, _SPLIT_BY_NODE, None) is not None:
+        problem = (
+            "split_dataset_by_node has given its dataset the part of one rank, and each rank would read a share of that"
+        )
+        remedy = (
+            "Leave the split out: the data is divided over the ranks. Or make it in the ranks, of kd.context().rank"
+        )
+        raise ConfigError(argument, problem, remedy)
     if isinstance(loader.dataset, IterableDataset):
         return
     try:
         batches, samples = len(loader), len(loader.dataset)
     except (TypeError, NotImplementedError, OverflowError):
         return  # Its sampler or dataset has no length.
+    except ValueError as error:
+        remedy = "Use a sampler that has one, such as PyTorch Geometric's DynamicBatchSampler with num_steps="
+        raise ConfigError(argument, f"it has no length: {str(error).rstrip('.')}", remedy) from error
     if not batches and samples and loader.drop_last:
         problem = f"drop_last=True leaves no batch: {samples:,} samples are fewer than one batch of {loader.batch_size}"
         raise ConfigError(argument, problem, "Use a smaller batch size, or drop_last=False")
@@ -400,6 +414,10 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_mad
         raise ConfigError("optimizer", problem, remedy if within else _AN_OPTIMIZER)
     if _is_prepared(optimizer):
         raise ConfigError("optimizer", f"it is an {type(optimizer).__name__}, prepared by Accelerate", _UNPREPARED)
+    if any(kind.__module__.startswith("opacus.") for kind in type(optimizer).__mro__):
+        problem = f"it is Opacus' {type(optimizer).__name__}: the privacy that ranks spend would not be counted, and their noise is too much"
+        remedy = "Run the loop with launch(), where make_private gets the model in Opacus' DifferentiallyPrivateDistributedDataParallel"
+        raise ConfigError("optimizer", problem, remedy)
     if is_ready_made and isinstance(optimizer, torch.optim.LBFGS):
         problem = "LBFGS computes the loss several times in a step, and the ready-made train_step does it once"
         raise ConfigError("optimizer", problem, "Write a train_step that calls optimizer.step(closure)")

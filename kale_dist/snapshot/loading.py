@@ -317,11 +317,13 @@ def _load(
         except (ImportError, AttributeError) as error:
             if isinstance(error, ModuleNotFoundError) and error.name == "torch":
                 raise ContractError("The image has no torch. Give one that has, with image=") from error
+            here, sent = (torch_version(), cloudpickle.__version__), (manifest["torch"], manifest["cloudpickle"])
+            versions = f" (torch {sent[0]}, cloudpickle {sent[1]}; here torch {here[0]}, cloudpickle {here[1]})"
             raise SnapshotError(
                 f"The snapshot of {manifest['label']} cannot be loaded in the rank: {error}. What it uses has to be "
-                f"there in the notebook's versions (torch {manifest['torch']}, cloudpickle {manifest['cloudpickle']}; "
-                f"here torch {torch_version()}, cloudpickle {cloudpickle.__version__}). In pods and containers, "
-                "packages='auto' adds to the image what the call imports."
+                f"there in the notebook's versions{versions * (here != sent)}: in pods and containers, packages='auto' adds to "
+                "the image what the call imports. If copy.deepcopy() of an argument fails in the notebook too, its class "
+                "cannot be sent: make that object in the function or step."
             ) from error
     storages = {storage: tuple(manifest["storages"][index]) for storage, index in surroundings.made.items()}
     return Loaded(fn=fn, args=args, kwargs=kwargs, references=references, storages=storages)

@@ -129,25 +129,31 @@ class Settings(abc.ABC):
         """A rank's layout. Pure: each rank knows the layouts of all."""
 
 
+ALL_WEIGHTS = ("LBFGS", "Prodigy", "DAdapt")
+"""What the names of optimizers begin with that take a number of all weights at once; others are noticed after a few steps."""
+WHOLE_WEIGHTS = ("Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "Lars", "LARS")
+"""The same of those that need a whole weight."""
+
+
 def refuse_optimizers(given: Conditions, kinds: Iterable[str], problem: str) -> None:
     """Refuse optimizers of some classes and of their subclasses.
 
     Args:
         given: The call.
-        kinds: The classes' names.
+        kinds: What the classes' names begin with.
         problem: Why ranks cannot use them, as it follows the optimizer's name in the message.
 
     Raises:
         ConfigError: The call has such an optimizer.
     """
     for optimizer in given.optimizers:
-        if any(base.__name__ in kinds for base in type(optimizer).__mro__):
+        if any(base.__name__.startswith(tuple(kinds)) for base in type(optimizer).__mro__):
             problem = f"{type(optimizer).__name__} {problem}"
             raise ConfigError("strategy", problem, "Use an optimizer such as AdamW, or strategy='ddp'")
 
 
 def refuse_norms(word: str, given: Conditions) -> None:
-    """Refuse SAM and its kin, whose first step takes the norm of all gradients.
+    """Refuse SAM and its kin, whose first step takes the norm of all gradients, and optimizers that clip by it.
 
     Raises:
         ConfigError: The call has such an optimizer.
@@ -158,6 +164,11 @@ def refuse_norms(word: str, given: Conditions) -> None:
                 f"{type(optimizer).__name__} takes the norm of all gradients, and with {word!r} each rank has a part"
             )
             raise ConfigError("strategy", problem, "Use strategy='ddp' or 'fsdp'")
+        if any(group.get("max_grad_norm") for group in optimizer.param_groups):
+            problem = (
+                f"{type(optimizer).__name__} clips by the norm of all gradients, and with {word!r} each rank has a part"
+            )
+            raise ConfigError("strategy", problem, "Set max_grad_norm=0, and pass clip_norm= to the call")
 
 
 def refuse_closures(word: str, given: Conditions) -> None:

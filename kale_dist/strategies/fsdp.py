@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_optimizers, refuse_sparse
+from kale_dist.strategies.base import (
+    ALL_WEIGHTS,
+    WHOLE_WEIGHTS,
+    Conditions,
+    Layout,
+    Settings,
+    check_flags,
+    refuse_optimizers,
+    refuse_sparse,
+)
 from kale_dist.strategies.tensor import check_precision, fitting_names, parameters_of
 from kale_dist.wording import closest
 
@@ -89,6 +98,9 @@ def check_fsdp(units: Any, given: Conditions) -> None:
         if type(parameter).__name__ == "UninitializedParameter":
             remedy = "Call the model once before, so that lazy modules get their shapes"
             raise ConfigError("strategy", f"{name} has no shape yet, and fsdp cannot divide it", remedy)
+        if not parameter.is_contiguous():
+            remedy = "Call model.to(memory_format=torch.contiguous_format), or use strategy='ddp'"
+            raise ConfigError("strategy", f"{name} is not contiguous, and fsdp divides only what is", remedy)
         if not parameter.dim():
             remedy = f"Make it a vector of one element: {name} = nn.Parameter(value.reshape(1))"
             raise ConfigError("strategy", f"{name} has no dimensions, and fsdp divides the first one", remedy)
@@ -96,8 +108,9 @@ def check_fsdp(units: Any, given: Conditions) -> None:
     if len(dtypes) > 1:
         problem = f"the model's weights have several dtypes ({', '.join(sorted(dtypes))}), and fsdp takes one"
         raise ConfigError("strategy", problem, "Convert it (model.float()), and use precision='bf16'")
-    # Others that use a whole weight, such as Muon, get whole sums of torch's DTensor.
-    refuse_optimizers(given, ("Adafactor", "LBFGS"), "needs whole weights, and each rank has a part of them")
+    # These two are made of operations that torch's DTensor has.
+    refused = {*ALL_WEIGHTS, *WHOLE_WEIGHTS} - {"Prodigy", "Muon"}
+    refuse_optimizers(given, refused, "needs whole weights, and each rank has a part of them")
     refuse_sparse("fsdp", given)
     own = {id(parameter) for parameter in parameters.values()}
     if any(id(p) not in own for group in given.optimizer.param_groups for p in group["params"]):

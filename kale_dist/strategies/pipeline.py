@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
 from kale_dist.strategies.base import (
+    ALL_WEIGHTS,
     Conditions,
     Layout,
     Settings,
@@ -100,7 +101,7 @@ class Pipeline(Settings):
                 f"{found} takes its statistics from the whole batch, and would see {self.micro_batches} parts of it"
             )
             raise _refusal(problem, "Use micro_batches=1, or GroupNorm in the place of BatchNorm")
-        refuse_optimizers(given, ("LBFGS",), "needs the gradient of the whole model at once")
+        refuse_optimizers(given, ALL_WEIGHTS, "looks at all weights at once, and each rank has a part of them")
         refuse_norms("pipeline", given)
         if given.precision == "fp16":
             problem = "precision='fp16' skips steps by the gradients of each stage, which then disagree"

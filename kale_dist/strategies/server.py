@@ -7,13 +7,14 @@ from typing import ClassVar, Literal
 
 from kale_dist.errors import ConfigError
 from kale_dist.strategies.base import (
+    ALL_WEIGHTS,
     Conditions,
     Layout,
     Settings,
     check_flags,
     refuse_choice,
-    refuse_closures,
     refuse_count,
+    refuse_optimizers,
     refuse_sparse,
 )
 
@@ -86,7 +87,7 @@ class ParameterServer(Settings):
                 "'fp16' leaves out steps whose gradients overflow, and the servers would wait for them",
                 "Use precision='bf16', or another strategy",
             )
-        refuse_closures(self.word, given)
+        refuse_optimizers(given, ALL_WEIGHTS, "looks at all weights at once, and servers step them one by one")
         refuse_sparse(self.word, given)
 
     @property

@@ -8,14 +8,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_norms, refuse_optimizers
+from kale_dist.strategies.base import (
+    ALL_WEIGHTS,
+    WHOLE_WEIGHTS,
+    Conditions,
+    Layout,
+    Settings,
+    check_flags,
+    refuse_norms,
+    refuse_optimizers,
+)
 from kale_dist.wording import closest
 
 WORDS = ("alone", "columns", "columns/3", "rows", "whole")
 """The words of a plan for a Linear or Embedding."""
-
-_TOGETHER = ("Adafactor", "Muon", "LBFGS", "Shampoo", "SOAP", "Lamb", "LAMB", "Lars", "LARS")
-"""Optimizers whose update of an element depends on the rest of its weight, which a rank does not have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +114,8 @@ def check_tensor(plan: Any, given: Conditions, degree: int, settings: str = "Ten
         remedy = "Give number_of_processes=2 or more, or leave strategy out"
         raise ConfigError("strategy", f"weights cannot be divided over {degree} process", remedy)
     check_precision(given)
-    refuse_optimizers(given, _TOGETHER, "updates a weight as a whole, and each rank has a part of it")
+    refuse_optimizers(given, ALL_WEIGHTS, "looks at all weights at once, and each rank has a part of them")
+    refuse_optimizers(given, WHOLE_WEIGHTS, "updates a weight as a whole, and each rank has a part of it")
     refuse_norms("tensor", given)
     named = given.model.items() if isinstance(given.model, dict) else [("", given.model)]
     modules = {

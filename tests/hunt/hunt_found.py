@@ -18,12 +18,12 @@ class Found:
 
 KNOWN = (
     Found(
-        "step=clips-values strategy=server|server-2|server-backup",
-        "the page of parameter servers says that values are clipped before the mean over workers",
+        "step=clips-values|clips-by-hand strategy=server|server-2|server-backup",
+        "the page of parameter servers says that a step's own clipping comes before the mean over workers",
     ),
     Found(
-        "step=copy strategy=fsdp|fsdp-whole|mesh-fsdp-tensor",
-        "torch refuses to copy its FSDP modules, in its own words",
+        "optimizer=distance strategy=server|server-2|server-backup",
+        "the page of parameter servers says that optimizers have to work tensor by tensor; known ones are refused by name",
     ),
     Found(
         "model=functional-head strategy=tensor|mesh-data-tensor|mesh-fsdp-tensor",

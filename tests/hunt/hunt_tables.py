@@ -16,7 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -167,6 +169,20 @@ class Attention(Net):
         return self.head(self.blocks(self.words(x) + self.places, mask=mask))
 
 
+class Checkpointed(Net):
+    """A method of the model is computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.hidden, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, CLASSES)
+
+    def block(self, x):
+        return torch.tanh(self.hidden(x))
+
+    def forward(self, x):
+        return self.head(checkpoint(self.block, self.first(x), use_reentrant=False))
+
+
 class Convolution(Net):
     def __init__(self):
         super().__init__()
@@ -206,6 +222,7 @@ MODELS: dict[str, Callable[[], Net]] = {
     "frozen": Frozen,
     "lstm": Recurrent,
     "attention": Attention,
+    "checkpointed": Checkpointed,
     "convolution": Convolution,
     "own-parameters": OwnParameters,
     "sparse-embedding": lambda: Layers(nn.Embedding(WORDS, 8, sparse=True), nn.Linear(8, WORDS), data="words"),
@@ -353,6 +370,20 @@ class Own(torch.optim.Optimizer):
                     p.data.add_(mean, alpha=-group["lr"])
 
 
+class Distance(torch.optim.Optimizer):
+    """How far it goes depends on all gradients so far, as in Prodigy."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "distance": 0.1})
+
+    def step(self):
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            group["distance"] += sum(p.grad.norm().item() for p in trained)
+            for p in trained:
+                p.data.add_(p.grad, alpha=-group["lr"] / group["distance"])
+
+
 def two_groups(model):
     parameters = list(model.parameters())
     groups = [{"params": parameters[:1], "lr": 0.01}, {"params": parameters[1:]}]
@@ -385,6 +416,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "only-trainable": lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2),
     "lbfgs": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2),
     "own": lambda model: Own(model.parameters()),
+    "distance": lambda model: Distance(model.parameters()),
     "sam": lambda model: Sam(model.parameters(), torch.optim.SGD, lr=0.2, momentum=0.5),
 }
 
@@ -430,6 +462,38 @@ def clips_norm(model, x, y, criterion, optimizer, args):
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.3)
     optimizer.step()
+    return loss
+
+
+def clips_by_hand(model, x, y, criterion, optimizer, args):
+    optimizer.zero_grad()
+    loss = criterion(model(x), y)
+    loss.backward()
+    trained = [p for p in model.parameters() if p.grad is not None]
+    factor = 0.1 / (sum(p.grad.norm(2).item() ** 2 for p in trained) ** 0.5 + 1e-6)
+    for p in trained:
+        p.grad.data.mul_(min(factor, 1))
+    optimizer.step()
+    return loss
+
+
+def gathers(model, x, y, criterion, optimizer, args):
+    """Shows the loss of all ranks, as scripts that were written for torchrun do."""
+    loss = plain(model, x, y, criterion, optimizer, args)
+    if dist.is_initialized():
+        dist.all_reduce(shown := loss.detach().clone())
+        everyone = [torch.zeros_like(shown) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, shown)
+    return loss
+
+
+def averages(model, x, y, criterion, optimizer, args):
+    """Keeps a moving average of the weights in a copy of the model."""
+    loss = plain(model, x, y, criterion, optimizer, args)
+    twin = args.setdefault("twin", copy.deepcopy(model)) if isinstance(args, dict) else copy.deepcopy(model)
+    with torch.no_grad():
+        for kept, p in zip(twin.parameters(), model.parameters(), strict=True):
+            kept.lerp_(p, 0.1)
     return loss
 
 
@@ -593,7 +657,10 @@ STEPS: dict[str, Callable[..., Any]] = {
     "plain": of_batch(plain),
     "clears-afterwards": of_batch(clears_afterwards),
     "clips-norm": of_batch(clips_norm),
+    "clips-by-hand": of_batch(clips_by_hand),
     "clips-values": of_batch(clips_values),
+    "gathers": of_batch(gathers),
+    "averages": of_batch(averages),
     "closure": of_batch(closure),
     "backward-twice": of_batch(backward_twice),
     "sets-gradients": of_batch(sets_gradients),

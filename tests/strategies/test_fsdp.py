@@ -185,6 +185,87 @@ def test_a_step_sees_its_own_model_in_parts_and_captured_weights_are_nan():
     }
 
 
+NUMBERS = {
+    "norm(2).item()": lambda ps: sum(p.grad.norm(2).item() ** 2 for p in ps) ** 0.5,
+    "stack of norms": lambda ps: torch.norm(torch.stack([p.grad.detach().norm(2) for p in ps]), 2).item(),
+    "abs().sum().item()": lambda ps: sum(p.grad.abs().sum().item() for p in ps),
+    "float(pow(2).sum())": lambda ps: sum(float(p.grad.pow(2).sum()) for p in ps),
+    "sum of sums": lambda ps: sum(p.grad.pow(2).sum() for p in ps).item(),
+    "dot": lambda ps: sum(torch.dot(p.grad.flatten(), p.data.flatten()).item() for p in ps),
+    "dot of slices": lambda ps: sum(torch.dot(p.grad.flatten()[::1], (p.data - 1).flatten()[::1]).item() for p in ps),
+    "max": lambda ps: max(p.abs().max().item() for p in ps),
+    "mean": lambda ps: sum(p.mean().item() for p in ps),
+    "std": lambda ps: sum(p.std().item() for p in ps),
+    "var": lambda ps: sum(p.grad.var().item() for p in ps),
+    "share of zeros": lambda ps: sum((p.grad.abs() < 1e-2).double().mean().item() for p in ps),
+    "count": lambda ps: sum((p.grad.abs() > 1e-2).sum().item() for p in ps),
+    "int": lambda ps: float(sum(int((p > 0).sum()) for p in ps)),
+    "numel": lambda ps: float(sum(p.numel() for p in ps)),
+    "norm of cat": lambda ps: torch.cat([p.grad.flatten() for p in ps]).norm().item(),
+    "parameters_to_vector": lambda ps: nn.utils.parameters_to_vector(ps).norm().item(),
+    "largest": lambda ps: max(torch.linalg.vector_norm(p.grad, float("inf")).item() for p in ps),
+    "get_total_norm": lambda ps: nn.utils.get_total_norm([p.grad for p in ps]).item(),
+    "foreach": lambda ps: sum(x.item() for x in torch._foreach_norm([p.grad for p in ps])),
+    "norm of weights": lambda ps: sum(p.data.norm().item() for p in ps),
+    "sum of weights": lambda ps: sum(p.sum().item() for p in ps),
+    "if": lambda ps: float(sum(1 for p in ps if (p.grad > 0.05).any())),
+    "median": lambda ps: sum(p.median().item() for p in ps),
+    "topk": lambda ps: sum(p.grad.flatten().topk(2).values.sum().item() for p in ps),
+    "element": lambda ps: ps[0][0, 0].item(),
+    "row": lambda ps: ps[0][5].sum().item(),
+}
+"""What steps read of weights and gradients, as numbers."""
+
+
+def reads_numbers_and_clips(model, data, criterion, optimizer, device, args):
+    """Reads all of `NUMBERS`, and clips as one does by hand."""
+    for x, y in data:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        weights = list(model.parameters())
+        found = {name: read(weights) for name, read in NUMBERS.items()}
+        factor = 0.1 / (sum(p.grad.data.norm(2).item() ** 2 for p in weights) ** 0.5 + 1e-6)
+        for p in weights:
+            p.grad.data.mul_(min(factor, 1))
+        optimizer.step()
+    return found
+
+
+def in_a_rank_reading_numbers(strategy):
+    model = Stack().double()
+    made = loader(16).dataset
+    data = DataLoader(TensorDataset(made.tensors[0].double(), made.tensors[1]), 4 if strategy else 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if strategy is None:
+        return reads_numbers_and_clips(model, data, nn.CrossEntropyLoss(), optimizer, None, None), model.state_dict()
+    from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.settings import Training
+
+    seen = {}
+
+    def step(*given):
+        seen.update(reads_numbers_and_clips(*given))
+
+    result = train(
+        Training(
+            model=model, train_data_loader=data, criterion=nn.CrossEntropyLoss(), optimizer=optimizer,
+            train_step=step, strategy=strategy,
+        )
+    )  # fmt: skip
+    return seen, result.model_state
+
+
+def test_numbers_that_a_step_reads_are_those_of_the_whole_model():
+    expected, weights = in_a_rank_reading_numbers(None)
+    (first, state), (second, _) = launched(in_a_rank_reading_numbers, FSDP(units=("layers.*",)))
+    assert first == second == pytest.approx(expected)
+    for name, value in weights.items():
+        torch.testing.assert_close(state[name], value)
+    from torch.distributed.tensor import DTensor
+
+    assert torch.ops.aten._local_scalar_dense.default not in DTensor._op_dispatcher._custom_op_handlers
+
+
 def differ(kind):
     """Runs in a rank: ranks do different things; gives the error."""
     import os
@@ -221,6 +302,52 @@ def test_ranks_that_differ_get_an_error_in_words(kind, words):
     assert words in said
 
 
+def copies_the_model(model, data, *_):
+    import copy
+
+    for _batch in data:
+        copy.deepcopy(model)
+
+
+def averages_with_whole_tensors(model, data, *_):
+    kept = [torch.zeros(p.shape) for p in model.parameters()]
+    for _batch in data:
+        with torch.no_grad():
+            for mean, p in zip(kept, model.parameters(), strict=True):
+                mean.sub_(0.1 * (mean - p))
+
+
+def reads_arrays(model, data, *_):
+    for _batch in data:
+        next(model.parameters()).detach().numpy()
+
+
+def reads_whole_arrays(model, data, *_):
+    for _batch in data:
+        found = next(model.parameters()).detach().full_tensor().numpy().shape
+    assert found == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("step", "remedy"),
+    [
+        (copies_the_model, "callbacks=[kd.callbacks.EMA()]"),
+        (averages_with_whole_tensors, "callbacks=[kd.callbacks.EMA()]"),
+        (reads_arrays, ".full_tensor()"),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_torchs_errors_about_parts_get_a_remedy(step, remedy):
+    with pytest.raises(JobFailedError) as caught:
+        launched(fit, step, FSDP())
+    assert remedy in str(caught.value)
+
+
+def test_the_remedies_train():
+    launched(fit, None, FSDP(), None)
+    launched(fit, reads_whole_arrays, FSDP(), None)
+
+
 def call(model=None, strategy=None, **options):
     """A call that is refused before anything starts."""
     model = model or WithLoss()
@@ -236,6 +363,10 @@ def call(model=None, strategy=None, **options):
         on="local",
         **options,
     )
+
+
+class Lamb(torch.optim.SGD):
+    """By its name one that needs whole weights."""
 
 
 def with_scalar():
@@ -278,6 +409,7 @@ def tied():
         lambda: FSDP(units=()),
         lambda: FSDP(compile="yes"),
         lambda: FSDP(plan={}),
+        lambda: call(model := WithLoss(), optimizer=Lamb(model.parameters())),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_at_the_call(make, refusal):

@@ -6,7 +6,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
+from kale_dist.errors import JobFailedError
 from kale_dist.strategies import Gossip, LocalSGD, ParameterServer
+from kale_dist.worker.training import supervised
 
 
 def own_step(model, data_loader, criterion, optimizer, device, args):
@@ -63,6 +65,70 @@ def test_a_norm_of_all_gradients_needs_all_of_them(strategy, refusal):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     refusal(lambda: call(strategy, 2, make=TwoSteps, model=model))
     call("fsdp", 2, make=TwoSteps, model=nn.Linear(3, 2))
+
+
+class ClippingSgd(torch.optim.SGD):
+    """As Adan and LAMB have it."""
+
+    def __init__(self, parameters, max_grad_norm=1.0):
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["max_grad_norm"] = max_grad_norm
+
+
+class ProdigyOfOurs(torch.optim.SGD):
+    """By its name a kind of Prodigy."""
+
+
+class OwnDistance(torch.optim.SGD):
+    """A learning rate of all gradients, which its name does not tell."""
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        norms = [p.grad.norm().item() for p in group["params"] if p.grad is not None]
+        group["distance"] = group.get("distance", 0) + sum(norms)
+        group["lr"] = 0.1 / group["distance"]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
+@pytest.mark.parametrize("make", [ClippingSgd, ProdigyOfOurs], ids=lambda make: make.__name__)
+def test_optimizers_that_look_at_all_weights_are_refused(strategy, make, refusal):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    refusal(lambda: call(strategy, 2, make=make, model=model))
+    call(strategy, 2, make=lambda p: ClippingSgd(p, max_grad_norm=0), model=model)
+    call("ddp", 2, make=make, model=nn.Linear(3, 2))
+
+
+def trained_by_distance(strategy):
+    """Weights after a training by `OwnDistance`; alone without a strategy."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    data = TensorDataset(torch.randn(32, 3).double(), torch.arange(32) % 2)
+    optimizer, criterion = OwnDistance(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    if strategy is None:
+        supervised.train_epoch(model, DataLoader(data, 4), criterion, optimizer, "cpu", None)
+    else:
+        batch = 4 if strategy in ("tensor", "pipeline") else 2
+        job = kd.distribute(
+            model, DataLoader(data, batch), criterion, optimizer, strategy=strategy, number_of_processes=2, on="local"
+        )
+        try:
+            job.result()
+        finally:
+            job.delete()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
+def test_an_unknown_optimizer_that_looks_at_all_weights_fails_in_its_first_steps(strategy):
+    with pytest.raises(JobFailedError, match=r"OwnDistance computes 'distance' of all weights.*strategy='ddp'"):
+        trained_by_distance(strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_it_trains_where_its_numbers_are_those_of_all_weights(strategy):
+    for found, expected in zip(trained_by_distance(strategy), trained_by_distance(None), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_servers_do_not_leave_out_steps(refusal):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from fake_backend import FakeBackend
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import kale_dist
 from kale_dist import strategies
@@ -120,6 +120,25 @@ class Restless(DataLoader):
         self.iterator = super().__iter__()
 
 
+class Endless:
+    """A batch sampler that cannot tell its length, as PyTorch Geometric's."""
+
+    def __iter__(self):
+        return iter([[0], [1]])
+
+    def __len__(self):
+        raise ValueError("The length of 'Endless' is undefined.")
+
+
+class OneRanksPart(IterableDataset):
+    """As `split_dataset_by_node` makes one."""
+
+    _distributed = object()
+
+    def __iter__(self):
+        return iter([1, 2])
+
+
 def prepared(kind, base):
     """A class as Accelerate makes it of another."""
     return type(kind, (base,), {"__module__": "accelerate.data_loader"})
@@ -135,6 +154,9 @@ def prepared(kind, base):
         lambda: DataLoader([], batch_size=2),
         lambda: DataLoader([1, 2, 3], batch_size=4, drop_last=True),
         lambda: prepared("DataLoaderShard", DataLoader)([1, 2]),
+        lambda: DataLoader([1, 2], batch_sampler=Endless()),
+        lambda: DataLoader(OneRanksPart()),
+        type("Dataset", (), {"__module__": "datasets.arrow_dataset", "shape": (16, 2)}),
     ],
 )
 def test_a_loader_that_cannot_be_divided_is_refused_with_a_remedy(make, refused_training):
@@ -145,6 +167,12 @@ def test_an_optimizer_that_accelerate_has_prepared_is_refused(refused_training):
     net = Net()
     optimizer = prepared("AcceleratedOptimizer", torch.optim.SGD)(net.parameters(), lr=0.1)
     assert refused_training(model=net, optimizer=optimizer).argument == "optimizer"
+
+
+def test_an_optimizer_of_opacus_is_refused(refused_training):
+    net = Net()
+    private = type("DPOptimizer", (torch.optim.SGD,), {"__module__": "opacus.optimizers.optimizer"})
+    assert refused_training(model=net, optimizer=private(net.parameters(), lr=0.1)).argument == "optimizer"
 
 
 class ItsOwnLoss(Net):

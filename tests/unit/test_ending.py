@@ -56,6 +56,12 @@ def test_the_first_cause_is_found(failures, rank, cause):
             "memory ran out (its container has a limit of 2.0 GiB)",
         ),
         (died(2, signal="SIGSEGV", tail=["a", "b"]), 'SIGSEGV. Its last lines: "a / b"'),
+        (
+            died(
+                1, signal="SIGABRT", tail=["[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 84 vs 72."]
+            ),
+            "drop_last=True",
+        ),
         (died(2, signal="SIGKILL", reason="the forkserver went"), "because the forkserver went"),
         (died(2, signal="SIGKILL", reason="the forkserver went", memory_limit="a limit of 0.2 GiB"), "memory ran out"),
         (died(2, reason="the forkserver went", memory_limit="a limit of 0.2 GiB"), "memory ran out"),

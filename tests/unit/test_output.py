@@ -90,6 +90,13 @@ def test_a_bar_that_clears_itself_leaves_no_empty_line(written):
     assert written.texts == [" 1%", "loss 3.4", " 2%"]
 
 
+def test_the_last_lines_of_a_crash_are_those_before_pythons_stacks(written):
+    cutter = LineCutter(Stream.STDERR)
+    cutter.feed(b"before\nterminate called\n  what(): 84 vs 72\nFatal Python error: Aborted\n\nThread 0x1:\n")
+    cutter.feed(b"  File 1\nExtension modules: torch._C\n")
+    assert cutter.tail == ("terminate called", "  what(): 84 vs 72", "Fatal Python error: Aborted")
+
+
 def test_a_bar_shows_about_five_states_a_second(written):
     cutter = LineCutter(Stream.STDERR)
     start = time.monotonic()

@@ -776,6 +776,17 @@ def test_fsdp_write_data(divided):
     assert len(written) == 1, "DTensor.data cannot be replaced any more"
 
 
+def test_fsdp_read_scalars(divided):
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    scalar, read = torch.ops.aten._local_scalar_dense.default, []
+    handlers[scalar] = lambda op, args, kwargs: read.append(args) or op(args[0].full_tensor())
+    try:
+        assert divided.sum().item() == 2, "DTensor reads numbers otherwise than by aten._local_scalar_dense"
+    finally:
+        del handlers[scalar]
+    assert len(read) == 1, "DTensor takes no handler for an operation any more"
+
+
 @pytest.fixture
 def sharded(group):
     """A layer under `fully_shard`, over one rank."""

@@ -87,9 +87,11 @@ def _describe(rank: Rank) -> Verdict:
     else:
         what = f"ended with exit code {end.exit_code} before its function returned (os._exit, or an exit in C code)"
     last = f'. Its last lines: "{" / ".join(end.tail)}"' if end.tail else ", without a line of output"
-    remedy = (
-        ". Ask for more memory, or use less (smaller batches, fewer DataLoader workers)" if end.memory_limit else ""
-    )
+    remedy = ""
+    if end.memory_limit:
+        remedy = ". Ask for more memory, or use less (smaller batches, fewer DataLoader workers)"
+    elif fault := _fault_of(rank):
+        remedy = f". {fault.sentence}. {fault.remedy}"
     reason = f"Rank {rank.rank} {what}{last}{remedy}"
     return Verdict(StateName.FAILED, FailureCause.DIED, reason, rank=rank.rank, may_restart=not end.memory_limit)
 

@@ -1,4 +1,4 @@
-"""Explains errors of CUDA, cuDNN, NCCL and shared memory: one sentence and a remedy for each, and what a job may do about it.
+"""Explains errors of CUDA, cuDNN, NCCL, gloo and shared memory: one sentence and a remedy for each, and what a job may do about it.
 
 An entry is recognised by the text of an exception or by a dead rank's last lines. The first that fits is taken, so the most
 specific ones come first. Texts are those of CUDA 12 and 13, NCCL 2.2x and torch 2.11 to 2.13. Pure.
@@ -44,6 +44,7 @@ TABLE = (
     Fault("nccl-usage", r"NCCL.*invalid (usage|argument)|ncclInvalid(Usage|Argument)", "NCCL was called in a way that it refuses: other sizes, dtypes or devices than on the other ranks", _NCCL_LOG),
     Fault("nccl-system", r"NCCL.*(unhandled system error|system call)|ncclSystemError", "NCCL could not use the network or shared memory", f"Check /dev/shm, NetworkPolicies and NCCL_SOCKET_IFNAME; {_NCCL_LOG}", may_restart=True),
     Fault("nccl-other", r"NCCL.*(internal error|unhandled cuda error)|ncclInternalError|ncclUnhandledCudaError", "NCCL failed", _NCCL_LOG, may_restart=True),
+    Fault("gloo-sizes", r"op\.preamble\.length <= op\.nbytes|Received data size doesn't match expected size", "Ranks gave a collective tensors of different sizes, as those of an uneven last batch are", "Make all batches alike, with drop_last=True in the DataLoader, or gather the sizes first"),
     Fault("out-of-memory", r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", "The GPU's memory ran out", "A smaller batch_size with accumulate=, precision='bf16', or strategy='fsdp'; `del` and torch.cuda.empty_cache() free what a notebook holds on the same GPU"),
     Fault("no-kernel-image", r"no kernel image is available", "This torch has no code for this model of GPU", "Use an image or torch with an older CUDA (cu126 for Volta and Pascal), or other GPUs"),
     Fault("driver-too-old", r"driver on your system is too old|CUDA driver version is insufficient|forward compatibility was attempted", "The node's driver is too old for the CUDA of this torch", "Use an image or torch with an older CUDA, or have the driver updated (CUDA 13 needs 580, CUDA 12 525)"),

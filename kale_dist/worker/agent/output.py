@@ -42,6 +42,8 @@ _LOOK_AGAIN_S = 0.1
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
+_CRASH = b"Fatal Python error:"
+
 _GLOO_CONNECTED = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1"
 )
@@ -267,7 +269,7 @@ class LineCutter:
 
     def _marked(self, lines: list[bytes]) -> Body:
         """Lines as they stand in a log, and the parts of a pending line that is too long already."""
-        self._tail.extend(lines[-TAIL_LINES:])
+        self._keep(lines)
         whole = clean(b"\n".join(lines))
         body, count = NOTHING
         if len(whole) > MAX_LINE_BYTES and max(map(len, whole.split(b"\n"))) > MAX_LINE_BYTES:
@@ -281,6 +283,13 @@ class LineCutter:
             body, count = body + more[0], count + more[1]
             self._pending = self._pending[cut:]
         return body, count
+
+    def _keep(self, lines: list[bytes]) -> None:
+        """Keep the last lines, but not what Python says after a crash: stacks and modules, of which none tells the reason."""
+        if self._tail and self._tail[-1].startswith(_CRASH):
+            return
+        end = next((number for number, line in enumerate(lines, 1) if line.startswith(_CRASH)), len(lines))
+        self._tail.extend(lines[max(0, end - TAIL_LINES) : end])
 
     def _parts(self, line: bytes, *, is_continued: bool = False) -> Body:
         """One line of any length, or the start of one."""

@@ -1,6 +1,6 @@
-"""Compares what ranks with the same batch and parts of the weights compute outside of the model, in the first steps.
+"""Compares what ranks with parts of the weights compute outside of the model, in the first steps.
 
-Such ranks have to compute the same loss, and a step may multiply gradients, or move weights along them, only by a number that is
+Ranks with the same batch have to compute the same loss, and a step may multiply gradients, or move weights along them, only by a number that is
 the same on all: a penalty on weights, or a norm that the step takes of its gradients by itself, is of this rank's part alone.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kale_dist.errors import KaleDistError
+from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.worker.training.group import Group, differing, fingerprint
 
 _STEPS = 2
@@ -23,7 +23,9 @@ _ELEMENTS = 4
 _TOLERANCE = 1e-2
 """Relative difference of numbers on two ranks; weights in 16 bits move in steps of this size."""
 _SAME = 1e-4
-"""Relative difference up to which a number is the same in two steps."""
+"""Relative difference up to which a number is the same in two steps, or on two ranks."""
+_COMPARED_STEPS = (1, 2, 10)
+"""After these steps the numbers of an optimizer are compared; it may begin to use them late."""
 
 
 class Agreement:
@@ -111,6 +113,57 @@ def _differ(first: list[list[float]], other: list[list[float]]) -> bool:
         and math.isfinite(a * b * c * d)
         for a, c, b, d in zip(*first, *other, strict=False)
     )
+
+
+class Numbers:
+    """Notices an optimizer that takes a number of all weights at once, as Prodigy does, where ranks have parts of them.
+
+    Args:
+        optimizer: The ranks'.
+        group: The ranks.
+    """
+
+    def __init__(self, optimizer: Any, group: Group) -> None:
+        self._optimizer, self._group = optimizer, group
+        self._steps = 0
+        self._before: dict[tuple[int, str], float] = {}
+
+    def begin(self) -> None:
+        """Called before a step, on all ranks: keep the numbers."""
+        if self._steps + 1 in _COMPARED_STEPS:
+            self._before = self._now()
+
+    def check(self) -> None:
+        """Called after a step, on all ranks: compare those that it has changed.
+
+        Raises:
+            ConfigError: They are not the same on all ranks.
+        """
+        self._steps += 1
+        if self._steps not in _COMPARED_STEPS:
+            return
+        changed = {key: number for key, number in self._now().items() if self._before.get(key) != number}
+        everyone = self._group.gather(changed)
+        for key in set.intersection(*map(set, everyone)):
+            if differing([[numbers[key]] for numbers in everyone], tolerance=_SAME):
+                name = type(self._optimizer).__name__
+                raise ConfigError(
+                    "strategy",
+                    f"{name} computes {key[1]!r} of all weights at once, and each rank has a part of them",
+                    "Use an optimizer such as AdamW, or strategy='ddp'",
+                )
+
+    def _now(self) -> dict[tuple[int, str], float]:
+        """The numbers of the groups, and of the state of each weight."""
+        groups = self._optimizer.param_groups
+        kept = [*groups, *(self._optimizer.state.get(p, {}) for group in groups for p in group["params"])]
+        return {
+            (place, name): float(value)
+            for place, values in enumerate(kept)
+            for name, value in values.items()
+            # Ranks' learning rates are brought to one after each epoch.
+            if name != "lr" and (isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim()))
+        }
 
 
 def local_part(tensor: Any) -> Tensor:

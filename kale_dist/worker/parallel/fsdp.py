@@ -62,6 +62,24 @@ class FullySharded(Replica):
 
     reduces, divides, meets_in_steps = False, True, True
 
+    torch_errors = (
+        (
+            "FSDP does not support deepcopy",
+            "the step copies the model, of which each rank has a part",
+            "For a moving average of the weights use callbacks=[kd.callbacks.EMA()], for other copies strategy='ddp'",
+        ),
+        (
+            "mixed torch.Tensor and DTensor|not have a sharding strategy|in-place operations that require placement changes",
+            "the step or the optimizer mixes weights, of which each rank has a part, with whole tensors, or cannot do with parts",
+            "Use AdamW, weight_decay= for a penalty, callbacks=[kd.callbacks.EMA()] for an average, or strategy='ddp'",
+        ),
+        (
+            r"\.(tolist|numpy)\(\) is not supported for tensor subclasses",
+            "the step reads weights, of which each rank has a part, as numbers",
+            "Write .full_tensor() in front of .tolist() or .numpy(), on all ranks, or use .item() for one number",
+        ),
+    )
+
     def __init__(self, settings: Settings, layout: Layout) -> None:
         super().__init__(settings, layout)
         self._units: list[_Unit] = []
@@ -82,6 +100,7 @@ class FullySharded(Replica):
         # What undoes this needs them, also if it fails on its way.
         self.parts = parts
         _write_data(stack)
+        _read_scalars(stack)
         mesh = DeviceMesh.from_group(parts.column.world, parts.group.device.type)
         modules = dict(model.named_modules())
         names = [*select_units(modules, self.settings.units), ""]
@@ -394,6 +413,21 @@ def _write_data(stack: contextlib.ExitStack) -> None:
 
     setattr(DTensor, "data", property(original.__get__, write))  # noqa: B010 - mypy sees no such attribute
     stack.callback(delattr, DTensor, "data")
+
+
+def _read_scalars(stack: contextlib.ExitStack) -> None:
+    """Make `item()`, `float()` and `bool()` read the whole value of a DTensor: by themselves they read this rank's part (torch 2.13).
+
+    All ranks have to read then, as they exchange what they have; a value that each rank has whole is read without an exchange.
+    """
+
+    def read(op_call: Any, args: Any, kwargs: Any) -> Any:
+        return op_call(args[0].full_tensor(), *args[1:], **kwargs)
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001 - there is no public way to add one
+    scalar = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what `item()` is made of
+    stack.callback(handlers.pop, scalar)
+    handlers[scalar] = read
 
 
 def _materialise(parts: Parts, construction: Construction, before: dict[str, Any], now: dict[str, Any]) -> None:

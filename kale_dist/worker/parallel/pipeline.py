@@ -141,6 +141,18 @@ class PipelineParallel(DataParallel):
     """
 
     divides = True
+    torch_errors = (
+        (
+            r"'NoneType' object has no attribute .*\.grad\b",
+            "the step takes p.grad of all weights, and a rank has those of its own stage",
+            "Leave out weights whose grad is None, or use strategy='ddp' or 'fsdp'",
+        ),
+        (
+            "does not require grad and does not have a grad_fn",
+            "a stage's output has no gradient, as with reentrant checkpointing, or where all weights of a stage are frozen",
+            "Call checkpoint(..., use_reentrant=False), cut elsewhere, or use strategy='fsdp'",
+        ),
+    )
 
     def __init__(self, settings: Pipeline, layout: Layout) -> None:
         super().__init__(DDP(), layout)

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot.identity import times_changed
 from kale_dist.strategies import Layout, Settings
-from kale_dist.worker.parallel.agreement import Agreement, local_part
+from kale_dist.worker.parallel.agreement import Agreement, Numbers, local_part
 from kale_dist.worker.training.strategy import Parts, Strategy
 
 
@@ -62,6 +62,7 @@ class Replica(Strategy):
         super().prepare(parts, stack)
         stack.callback(self._take_hooks_off)
         self._agreement = Agreement(parts.row, of_each=self.divides_weights)
+        self._numbers = Numbers(parts.optimizer, parts.group) if self.divides and not parts.group.is_alone else None
         for parameter in parts.named.values():
             self._add(parameter)
 
@@ -264,10 +265,18 @@ class Replica(Strategy):
                 self._reduce()
             self._late.clear()
         self._agreement.check()
+        if self._numbers is not None:
+            self._numbers.begin()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None] if correction != 1.0 else []
         with torch.no_grad():
             for gradient in gradients:
                 gradient.mul_(correction)
+
+    def stepped(self) -> None:
+        """Compare what ranks have to agree on."""
+        super().stepped()
+        if self._numbers is not None:
+            self._numbers.check()
 
     # -- gradients changed behind our back -------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
+from kale_dist.errors import ConfigError
 from kale_dist.snapshot.training_arguments import settle_in_trainers
 from kale_dist.wire import TRAINERS_VARIABLE, EventKind, context
 from kale_dist.worker.rank.agreement import SaveAtOneStep
@@ -57,7 +58,10 @@ def actions() -> dict[str, Callable[[ModuleType], None]]:
         return {"transformers.trainer": settle_in_trainers}
     if any(importlib.util.find_spec(package.partition(".")[0]) for package in _LIGHTNING):
         sys.meta_path.append(_EntryPoints())
-    return {"transformers.trainer": _transformers, "accelerate.accelerator": _accelerate, "tqdm.std": _bars}
+    found: dict[str, Callable[[ModuleType], None]] = {
+        f"{package}.strategies.launchers.multiprocessing": _refuse_processes for package in _LIGHTNING
+    }
+    return found | {"transformers.trainer": _transformers, "accelerate.accelerator": _accelerate, "tqdm.std": _bars}
 
 
 def leave_bars_out() -> None:
@@ -196,6 +200,17 @@ _shown_only = context.only_shown("The progress of this trainer", errors=(Excepti
 def callback(package: str) -> Any:
     """A callback for the trainers of a package. Pickles make it by this."""
     return (_of_transformers() if package == "transformers" else _of_lightning(package))()
+
+
+def _refuse_processes(module: Any) -> None:
+    """Lightning's strategies for notebooks start processes, which would wait for ever to join the ranks' group."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        problem = "Lightning's ddp_notebook and ddp_spawn start processes of their own in each rank"
+        raise ConfigError("strategy", problem, "Write Trainer(strategy='ddp'), which uses the job's ranks")
+
+    if context.context().world_size > 1:
+        module._MultiProcessingLauncher.__init__ = refuse  # noqa: SLF001 - there is no public name
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------

@@ -44,6 +44,9 @@ from kale_dist.worker.training.strategy import FullState, Parts, Strategy
 from kale_dist.worker.training.trained import Trained, own_parameters
 from kale_dist.worker.training.within import Within
 
+_NAMED = 5
+"""At most so many of the objects that a step has changed are named."""
+
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _DRIFT_HINT = (
@@ -328,13 +331,12 @@ class Session:
         captured, self.captured = self.captured, None
         if captured is None or not (changed := captured.changed()):
             return
-        text = f"Changed by a step, and left behind in the ranks: {', '.join(changed)}."
-        if objects := [name for name, is_plain in changed.items() if not is_plain]:
-            text += (
-                f" state=[{', '.join(objects)}] in the call brings back what has a state_dict, lists, dicts and sets."
-            )
+        more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+        text = f"Changed by a step, and left behind in the ranks: {', '.join(list(changed)[:_NAMED])}{more}."
+        if objects := [name for name, can_be_state in changed.items() if can_be_state]:
+            text += f" state=[{', '.join(objects)}] in the call brings back {'them' if len(objects) == len(changed) else 'these'}."
         if len(objects) < len(changed):
-            text += " Keep numbers in a dict, and name that in state=[...], to get them back."
+            text += " Keep what is no list, dict or set and has no state_dict in a dict, and name that in state=[...]."
         if context.context().max_restarts:
             text += " A restart begins with them as they were at the call."
         self.group.log(text)
@@ -345,7 +347,8 @@ class Session:
         before_s = collective_s()
         scaler, totals = self.control.scaler, supervised.Totals()
         scale = None if scaler is None else scaler.scale
-        ready_made = functools.partial(supervised.train_epoch, scale=scale, totals=totals)
+        is_divided = self.setup.layout.shards > 1
+        ready_made = functools.partial(supervised.train_epoch, scale=scale, totals=totals, is_divided=is_divided)
         self.within.begin_epoch(None if training.train_step else totals)
         returned = self._call(
             training.train_step or ready_made,
@@ -415,6 +418,7 @@ class Session:
                 returned = step(*given, self.group.device, args)
         except Exception as error:
             if not isinstance(error, KaleDistError):
+                self.strategy.explain(error)
                 batch = f"batch {feed.step} of {'' if feed.role.is_training else 'the evaluation after '}epoch {epoch}"
                 note_layer(error, self.trained.model, self.trained.criterion, batch)
             raise
@@ -453,15 +457,18 @@ class Session:
             )
 
     def _learning_rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self.trained.optimizer.param_groups if "lr" in group]
+        return [float(group["lr"]) for group in self._groups_with_rate()]
+
+    def _groups_with_rate(self) -> list[dict[str, Any]]:
+        """The optimizer's groups that have a learning rate; Adafactor may compute its own and have None."""
+        return [group for group in self.trained.optimizer.param_groups if group.get("lr") is not None]
 
     def _mend_learning_rates(self, everyone: Sequence[list[float]], epoch: int) -> None:
         """Copy rank 0's learning rates to all ranks where a step has set them by the loss of its own rank."""
         first = everyone[0]
         if all(rates == first for rates in everyone) or any(len(rates) != len(first) for rates in everyone):
             return
-        groups = (group for group in self.trained.optimizer.param_groups if "lr" in group)
-        for group, rate in zip(groups, first, strict=True):
+        for group, rate in zip(self._groups_with_rate(), first, strict=True):
             group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
         self.group.log(
             f"Learning rates were not equal on all ranks after epoch {epoch}: rank 0's were copied to all. A step that sets"

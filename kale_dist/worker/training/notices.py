@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
+import collections
 import contextlib
-import dataclasses
 import functools
 import inspect
 import math
 import operator
 import traceback
 import types
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -32,8 +32,11 @@ _DEPTH = 3
 _LOOKED_INTO = 32
 """Longer lists and dicts count as changed by their length alone."""
 
-_OF_FIELDS = (types.SimpleNamespace, argparse.Namespace)
-"""Objects that hold values of the user's, as those of dataclasses and of the notebook's own classes do."""
+_COMPARED_BYTES = 1 << 20
+"""The contents of larger arrays are not compared."""
+
+_OF_NO_INTEREST = ("logging", "pandas", "torch", "tqdm")
+"""Packages whose objects change in ways that no user misses, but for those that are looked at by other means."""
 
 _PLAIN = (int, float, str, bool, type(None))
 
@@ -64,16 +67,17 @@ class Captured:
 
     @_harmless
     def changed(self) -> dict[str, bool]:
-        """Names of what has changed since this object was made, each with whether it is only a number or a text."""
-        now = self._marks()
+        """Names of what has changed since this object was made, each with whether `state=` takes it."""
+        now, found = self._marks(), self._found()
         names = sorted(name for name, mark in self._before.items() if name in now and _differ(mark, now[name]))
-        return {name: isinstance(self._before[name], _PLAIN) for name in names[:_NAMED]}
+        return {name: can_be_state(found[name]) for name in names}
 
     @_harmless
     def _marks(self) -> dict[str, Any]:
-        found = {name: value for function in self._functions for name, value in used(function)}
-        found |= self._given
-        return {name: _mark(value, 2, self._known) for name, value in found.items()}
+        return {name: _mark(value, 2, self._known) for name, value in self._found().items()}
+
+    def _found(self) -> dict[str, Any]:
+        return {name: value for function in self._functions for name, value in used(function)} | self._given
 
 
 @_harmless
@@ -89,6 +93,11 @@ def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
         return address, times_changed(value)
     if isinstance(value, torch.nn.Module):
         return [_mark(tensor, 0, known) for tensor in (*value.parameters(), *value.buffers())]
+    if isinstance(value, collections.deque):
+        # A full one keeps its length.
+        return id(value), len(value), id(value[-1]) if value else 0
+    if hasattr(type(value), "__array_interface__"):
+        return id(value), zlib.crc32(value.tobytes()) if value.nbytes <= _COMPARED_BYTES else 0
     if isinstance(value, list | dict | set):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         is_looked_into = depth and not isinstance(value, set) and len(value) <= _LOOKED_INTO
@@ -97,10 +106,13 @@ def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
             len(value),
             [(name, _mark(part, depth - 1, known)) for name, part in parts] if is_looked_into else (),
         )
-    mark: list[Any] = [id(value)]
+    mark: list[Any] = [id(value), getattr(value, "shape", ())]
     if not isinstance(value, type | types.ModuleType) and callable(getattr(value, "load_state_dict", None)):
         mark.append(_contents(value.state_dict()))
-    if dataclasses.is_dataclass(value) or isinstance(value, _OF_FIELDS) or type(value).__module__ == "__main__":
+    if (
+        not isinstance(value, type | types.ModuleType)
+        and type(value).__module__.partition(".")[0] not in _OF_NO_INTEREST
+    ):
         mark.append(_mark(dict(getattr(value, "__dict__", {})), depth, known)[1:] if depth else ())
     return mark
 
@@ -113,6 +125,12 @@ def _contents(value: Any) -> Any:
     if isinstance(value, dict | list | tuple):
         return [_contents(one) for one in (value.values() if isinstance(value, dict) else value)]
     return value if isinstance(value, _PLAIN) else None
+
+
+def can_be_state(value: Any) -> bool:
+    """Whether `state=` takes an object: what has a state_dict, lists, dicts and sets."""
+    has_state = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return has_state or isinstance(value, list | dict | set)
 
 
 def used(function: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:

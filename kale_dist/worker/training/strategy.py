@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from kale_dist.errors import ConfigError
 from kale_dist.strategies import Layout, Settings
 from kale_dist.worker.training.construction import Construction
 from kale_dist.worker.training.data.sharding import Pace
@@ -81,6 +84,8 @@ class Strategy:
     """Whether, between two batches, `full_state` and `own_state` hold all that the ranks need to go on."""
     meets_in_steps = False
     """Whether all ranks exchange gradients in each step, and so wait for the slowest."""
+    torch_errors: tuple[tuple[str, str, str], ...] = ()
+    """Errors of torch's that have a reason with this strategy: a pattern of the text and its line of code, the reason, a remedy."""
     average_buffers = True
     """Whether floating-point buffers are averaged over shards after each epoch."""
 
@@ -98,6 +103,18 @@ class Strategy:
         """
         self.parts = parts
         self._buffers = Buffers(parts.model, parts.column, average=self.average_buffers)
+
+    def explain(self, error: Exception) -> None:
+        """Raise an error in words in the place of one of torch's that a step met. Local.
+
+        Raises:
+            ConfigError: It is one of `torch_errors`.
+        """
+        frames = traceback.extract_tb(error.__traceback__)
+        text = f"{error} {frames[-1].line if frames else ''}"
+        for pattern, problem, remedy in self.torch_errors:
+            if re.search(pattern, text):
+                raise ConfigError("strategy", problem, remedy) from error
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
         """Add parameters that were made after `prepare`: those of lazy modules, or of an optimizer that the step made.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,8 +10,12 @@ import torch
 from torch import Tensor
 
 from kale_dist.errors import ConfigError
+from kale_dist.wire import context
 from kale_dist.worker.training.data.moving import move
 from kale_dist.worker.training.result import on_cpu
+
+_LEFT_OUT = -100
+"""PyTorch's `ignore_index`."""
 
 
 def train_epoch(
@@ -23,6 +28,7 @@ def train_epoch(
     *,
     scale: Callable[[Tensor], Tensor] | None = None,
     totals: Totals | None = None,
+    is_divided: bool = False,
 ) -> dict[str, float]:
     """Train one epoch: `loss = criterion(model(x), y)`, backward, step.
 
@@ -36,19 +42,31 @@ def train_epoch(
         args: Not used.
         scale: Multiplies the loss before the backward pass (16-bit floats); None for none.
         totals: Sums to add to, as where the epoch continues; None for new ones.
+        is_divided: Whether other ranks have other parts of each batch.
 
     Returns:
         `loss`, and `accuracy` where outputs are class scores (N, C, ...) and targets are whole numbers (N, ...).
     """
     model.train()
     totals = totals or Totals()
-    for batch in data_loader:
+    for number, batch in enumerate(data_loader):
         optimizer.zero_grad()
         loss, outputs, targets = _forward(model, criterion, batch, device)
+        if is_divided and not number and isinstance(targets, Tensor) and bool((targets == _LEFT_OUT).any()):
+            _tell_left_out()
         (loss if scale is None else scale(loss)).backward()
         optimizer.step()
         totals.add(loss, outputs, targets)
     return totals.means()
+
+
+@functools.cache
+def _tell_left_out() -> None:
+    if context.context().rank == 0:
+        context.log(
+            f"Targets of {_LEFT_OUT} are left out of the loss, which is the mean over the others of each rank: where ranks have"
+            " unequally many, the gradient is not that of one process."
+        )
 
 
 def eval_epoch(model: Any, data_loader: Any, criterion: Any, device: Any, args: Any = None) -> dict[str, float]:  # noqa: ARG001

@@ -1,5 +1,6 @@
 """Metrics, early stop, buffers, devices, checkpoints, and what comes back."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -13,6 +14,7 @@ import time
 import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -570,6 +572,40 @@ def test_what_a_step_writes_into_a_dict_or_list_of_the_same_length_is_named(rank
         return 0.5
 
     assert "left behind in the ranks: records, tables, weights." in said_by(lambda: fit(train_step=step), ranks)
+
+
+class Warmup:
+    """A schedule as a package of the user's may have it."""
+
+    __module__ = "a_package"
+
+    def __init__(self):
+        self._step = 0
+
+
+def test_buffers_arrays_and_objects_of_packages_are_named_and_state_is_proposed_for_what_it_takes(ranks):
+    replay, stats, noam = collections.deque([1, 2], maxlen=2), np.zeros(3), Warmup()
+    a, b, idle, large = [], {}, collections.deque([1]), np.zeros(1 << 20)
+
+    def step(model, loader, *_):
+        for _batch in loader:
+            replay.append(3.5)
+            stats[0] += 1
+            large[0] += len(idle)
+            noam._step += 1
+            a.append(1)
+            b[1] = 1
+        return 0.5
+
+    said = said_by(lambda: fit(train_step=step), ranks)
+    assert "left behind in the ranks: a, b, noam, replay, stats. state=[a, b] in the call brings back these." in said
+
+    names = {f"list_{number}": [] for number in range(7)}
+    source = "def step(model, loader, *_):\n    for _ in loader: pass\n" + "".join(
+        f"    {name}.append(1)\n" for name in names
+    )
+    exec(source, names)
+    assert "list_3, list_4 and 2 more." in said_by(lambda: fit(train_step=names["step"]), ranks)
 
 
 def test_what_a_step_notes_in_its_arguments_is_named(ranks):

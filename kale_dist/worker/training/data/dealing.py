@@ -43,8 +43,8 @@ class Shown:
         return {**vars(self), "length": length(self)}
 
 
-class View:
-    """Stands in for an object: passes attributes, indexing and `isinstance` on to it, and takes the rest from `Shown`.
+class StreamView:
+    """Stands in for an object without a length: passes attributes, indexing and `isinstance` on to it, and takes the rest from `Shown`.
 
     Args:
         shown: The object and the view's length and iterator. The view's only attribute of its own.
@@ -81,9 +81,6 @@ class View:
     def __bool__(self) -> bool:
         return bool(self._kale.inner)
 
-    def __len__(self) -> int:
-        return len(self._kale)
-
     def __getitem__(self, index: Any) -> Any:
         return self._kale.inner[index]
 
@@ -97,7 +94,14 @@ class View:
         return self._kale.inner + other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return View, (self._kale,)
+        return type(self), (self._kale,)
+
+
+class View(StreamView):
+    """Stands in for an object with a length."""
+
+    def __len__(self) -> int:
+        return len(self._kale)
 
 
 class Numbered(list[Any]):
@@ -134,9 +138,6 @@ class SeededView(View):
         given = indices.begin() if isinstance(indices, Numbered) else indices
         together = getattr(self._kale.inner, "__getitems__", None)
         return together(given) if together else [self._kale.inner[index] for index in given]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return SeededView, (self._kale,)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

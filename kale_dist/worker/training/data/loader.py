@@ -22,6 +22,7 @@ from kale_dist.worker.training.data.dealing import (
     SeededView,
     Shown,
     StreamShare,
+    StreamView,
     View,
     length,
 )
@@ -284,7 +285,7 @@ def _share_of_stream(loader: DataLoader[Any], role: Role, *, shard: bool, split:
         draw = None if loader.num_workers else lambda: _shared_states(group)
         stream = loader.dataset
         share = StreamShare(stream, rank=group.rank, world_size=group.world_size, share_randomness=draw)
-        state["dataset"] = View(share)
+        state["dataset"] = (View if hasattr(loader.dataset, "__len__") else StreamView)(share)
         taken = f"each takes 1 of every {group.world_size} items"
         if _asks_for_rank(stream):
             taken += f" ({type(stream).__name__} asks for its rank: if it leaves out data by that, pass shard=False)"
