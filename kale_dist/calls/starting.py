@@ -85,17 +85,28 @@ def start(call: Call) -> Job[Any]:
         elif "torch" in sys.modules and (models := models_in(what.args, what.kwargs)):
             targets = weights.remember(together(models), None)
         ref = backend.submit(spec, key)
-    records.sync(ref.record_name)
-    _log_started(ref, spec)
-    _log_what_runs(targets)
-    job = handle(backend, ref, spec, key, targets=targets, originals=snapshot.originals)
-    if (run := interrupts.running_cell()) is not None:
-        _runs_of_cells[job] = users_line(), run
-    # Another process may have deleted the job by now.
-    with contextlib.suppress(OSError):
-        inside(job).files.arguments.write_text(json.dumps(params, default=str))
-    tracking.begin(job, call.track, arguments.for_trackers(params))
-    return job
+    with _cancelling(backend, ref):
+        records.sync(ref.record_name)
+        _log_started(ref, spec)
+        _log_what_runs(targets)
+        job = handle(backend, ref, spec, key, targets=targets, originals=snapshot.originals)
+        if (run := interrupts.running_cell()) is not None:
+            _runs_of_cells[job] = users_line(), run
+        # Another process may have deleted the job by now.
+        with contextlib.suppress(OSError):
+            inside(job).files.arguments.write_text(json.dumps(params, default=str))
+        tracking.begin(job, call.track, arguments.for_trackers(params))
+        return job
+
+
+@contextlib.contextmanager
+def _cancelling(backend: Backend, ref: JobRef) -> Iterator[None]:
+    """Cancel a submitted job if an interrupt comes before its caller has the handle."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        interrupts.end(str(ref), functools.partial(backend.cancel, ref))
+        raise
 
 
 def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snapshot, JobSpec, tuple[str, ...]]:
@@ -209,14 +220,15 @@ def _again(backend: Backend, job: Job[Any], checkpoint: pathlib.Path | None) -> 
         )
         spec = spec if checkpoint is None else _resuming(spec, checkpoint, store)
         ref = backend.submit(spec, key)
-    records.sync(ref.record_name)
-    _log_started(ref, spec)
-    with contextlib.suppress(OSError, ValueError):
-        given = inside(job).files.arguments.read_text()
-        if checkpoint is not None:
-            given = json.dumps(json.loads(given) | {"resume_from": job.ref})
-        records.files(ref.record_name).arguments.write_text(given)
-    return handle(backend, ref, spec, key, targets=inside(job).targets)
+    with _cancelling(backend, ref):
+        records.sync(ref.record_name)
+        _log_started(ref, spec)
+        with contextlib.suppress(OSError, ValueError):
+            given = inside(job).files.arguments.read_text()
+            if checkpoint is not None:
+                given = json.dumps(json.loads(given) | {"resume_from": job.ref})
+            records.files(ref.record_name).arguments.write_text(given)
+        return handle(backend, ref, spec, key, targets=inside(job).targets)
 
 
 def _log_started(ref: JobRef, spec: JobSpec) -> None:

@@ -1,6 +1,6 @@
 """The command line: manages jobs from any terminal, and runs whole notebooks.
 
-Exit codes: 0; 1 after a failure; 2 for a mistake in the command; 130 after Ctrl-C; 141 after a closed pipe. Those
+Exit codes: 0; 1 after a failure; 2 for a mistake in the command; 130 after Ctrl-C, 143 after SIGTERM; 141 after a closed pipe. Those
 of `launch` are the script's own.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from kale_dist.cli import doctor, image_commands, job_commands, launch_command, 
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.job.view import facts
 
-_FAILURE, _USAGE, _INTERRUPTED, _READER_LEFT = 1, 2, 130, 141
+_FAILURE, _USAGE, _READER_LEFT = 1, 2, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(error, _USAGE)
     except KaleDistError as error:
         return _complain(error, _FAILURE)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    except KeyboardInterrupt as error:
+        return launch_command.BY_SIGNAL + (error.args[0] if error.args else signal.SIGINT)
     except BrokenPipeError:
         # The interpreter flushes stdout at its end and would report the broken pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,6 +8,7 @@ import itertools
 import json
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 from kale_dist import places, scripts, wording
 from kale_dist.calls import verbs
 from kale_dist.cli.arguments import Commands, add_pairs, add_parser
-from kale_dist.errors import ConfigError, KaleDistWarning, WaitTimeoutError, warnings_as_lines
+from kale_dist.errors import ConfigError, KaleDistWarning, warnings_as_lines
+from kale_dist.job import interrupts
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.view import facts
 from kale_dist.wire import LogLine, StateName, Stream
 
-_BY_SIGNAL = 128
+BY_SIGNAL = 128
+"""Added to the number of the signal that ended a command, this is its exit code."""
 
 _TORCHRUN = {
     "--nproc-per-node": "Say with --processes how many processes there are in all",
@@ -92,12 +95,18 @@ def interrupted_by_sigterm() -> Iterator[list[int]]:
 
     Yields:
         A list to which each signal's number is appended as it arrives.
+
+    Raises:
+        KeyboardInterrupt: With the first signal's number.
     """
     caught: list[int] = []
 
     def interrupt(number: int, _frame: object) -> None:
+        # It comes to the process and to its group, and would stop the cancelling that the first one began.
+        if caught and number == signal.SIGTERM:
+            return
         caught.append(number)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(caught[0])
 
     before = {}
     try:
@@ -108,6 +117,10 @@ def interrupted_by_sigterm() -> Iterator[list[int]]:
         return
     try:
         yield caught
+    except KeyboardInterrupt:
+        if caught[1:]:
+            print("kale-dist: What was submitted may go on. `kale-dist jobs` lists it", file=sys.stderr)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -150,15 +163,20 @@ def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) 
             shown.show(inside(job).lines())
         job.exception()
     except KeyboardInterrupt:
-        # Once: a second cancel would end a training without its last checkpoint.
-        job.cancel()
-        print(f"kale-dist: {job.ref} is cancelled", file=sys.stderr, flush=True)
-        with contextlib.suppress(WaitTimeoutError):
-            job.exception(job.spec.policy.end_s)
+        try:
+            # Once: a second cancel would end a training without its last checkpoint.
+            job.cancel()
+            print(f"kale-dist: {job.ref} is cancelled", file=sys.stderr, flush=True)
+            deadline = time.monotonic() + job.spec.policy.end_s
+            while not job.done() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        except KeyboardInterrupt:
+            print(f"kale-dist: {interrupts.goes_on(job.ref)}", file=sys.stderr)
+            return BY_SIGNAL + caught[0]
         shown.show(job.logs(), known=job.status.reason)
         if kept := facts.kept_checkpoint(job.status):
             print(f"kale-dist: {kept}", file=sys.stderr)
-    code = _BY_SIGNAL + caught[0] if caught else scripts.exit_code(job)
+    code = BY_SIGNAL + caught[0] if caught else scripts.exit_code(job)
     status = job.status
     value = job.result() if has_value and status.state is StateName.SUCCEEDED else None
     if as_json:

@@ -76,12 +76,33 @@ def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
                 f"{ref} keeps running. To cancel it, interrupt again within {SECOND_WITHIN_S:.0f} s, or call job.cancel()"
             )
             raise
-        try:
-            cancel()
-            _log(f"{ref} is cancelled")
-        except KaleDistError as error:
-            _log(f"{ref} could not be cancelled: {error}")
+        end(ref, cancel)
         raise
+
+
+def end(ref: str, cancel: Callable[[], None]) -> None:
+    """Cancel a job because of an interrupt, and print what becomes of it.
+
+    Args:
+        ref: The job's reference, for the printed line.
+        cancel: Cancels the job without waiting.
+
+    Raises:
+        KeyboardInterrupt: Another interrupt came meanwhile.
+    """
+    try:
+        cancel()
+        _log(f"{ref} is cancelled")
+    except KaleDistError as error:
+        _log(f"{ref} could not be cancelled: {error}")
+    except KeyboardInterrupt:
+        _log(goes_on(ref))
+        raise
+
+
+def goes_on(ref: str) -> str:
+    """The line for a person who leaves a job by a second interrupt."""
+    return f"{ref} goes on. To end it: kale-dist cancel {ref}"
 
 
 def shorten(error: KeyboardInterrupt) -> None:

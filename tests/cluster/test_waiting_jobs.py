@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from on_cluster import IMAGE, pods_in, run_kubectl, wait_for
@@ -38,6 +40,24 @@ def test_a_misspelt_image_is_named_in_the_terminal_and_ends_the_job(namespace, t
     assert len(said) == 1, ended.stderr
     assert f"the image {ABSENT} was not found in its registry" in said[0]
     assert "pending_timeout_s of 20 s" in ended.stderr
+
+
+def test_two_sigterms_end_a_command_and_its_pods(namespace, tmp_path):
+    (tmp_path / "train.py").write_text("print('never')")
+    words = ("image", ABSENT), ("namespace", namespace), ("resources", json.dumps({"cpu": 0.1, "memory": "256Mi"}))
+    settings = [word for pair in words for word in ("--set", *pair)]
+    command = [sys.executable, "-m", "kale_dist.cli", "launch", "train.py", "-n", "2", "--on", "kubernetes", *settings]
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as run:
+        while "waits: " not in run.stderr.readline():
+            assert run.poll() is None
+        run.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        run.send_signal(signal.SIGTERM)
+        _, said = run.communicate(timeout=90)
+    assert run.returncode == 143
+    assert "is cancelled" in said
+    run_kubectl("-n", namespace, "wait", "--for=delete", "pods", "--all", "--timeout=90s")
 
 
 @pytest.mark.nightly

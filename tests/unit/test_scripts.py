@@ -9,11 +9,14 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
 import kale_dist as kd
+from kale_dist.calls import starting
 from kale_dist.cli import main
+from kale_dist.places import local
 from kale_dist.snapshot import modules
 
 TRAINING = """
@@ -127,6 +130,70 @@ def test_a_signal_ends_all_ranks(folder, number, code):
     assert (run.returncode, out.splitlines()) == (code, ["cleaned up", "cleaned up"])
     assert said.count("cancelled") == 1
     assert not any(pathlib.Path("/proc", str(pid)).exists() for pid in pids)
+
+
+WAITS = """
+    import os, signal, sys, time
+    def clean_up(*_):
+        time.sleep(1)
+        print("cleaned up", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, clean_up)
+    print("pid", os.getpid(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code", "cleaned", "said"),
+    [
+        ((signal.SIGTERM, signal.SIGTERM), 143, ["cleaned up"], "is cancelled"),
+        ((signal.SIGINT, signal.SIGTERM), 130, ["cleaned up"], "is cancelled"),
+        ((signal.SIGINT, signal.SIGINT), 130, [], "To end it: kale-dist cancel local://waits-"),
+        ((signal.SIGTERM, signal.SIGINT), 143, [], "To end it: kale-dist cancel local://waits-"),
+    ],
+)
+def test_further_sigterms_are_the_first_one_and_a_second_ctrl_c_is_meant(folder, numbers, code, cleaned, said):
+    write(folder, "waits.py", WAITS)
+    command = [sys.executable, "-m", "kale_dist.cli", "launch", "waits.py", "-n", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        run.stdout.readline()
+        for number in numbers:
+            run.send_signal(number)
+            time.sleep(0.2)
+        out, errors = run.communicate(timeout=60)
+    assert (run.returncode, out.splitlines()) == (code, cleaned)
+    assert said in errors.splitlines()[-1]
+
+
+def test_a_signal_in_the_submission_cancels_what_was_submitted(folder, monkeypatch, capsys):
+    write(folder, "waits.py", WAITS)
+
+    def stopped(*_arguments, **_settings):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(starting, "handle", stopped)
+    assert main(["launch", "waits.py", "-n", "1", "--name", "stopped"]) == 143
+    assert "local://stopped is cancelled" in capsys.readouterr().err
+    monkeypatch.undo()
+    job = kd.attach("stopped")
+    assert job.wait(60).state == "cancelled"
+    job.delete()
+
+
+def test_a_second_ctrl_c_in_the_submission_says_where_to_look(folder, monkeypatch, capsys):
+    write(folder, "waits.py", WAITS)
+
+    def stopped(*_arguments, **_settings):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(local.LocalBackend, "submit", stopped)
+    assert main(["launch", "waits.py", "-n", "1"]) == 143
+    assert "`kale-dist jobs` lists it" in capsys.readouterr().err
 
 
 def test_a_script_may_spawn_ranks_of_its_own(folder, capfd):

@@ -56,13 +56,14 @@ class FollowedBackend(FolderBackend):
             handle = self.place.start(spec, key)
             try:
                 self._write_record(handle, created=time.time())
+                self._follow(ref)
             except BaseException:
+                self._forget(ref)
                 self.place.remove(handle)
                 raise
         except BaseException:
             records.withdraw(ref.record_name)
             raise
-        self._follow(ref)
         return ref
 
     def status(self, ref: JobRef) -> JobStatus:
