@@ -48,7 +48,9 @@ class Prompts:
         self._is_closed = True
 
     def open(self, status: JobStatus, ranks: Sequence[int] | None = None, *, is_wait: bool = True) -> None:
-        """Have the person debug the ranks that wait at breakpoints, one after the other. Without a person nothing happens.
+        """Have the person debug the ranks that wait at breakpoints, one after the other.
+
+        A wait without a person opens nothing; `debug` also takes the lines of a pipe or a file.
 
         Args:
             status: The job's status.
@@ -58,7 +60,8 @@ class Prompts:
         Raises:
             KeyboardInterrupt: The person has left the prompt, at which the rank still waits.
         """
-        if self._is_closed or not status.at_breakpoints or not interrupts.can_answer():
+        can_type = interrupts.can_answer if is_wait else interrupts.can_read
+        if self._is_closed or not status.at_breakpoints or not can_type():
             return
         while waiting := [
             replica.rank
@@ -127,7 +130,8 @@ class Prompts:
             # It may have left before a signal could end the prompt.
             return input(facts.clean(prompt)) if self._waits_at(there) else None
         except EOFError:
-            return "q"
+            # An empty line ends a statement that is not complete.
+            return "" if prompt.startswith("...") else "q" if interrupts.has_person() else "c"
         except KeyboardInterrupt:
             print(flush=True)  # noqa: T201 - the cursor is behind the prompt
             if self._waits_at(there):

@@ -510,7 +510,8 @@ class Job(Generic[R]):
     def debug(self, rank: int | None = None) -> None:
         """Debug the ranks that wait in `breakpoint()`: pdb's prompt opens here. Returns when they have left it.
 
-        A cell that waits for the job opens the prompt by itself. An interrupt leaves the prompt, and the rank waits on.
+        A cell that waits for the job opens the prompt by itself. An interrupt leaves the prompt, and the rank waits on. Where
+        standard input is a pipe or a file, its lines are typed, and its end means to continue.
 
         Args:
             rank: Only this rank; None for all that wait, one after the other.
@@ -520,8 +521,8 @@ class Job(Generic[R]):
             BackendError: No such rank waits in `breakpoint()`.
         """
         ranks = check_lines(rank, None, self._spec.topology.number_of_processes)
-        if not interrupts.can_answer():
-            problem = "nothing can be typed here: this is no terminal, and no cell with a person at it"
+        if not interrupts.can_read():
+            problem = "nothing can be typed here: there is no standard input, and no cell with a person at it"
             raise ConfigError("debug", problem, f"Type in a terminal: kale-dist debug {self.ref}")
         status = self.status
         if not any(ranks is None or one.rank in ranks for one in status.at_breakpoints):

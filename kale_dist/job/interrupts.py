@@ -42,6 +42,16 @@ def can_answer() -> bool:
     return threading.current_thread() is threading.main_thread() and has_person()
 
 
+def can_read() -> bool:
+    """Whether this thread gets lines from a person, a pipe or a file."""
+    if can_answer():
+        return True
+    is_alone = getattr(shell(), "kernel", None) is None and threading.current_thread() is threading.main_thread()
+    with contextlib.suppress(AttributeError, ValueError):
+        return is_alone and sys.stdin.readable()
+    return False
+
+
 def has_person() -> bool:
     """Whether this process has a cell with a front end, or a terminal."""
     if getattr(shell(), "kernel", None) is not None:

@@ -187,6 +187,24 @@ def test_debug_opens_a_job_of_another_terminal_and_ctrl_c_leaves_it(terminal, tm
     assert "result 7" in first.text
 
 
+@pytest.mark.parametrize(
+    ("lines", "result"),
+    [("p k\nk = 6\n", 7), ("", 3), ("for _ in range(2):\n    k += 10", 23), ("k = 8\nc\nk = 90\n", 9)],
+)
+def test_debug_takes_the_lines_of_a_pipe_and_its_end_means_continue(terminal, tmp_path, lines, result):
+    script = NOTEBOOKS_SCRIPT.replace("print(", "print(job.ref, flush=True); import time; time.sleep(6); print(")
+    (tmp_path / "notebook.py").write_text(script)
+    first = terminal("notebook.py")
+    first.expect(r"local://\S+\n")
+    ref = re.search(r"local://\S+(?=\n)", first.text)[0]
+    _at_breakpoint(ref)
+    command = [sys.executable, "-m", "kale_dist.cli", "debug", ref]
+    ended = subprocess.run(command, input=lines, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, first.end()) == (0, 0), ended.stderr
+    assert f"result {result}" in first.text
+    assert ("2\n" in ended.stdout) == ("p k" in lines)
+
+
 def _at_breakpoint(ref):
     import kale_dist as kd
 
