@@ -5,12 +5,14 @@ The call that it shows does the same as its Run button: what was begun in the fo
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import os
 import re
 import textwrap
 import threading
+import types
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,13 +36,18 @@ LOOKS_FOR = (
 OBJECTS = {
     "model": "Model", "train_data_loader": "Training data", "criterion": "Loss", "optimizer": "Optimizer",
     "train_step": "Training step", "eval_data_loader": "Evaluation data", "eval_step": "Evaluation step",
+    "train_args": "Arguments of the step",
 }  # fmt: skip
 """Fields whose values are names of the notebook, and their labels. The first five are positional in a call."""
 
 _POSITIONAL = tuple(OBJECTS)[:5]
 _NOTHING = {
     "criterion": "none", "train_step": "ready-made", "eval_data_loader": "none", "eval_step": "ready-made",
+    "train_args": "none",
 }  # fmt: skip
+_ARGS = dict, argparse.Namespace, types.SimpleNamespace
+"""What arguments of a step are; the notebook's own `Out` is a dict, too."""
+
 _PLACES = {"docker": "Docker", "kubernetes": "Kubernetes"}
 """Values of `on` whose settings the form has, and their classes."""
 
@@ -79,6 +86,8 @@ def find(namespace: Mapping[str, Any]) -> dict[str, list[str]]:
             found["eval_data_loader"].append(name)
         elif isinstance(value, torch.optim.Optimizer):
             found["optimizer"].append(name)
+        elif isinstance(value, _ARGS) and name != "Out":
+            found["train_args"].append(name)
         elif inspect.isfunction(value):
             _sort_function(name, value, found)
     used = _owner(namespace, found["model"], found["optimizer"])
@@ -124,7 +133,7 @@ def guess(found: Mapping[str, Sequence[str]]) -> dict[str, str]:
         chosen["eval_data_loader"] = ""
     if not chosen["eval_data_loader"]:
         chosen["eval_step"] = ""
-    return {**chosen, "epochs": "1", "on": _default_place()}
+    return {**chosen, "train_args": "", "epochs": "1", "on": _default_place()}
 
 
 def arguments(choice: Mapping[str, str], namespace: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def add_commands(commands: Commands) -> None:
     )
     fetch.add_argument("--value", action="store_true", help="what a function returned, also where it got a model")
     fetch.add_argument("--partial", action="store_true", help="the last checkpoint, also of a job that runs or failed")
+    fetch.add_argument("--force", action="store_true", help="replace a file that exists")
     debug = command("debug", "debug ranks that wait in breakpoint(), with pdb", _debug)
     debug.add_argument("--rank", type=_count, metavar="N", help="only this rank (all that wait, one after the other)")
     cancel = command("cancel", "end a job; a training writes one more checkpoint first", _cancel)
@@ -148,7 +149,7 @@ def _fetch(options: argparse.Namespace) -> int:
     if not options.partial and not job.done():
         remedy = "Wait for its end, or take its last checkpoint with --partial"
         raise BackendError(f"{job.ref} has not ended yet. {remedy}", retryable=True)
-    path = job.save(options.output, partial=options.partial, value=options.value)
+    path = job.save(options.output, partial=options.partial, value=options.value, replace=options.force)
     size = sum(one.stat().st_size for one in (path, *path.rglob("*")) if one.is_file())
     print(json.dumps({"ref": job.ref, "file": str(path), "bytes": size}) if options.json else path)
     return 0

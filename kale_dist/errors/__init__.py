@@ -252,8 +252,8 @@ class WaitTimeoutError(JobError, TimeoutError):
     """The wait ended before the job did. The job keeps running."""
 
 
-class ResultUnavailableError(JobError):
-    """The job has no result that can be read here; the message gives the reason."""
+class ResultUnavailableError(JobError, AttributeError):
+    """The job has no result that can be read here; the message gives the reason. `hasattr(job, "model")` is False then."""
 
 
 class RankError(KaleDistError):

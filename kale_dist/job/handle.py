@@ -390,7 +390,12 @@ class Job(Generic[R]):
 
     @short_refusals
     def save(
-        self, path: str | os.PathLike[str] | None = None, *, partial: bool = False, value: bool = False
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        partial: bool = False,
+        value: bool = False,
+        replace: bool = True,
     ) -> pathlib.Path:
         """Write what was trained to a file: the weights, as `torch.save` writes a `state_dict`.
 
@@ -399,6 +404,7 @@ class Job(Generic[R]):
         Args:
             path: The file; None for `model.pt`, or `result.pt` for a value, in the working folder. It is replaced at once, or
                 left as it is. The copy of a folder must not exist yet.
+            replace: Whether a file that exists may be replaced.
             partial: Do not wait: the last checkpoint of a training that runs or has failed.
             value: Whether to write what rank 0 returned although there are weights.
 
@@ -406,7 +412,7 @@ class Job(Generic[R]):
             The absolute path.
 
         Raises:
-            ConfigError: There is no such folder, or a returned folder's copy exists already.
+            ConfigError: There is no such folder, or the file, or a returned folder's copy, exists already.
             JobError: As `result` and `state_dict`; the value has folders in it.
         """
         import torch
@@ -415,7 +421,7 @@ class Job(Generic[R]):
             self._check_trains()
         target = None
         if path is not None and (self._spec.kind == "training" or not pathlib.Path(path).expanduser().is_dir()):
-            target = _writable(path)
+            target = _writable(path, replace=replace)
         has_weights = not value and (self._spec.kind == "training" or self._has_models())
         found = self.state_dict(partial=partial) if has_weights else self.result()
         if found is None:
@@ -426,7 +432,7 @@ class Job(Generic[R]):
             problem = f"Rank 0 of {self.ref} returned a value with folders in it: a file would only have their paths"
             remedy = "Save each folder of job.result() with .save(path), and the rest by yourself"
             raise ResultUnavailableError(f"{problem}. {remedy}", self.ref)
-        target = target or _writable(path or ("model.pt" if has_weights else "result.pt"))
+        target = target or _writable(path or ("model.pt" if has_weights else "result.pt"), replace=replace)
         try:
             with fresh(target) as temporary:
                 torch.save(found, temporary)
@@ -795,11 +801,13 @@ def _place(row: MetricRow) -> dict[str, Any]:
     return {"time": row.time, "epoch": row.epoch, "step": row.step, "rank": row.rank, "source": row.source}
 
 
-def _writable(path: str | os.PathLike[str]) -> pathlib.Path:
+def _writable(path: str | os.PathLike[str], *, replace: bool) -> pathlib.Path:
     target = pathlib.Path(path).expanduser().absolute()
     if target.is_dir() or not target.parent.is_dir():
         problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
         raise ConfigError("path", problem, "Name a file in a folder that exists, such as model.pt")
+    if target.exists() and not replace:
+        raise ConfigError("path", f"{target} exists", "Name another file, or have it replaced: kale-dist fetch --force")
     return target
 
 

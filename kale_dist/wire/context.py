@@ -154,18 +154,17 @@ def report(**metrics: Any) -> None:
 
     Args:
         **metrics: Numbers by name: int, float, or tensors and arrays with one element. `epoch` and `step`, if they
-            are among them and whole, mark where the other values belong.
+            are among them and whole, mark where the other values belong. Without others, nothing is sent.
 
     Raises:
-        ConfigError: A value is not a number, or there is none.
+        ConfigError: A value is not a number.
     """
-    if not metrics:
-        raise ConfigError("report", "no metric was given", "Write it as report(loss=0.5)")
     values = {name: _number(name, value) for name, value in metrics.items()}
     place = {
         name: int(values.pop(name)) for name in ("epoch", "step") if name in values and float(values[name]).is_integer()
     }
-    emit(EventKind.METRICS, values=values, source="report", **place)
+    if values:
+        emit(EventKind.METRICS, values=values, source="report", **place)
 
 
 def _number(name: str, value: Any) -> float | int:

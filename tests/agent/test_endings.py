@@ -144,6 +144,16 @@ def test_timeout(jobs):
     assert survivors(named(job.pids().values()), 0.1) == []
 
 
+def test_a_hang_that_runs_into_the_timeout_shows_a_stack_of_each_rank(jobs):
+    job = jobs.run(hang_on_one, timeout_s=5.0)
+    assert job.wait()["cause"] == "timeout"
+    shown, end, _ = job.log_text().partition("timeout_s of 5 s")
+    stacks = shown.partition("Where each of them is:")[2]
+    assert end
+    assert [stacks.count(f"Rank {rank}:") for rank in range(2)] == [1, 1]
+    assert stacks.count("in hang_on_one") == 2
+
+
 def sleep_with_children():
     import subprocess
 

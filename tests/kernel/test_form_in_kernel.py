@@ -35,6 +35,10 @@ def test_a_form_is_shown_checked_and_run(kernel):
     assert kernel.good("print(form.problem['field'])") == "epochs"
     kernel.good("form.choice = {**form.choice, 'epochs': '2', 'number_of_processes': '1'}")
     assert "net, loader, loss, optimizer,\n    epochs=2" in kernel.good("print(form.code)")
+    kernel.good("words = {'beta': 0.5}; form.ask('look')")
+    assert kernel.good("print(form.choice['train_args'] == '', 'train_args' in form.code)") == "True False"
+    kernel.good("form.choice = {**form.choice, 'train_args': 'words'}")
+    assert kernel.good("print('    train_args=words,' in form.code, form.problem)") == "True {}"
     kernel.good("form.ask('run')")
     assert kernel.good("print(said[-1])").startswith("Started as `job`: local://train-linear-")
     assert kernel.good("print(job.wait().state.value, job.model is net, bool(form.job_view))") == "succeeded True True"

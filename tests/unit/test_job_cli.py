@@ -1,6 +1,7 @@
 """Commands for one job, and `job.save`: what they print, write and refuse."""
 
 import json
+import pathlib
 import signal
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def test_the_model_is_fetched_from_any_process(trained, tmp_path, capsys):
     assert {name: value.tolist() for name, value in loaded.items()} == {
         name: value.tolist() for name, value in trained.model.state_dict().items()
     }
-    told = json.loads(output(capsys, "fetch", "to-fetch", "-o", str(file), "--partial", "--json"))
+    told = json.loads(output(capsys, "fetch", "to-fetch", "-o", str(file), "--partial", "--json", "--force"))
     assert told == {"ref": "local://to-fetch", "file": str(file), "bytes": file.stat().st_size}
     assert list(tmp_path.iterdir()) == [file]
 
@@ -82,6 +83,23 @@ def test_ctrl_c_in_a_script_shows_the_users_line_and_none_of_ours(tmp_path):
     files = [line for line in said.splitlines() if line.startswith("  File")]
     assert [str(script) in line for line in files] == [True]
     assert "is cancelled" in said
+
+
+@pytest.mark.parametrize("output", [(), ("-o", "result.pt")])
+def test_fetch_replaces_a_file_only_by_force(spoken, tmp_path, monkeypatch, capsys, output):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("result.pt").write_text("mine")
+    assert main(["fetch", spoken.ref, *output]) == 2
+    assert f"{tmp_path / 'result.pt'} exists. Name another file, or have it replaced" in capsys.readouterr().err
+    assert pathlib.Path("result.pt").read_text() == "mine"
+    assert main(["fetch", spoken.ref, *output, "--force"]) == 0
+    assert torch.load("result.pt", weights_only=True) == ["one", "two"]
+
+
+def test_a_job_without_a_model_has_none_for_hasattr(spoken):
+    assert not hasattr(spoken, "model")
+    with pytest.raises(ResultUnavailableError, match="no model"):
+        spoken.model  # noqa: B018
 
 
 def test_files_that_cannot_be_written_are_refused(trained, tmp_path):

@@ -183,6 +183,11 @@ class RunningAttempt:
         # While the ranks ended for another attempt, the job may have been cancelled.
         return self.verdict or verdict
 
+    async def show_hang(self) -> None:
+        """Write into the log where the ranks are, if none of them moves."""
+        if self._watch is not None:
+            await self._watch.show_hang()
+
     def fail(self, cause: FailureCause, reason: str) -> None:
         """End the attempt, and the job with it. After a stall another attempt may follow."""
         self.end(Verdict(StateName.FAILED, cause, reason, may_restart=cause is FailureCause.STALLED))

@@ -116,6 +116,11 @@ class HangWatch:
         if len(self._tasks) == 1:
             self._tasks.append(self._loop.create_task(self._watch_others()))
 
+    async def show_hang(self) -> None:
+        """Write the stacks of ranks of which none moves into the log, unless they are there already."""
+        if self._idle_s >= STALL_CHECK_S and not self._has_warned:
+            await self._show()
+
     def stop(self) -> None:
         """The job ends: look no more."""
         for task in self._tasks:
@@ -199,13 +204,15 @@ class HangWatch:
                     return
             elif self._stall_warn_s is not None and not self._has_warned and self._idle_s >= self._stall_warn_s:
                 self._has_warned = True
-                before = await self._look()
-                self._write_stacks(
-                    f"No rank has made progress for {self._idle_s:.0f} s. Where each of them is:", before
-                )
+                before = await self._show()
                 await asyncio.sleep(BETWEEN_LOOKS_S)
                 samples = await self._look()
                 self._log_waiting(who_waits(before, samples), samples)
+
+    async def _show(self) -> dict[int, Sample]:
+        samples = await self._look()
+        self._write_stacks(f"No rank has made progress for {self._idle_s:.0f} s. Where each of them is:", samples)
+        return samples
 
     def _watch_breakpoints(self) -> bool:
         """Have ranks go on that no person debugs; returns whether any rank waits at a breakpoint."""

@@ -79,7 +79,7 @@ class JobRun:
         """Whether the ranks were asked to save and then to end."""
         self._free = 0
         """How many attempts were begun only to have more ranks, and do not count as restarts."""
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """This agent has what its ranks need: let `run` begin."""
@@ -371,9 +371,14 @@ class JobRun:
         self._site.pool.refill(REFILL_AFTER_S)
         limit_s = self.order.policy.timeout_s
         if limit_s is not None and self._deadline is None:
-            text = f"The job ran longer than its timeout_s of {limit_s:g} s. Give it more time, or leave timeout_s out"
-            verdict = Verdict(StateName.FAILED, FailureCause.TIMEOUT, text)
-            self._deadline = self._site.loop.call_later(limit_s, self._save_and_end, verdict, self.order.policy.grace_s)
+            self._deadline = self._site.loop.create_task(self._end_after(limit_s))
+
+    async def _end_after(self, limit_s: float) -> None:
+        await asyncio.sleep(limit_s)
+        if self._running is not None:
+            await self._running.show_hang()
+        text = f"The job ran longer than its timeout_s of {limit_s:g} s. Give it more time, or leave timeout_s out"
+        self._save_and_end(Verdict(StateName.FAILED, FailureCause.TIMEOUT, text), self.order.policy.grace_s)
 
 
 def _own_stores(attempt: Attempt) -> list[int]:

@@ -430,6 +430,12 @@ class Session:
         self, name: str, feed: Feed, epoch: int, returned: Any, prints: Sequence[float], numbers: Mapping[str, float]
     ) -> Averaged:
         """Average what a step returned over the ranks, and make learning rates equal."""
+        if isinstance(returned, list):
+            self.group.log(
+                f"{name} returned a list, so there are no metrics of it. Return a number or a dict of numbers, such as"
+                " {'loss': sum(losses) / len(losses)}.",
+                warns=True,
+            )
         extra = prints, numbers, feed.rate, self._learning_rates()
         outcome = average(self.group, normalise(name, returned), feed.counts.samples, extra)
         self._mend_learning_rates([rates for *_, rates in outcome.extras], epoch)

@@ -124,12 +124,12 @@ def normalise(step: str, returned: Any) -> dict[str, float]:
     Args:
         step: `train_step` or `eval_step`, for the error.
         returned: A number or a tensor of one element (named `loss`), a mapping of names to such, a tuple of such
-            (`loss`, `metric_1`, ...), or None. A list of numbers counts as its mean.
+            (`loss`, `metric_1`, ...), of which a list of numbers counts as its mean. None and a list are no metrics.
 
     Raises:
         ConfigError: Something else was returned.
     """
-    if returned is None:
+    if returned is None or isinstance(returned, list):
         return {}
     if isinstance(returned, Mapping):
         return {_name(step, key): _number(step, f"[{key!r}]", value) for key, value in returned.items()}

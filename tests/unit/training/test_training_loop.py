@@ -140,7 +140,7 @@ def test_ready_made_steps_take_mappings_and_refuse_what_they_do_not_know():
         (torch.tensor(0.5), {"loss": 0.5}),
         ((0.5, 2), {"loss": 0.5, "metric_1": 2.0}),
         ({"f1": torch.tensor([3.0]), "n": 2}, {"f1": 3.0, "n": 2.0}),
-        ([0.25, torch.tensor(0.75)], {"loss": 0.5}),
+        ([0.25, torch.tensor(0.75)], {}),
         ({"loss": [1, 3]}, {"loss": 2.0}),
     ],
 )
@@ -153,7 +153,7 @@ def test_what_a_step_may_return(returned, metrics):
     [
         ("good", "returned 'good', a str"),
         ({"loss": []}, r"returned\['loss'\] is \[\], a list"),
-        (["good"], "returned 'good', a str"),
+        ({"loss": ["good"]}, r"returned\['loss'\] is 'good', a str"),
         ({1: 2.0}, "a metric whose name is 1"),
         (torch.ones(3), r"returned a tensor of shape \(3,\), not one element"),
     ],
@@ -847,6 +847,15 @@ def test_a_step_that_trains_another_model_by_another_optimizer_is_told_of_both(r
 def test_a_step_without_metrics_is_told_how_to_return_them(ranks):
     said = said_by(lambda: fit(train_step=moving_average, epochs=2), ranks)
     assert said.count("train_step returned nothing, so there are no metrics. Return a number or a dict") == 1
+
+
+def test_a_step_that_returns_a_list_has_no_metric_and_is_told_so(ranks):
+    def losses(model, loader, criterion, optimizer, device, args):
+        moving_average(model, loader, criterion, optimizer, device, args)
+        return [0.5, 0.25]
+
+    said = said_by(lambda: fit(train_step=losses, epochs=2), ranks)
+    assert said.count("train_step returned a list, so there are no metrics of it") == 1
 
 
 def test_the_first_nan_is_told_with_its_rank_and_step(ranks):
