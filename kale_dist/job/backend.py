@@ -390,6 +390,11 @@ class Look:
         """The first pod; None if it does not exist."""
         return next((part for part in self.parts if part.number == 0), None)
 
+    @property
+    def is_over_unheard(self) -> bool:
+        """Whether the object has failed, and no head runs or has ended that could say why."""
+        return self.finished == "failed" and (self.head is None or self.head.state == "waiting")
+
 
 class HeadConnection(Protocol):
     """A connection to the head's byte server: a socket, or a tunnel that has its methods."""

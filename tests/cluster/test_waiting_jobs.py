@@ -60,6 +60,19 @@ def test_two_sigterms_end_a_command_and_its_pods(namespace, tmp_path):
     run_kubectl("-n", namespace, "wait", "--for=delete", "pods", "--all", "--timeout=90s")
 
 
+def test_the_next_status_of_a_job_that_waits_too_long_ends_it(namespace, tmp_path):
+    on = f"kd.Kubernetes(namespace={namespace!r}, image={ABSENT!r}, resources={{'cpu': 0.1}}, pending_timeout_s=3)"
+    code = f"import os, kale_dist as kd; kd.launch(print, number_of_processes=2, name='left', on={on}); os._exit(0)"
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, timeout=60, check=True)
+    time.sleep(4)
+    command = [sys.executable, "-m", "kale_dist.cli", "status", f"kubernetes://{namespace}/left"]
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True).stdout
+    assert shown.splitlines()[0].endswith("failed")
+    assert "pending_timeout_s of 3 s" in shown
+    run_kubectl("-n", namespace, "wait", "--for=delete", "pods", "--all", "--timeout=90s")
+
+
 @pytest.mark.nightly
 def test_a_notebook_that_waits_for_a_misspelt_image_says_so_once(namespace, tmp_path):
     nbformat = pytest.importorskip("nbformat")

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from kale_dist.errors import BackendError, JobExistsError, JobNotFoundError, StoreError
+from kale_dist.errors import BackendError, JobExistsError, JobNotFoundError, StoreError, log
 from kale_dist.job import records
 from kale_dist.job.backend import JobRef, Place, PlacedJob, PlaceEvent, Plan
 from kale_dist.job.reader import FolderBackend
@@ -51,6 +51,7 @@ class FollowedBackend(FolderBackend):
         """Create the job's record and its objects at the place, and begin to follow it; neither stays after an error."""
         name = f"{spec.cluster.namespace}/{spec.name}" if spec.cluster.namespace else spec.name
         ref = JobRef(self.name, name)
+        self._end_overdue()
         records.create(ref.record_name, key)
         try:
             handle = self.place.start(spec, key)
@@ -65,6 +66,21 @@ class FollowedBackend(FolderBackend):
             records.withdraw(ref.record_name)
             raise
         return ref
+
+    def _end_overdue(self) -> None:
+        """End this user's jobs that wait past their `pending_timeout_s` since no process follows them: they hold what others need."""
+        for record in records.all_records():
+            ref, limit_s, files = (
+                JobRef.parse(record.ref),
+                record.spec.cluster.pending_timeout_s,
+                records.files(record.name),
+            )
+            with contextlib.suppress(OSError, JobNotFoundError):
+                is_unheard = not files.events.exists() or not files.events.stat().st_size
+                is_mine = ref.backend == self.name and records.read_key(record.name) is not None
+                is_late = limit_s is not None and time.time() - record.created > limit_s
+                if is_unheard and is_mine and is_late and (status := self.status(ref)).is_final:
+                    log(f"{ref} {status.state}: {status.reason}")
 
     def status(self, ref: JobRef) -> JobStatus:
         """The status that the job's heads have sent, with what its place reports about pods."""

@@ -87,7 +87,7 @@ class Follower:
         return self._thread.is_alive()
 
     def wait_for_look(self) -> None:
-        """Wait for the first look, and if the head has ended for the verdict: a new process then shows no outdated status first."""
+        """Wait for the first look, and of a job that is over for the verdict: a new process then shows no outdated status first."""
         self.sight.has_looked.wait(FIRST_LOOK_S)
         # Only the first status waits: large results take a while.
         self.sight.has_looked.set()
@@ -170,7 +170,7 @@ class Follower:
         if self._job.status.status().is_final:
             return False
         life = FollowedLife(self._job, records.life(self._job.files), self.sight, self._woken.set)
-        self._reach = life.reach
+        self._reach, self.sight.is_over = life.reach, life.is_overdue
         self._listen()
         try:
             if not self._job.files.life.exists():

@@ -305,6 +305,13 @@ class FollowedLife:
                 self._job.place.kill(self.reach.handle, 0.0, self._decided.reason)
         return None
 
+    @property
+    def is_overdue(self) -> bool:
+        """Whether no rank has started within `pending_timeout_s`."""
+        limit_s = self._job.record.spec.cluster.pending_timeout_s
+        began = self.record.began or self._job.record.created
+        return limit_s is not None and self._job.clock.time() - began > limit_s and not self.copy.has_started
+
     def _judge(self, reported: Verdict | None) -> Verdict:
         canceller = records.canceller(self._job.files)
         return judge(reported, self._sight.look, self._job.status.status(), canceller=canceller)
@@ -326,8 +333,9 @@ class FollowedLife:
         head_waits = look.replaces and sight.head_runs and self.copy.has_started
         trouble = look.trouble if waits and not (look.suspended or look.gone or head_waits) else None
         limit_s = job.record.spec.cluster.pending_timeout_s
-        waited_s = job.clock.time() - (self.record.began or job.record.created)
-        if waits and limit_s is not None and waited_s > limit_s and not look.suspended and not self.copy.has_started:
+        if look.is_over_unheard:
+            return judge(None, look, job.status.status())
+        if waits and self.is_overdue and not look.suspended:
             reason = f"The job has not started within its pending_timeout_s of {limit_s:g} s"
             reason += f". {look.trouble}" if look.trouble is not None else ""
             return Verdict(StateName.FAILED, FailureCause.TIMEOUT, reason)

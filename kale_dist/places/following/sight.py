@@ -29,6 +29,8 @@ class Sight:
         """Why the place does not answer, as a sentence."""
         self.has_looked = threading.Event()
         """Whether the first status of the job need not wait any longer."""
+        self.is_over = False
+        """Whether the follower ends the job unless its head runs: the first status then waits for that."""
         self._place = place
         self._clock = clock
         self._on_change = on_change
@@ -51,7 +53,9 @@ class Sight:
         except BackendError as error:
             self.problem = f"{error}"
         has_ended = self.look.head is not None and self.look.head.state == "ended"
-        if self.problem or (self.look.fresh and not has_ended):
+        self.is_over = self.is_over or self.look.is_over_unheard
+        ends = has_ended or (self.is_over and not self.head_runs and not self.look.suspended)
+        if self.problem or (self.look.fresh and not ends):
             self.has_looked.set()
         if (self.look, self.problem) != before:
             self._on_change()

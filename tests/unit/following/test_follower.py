@@ -1,6 +1,7 @@
 """Following a job whose ranks are elsewhere, with a scripted place and a clock of its own."""
 
 import contextlib
+import dataclasses
 import json
 import time
 
@@ -354,7 +355,7 @@ def test_a_break_begins_the_five_minutes_again(backend, submit, place, clock):
 
 
 def test_a_job_that_waits_too_long_for_its_pods_ends(backend, submit, place, clock):
-    clock.sleep(time.time())
+    clock.sleep(time.time() - clock.time())
     ref, head = submit(pending_timeout_s=600.0)
     head.state = "waiting"
     place.runs[1].trouble = Trouble(sentence="No node has 8 GPUs", heals=True)
@@ -364,6 +365,49 @@ def test_a_job_that_waits_too_long_for_its_pods_ends(backend, submit, place, clo
     assert (status.state, status.cause) == (StateName.FAILED, FailureCause.TIMEOUT)
     assert status.reason == "The job has not started within its pending_timeout_s of 600 s. No node has 8 GPUs"
     assert place.killed
+
+
+def test_an_object_that_failed_before_its_head_ran_is_over_and_its_pods_are_ended(backend, submit, place):
+    ref, head = submit()
+    head.state = "waiting"
+    place.runs[1].finished = "failed"
+    place.runs[1].trouble = ABSENT
+    backend.close()
+    status = backend.status(ref)
+    assert (status.state, status.reason) == (StateName.FAILED, str(ABSENT))
+    assert place.killed
+
+
+@pytest.fixture
+def forgotten(backend, submit, clock):
+    """A job that waits past its `pending_timeout_s`, and that no process follows."""
+    clock.sleep(time.time() - clock.time())
+    ref, head = submit(pending_timeout_s=600.0)
+    head.state = "waiting"
+    backend.close()
+    record = records.read(ref.record_name)
+    records.write(dataclasses.replace(record, created=record.created - 601))
+    return ref
+
+
+def test_the_first_look_at_a_job_that_has_waited_too_long_ends_it(backend, place, forgotten):
+    status = backend.status(forgotten)
+    assert status.state is StateName.FAILED
+    assert "pending_timeout_s of 600 s" in status.reason
+    assert place.killed
+
+
+def test_the_next_submission_ends_jobs_that_have_waited_too_long_and_says_so(forgotten, submit, place, capsys):
+    place.taken.clear()
+    submit()
+    assert f"{forgotten} failed: The job has not started within its pending_timeout_s" in capsys.readouterr().err
+
+
+def test_a_job_of_another_user_is_left_to_wait(backend, place, forgotten, submit):
+    records.files(forgotten.record_name).key.unlink()
+    place.taken.clear()
+    submit()
+    assert not place.killed
 
 
 def test_a_pod_that_ended_before_it_reached_the_head_ends_the_job(backend, submit, place):
