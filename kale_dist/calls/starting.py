@@ -85,7 +85,7 @@ def start(call: Call) -> Job[Any]:
         elif "torch" in sys.modules and (models := models_in(what.args, what.kwargs)):
             targets = weights.remember(together(models), None)
         ref = backend.submit(spec, key)
-    with _cancelling(backend, ref):
+    with interrupts.passing_on(str(ref), functools.partial(backend.cancel, ref)):
         records.sync(ref.record_name)
         _log_started(ref, spec)
         _log_what_runs(targets)
@@ -97,16 +97,6 @@ def start(call: Call) -> Job[Any]:
             inside(job).files.arguments.write_text(json.dumps(params, default=str))
         tracking.begin(job, call.track, arguments.for_trackers(params))
         return job
-
-
-@contextlib.contextmanager
-def _cancelling(backend: Backend, ref: JobRef) -> Iterator[None]:
-    """Cancel a submitted job if an interrupt comes before its caller has the handle."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        interrupts.end(str(ref), functools.partial(backend.cancel, ref))
-        raise
 
 
 def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snapshot, JobSpec, tuple[str, ...]]:
@@ -220,7 +210,7 @@ def _again(backend: Backend, job: Job[Any], checkpoint: pathlib.Path | None) -> 
         )
         spec = spec if checkpoint is None else _resuming(spec, checkpoint, store)
         ref = backend.submit(spec, key)
-    with _cancelling(backend, ref):
+    with interrupts.passing_on(str(ref), functools.partial(backend.cancel, ref)):
         records.sync(ref.record_name)
         _log_started(ref, spec)
         with contextlib.suppress(OSError, ValueError):

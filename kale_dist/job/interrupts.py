@@ -71,7 +71,7 @@ def running_cell() -> int | None:
 
 @contextlib.contextmanager
 def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
-    """Handle a KeyboardInterrupt during a wait: cancel the job or let it run, print which, and raise it again.
+    """Handle a KeyboardInterrupt in a wait or a submission: cancel the job or let it run, print which, and raise it again.
 
     Args:
         ref: The job's reference, for the printed line.
@@ -86,27 +86,13 @@ def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
                 f"{ref} keeps running. To cancel it, interrupt again within {SECOND_WITHIN_S:.0f} s, or call job.cancel()"
             )
             raise
-        end(ref, cancel)
-        raise
-
-
-def end(ref: str, cancel: Callable[[], None]) -> None:
-    """Cancel a job because of an interrupt, and print what becomes of it.
-
-    Args:
-        ref: The job's reference, for the printed line.
-        cancel: Cancels the job without waiting.
-
-    Raises:
-        KeyboardInterrupt: Another interrupt came meanwhile.
-    """
-    try:
-        cancel()
-        _log(f"{ref} is cancelled")
-    except KaleDistError as error:
-        _log(f"{ref} could not be cancelled: {error}")
-    except KeyboardInterrupt:
-        _log(goes_on(ref))
+        try:
+            cancel()
+            _log(f"{ref} is cancelled")
+        except KaleDistError as error:
+            _log(f"{ref} could not be cancelled: {error}")
+        except KeyboardInterrupt:
+            _log(goes_on(ref))
         raise
 
 
