@@ -157,7 +157,7 @@ def test_several_models_come_back_in_this_kernel_and_in_a_new_one(jobs, tmp_path
         """
     ).endswith("('a value', True) Net")
     monkeypatch.chdir(tmp_path)
-    for words, name in (((), "model.pt"), (("--value",), "result.pt"), (("-o", "other.pt"), "other.pt")):
+    for words, name in ((("--force",), "model.pt"), (("--value",), "result.pt"), (("-o", "other.pt"), "other.pt")):
         assert main(["fetch", job.ref, *words]) == 0
         assert capsys.readouterr().out == f"{tmp_path / name}\n"
     assert torch.load("result.pt") == ("a value", True)
