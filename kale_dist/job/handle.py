@@ -323,7 +323,7 @@ class Job(Generic[R]):
         Of `launch`, those of the model among the function's arguments; of several, `0.` and `1.` come before the names.
 
         Args:
-            partial: Do not wait: take the last checkpoint of a training that runs or has failed.
+            partial: Do not wait: take the last checkpoint of a training that runs, has failed, or ended with a loss that is nan.
 
         Returns:
             Names to tensors of the caller's own, on the CPU.
@@ -332,7 +332,7 @@ class Job(Generic[R]):
             ResultUnavailableError: There is no checkpoint yet, or nothing was trained.
             JobError: As `result`, unless `partial`.
         """
-        is_partial = partial and self.status.state is not StateName.SUCCEEDED
+        is_partial = partial and ((status := self.status).state is not StateName.SUCCEEDED or status.is_nan)
         if is_partial or self._spec.kind == "live":
             self._check_trains()
         if is_partial:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -136,6 +137,8 @@ class JobStatus:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """Those of the notes that warn of something that is probably wrong, such as a loss that is nan."""
+    nan_since: tuple[int, int] | None = None
+    """Epoch and step, both from 1, of the first loss of this attempt that was nan; None if none was."""
     checkpoint_epoch: int | None = None
     failed_rank: int | None = None
     """The rank that failed first; None if none has, or if it is unknown."""
@@ -157,6 +160,15 @@ class JobStatus:
     def is_final(self) -> bool:
         """Whether the job has ended."""
         return self.state.is_final
+
+    @property
+    def is_nan(self) -> bool:
+        """Whether the training's loss became nan, and no later epoch had a number again."""
+        if self.nan_since is None:
+            return False
+        rows = [row for row in self.metrics if row.source == "train" and (row.epoch or 0) >= self.nan_since[0]]
+        later = [value for row in rows for name, value in row.values if name == "loss"]
+        return not (later and math.isfinite(later[-1]))
 
     @property
     def at_breakpoints(self) -> tuple[ReplicaStatus, ...]:
@@ -245,7 +257,7 @@ def _next_attempt(status: JobStatus, attempt: int) -> JobStatus:
     fresh = tuple(ReplicaStatus(rank=replica.rank) for replica in status.replicas)
     return dataclasses.replace(
         status, attempt=attempt, replicas=fresh, state=StateName.PENDING, reason="", cause=None, ended=None,
-        failed_rank=None,
+        failed_rank=None, nan_since=None,
     )  # fmt: skip
 
 
@@ -283,6 +295,9 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
             return dataclasses.replace(status, checkpoint_epoch=event.get("epoch"))
         case EventKind.NOTE if event.get("text") and event["text"] not in status.notes:
             text = str(event["text"])
+            if status.nan_since is None and event.get("nan"):
+                epoch, step = map(int, event["nan"])
+                status = dataclasses.replace(status, nan_since=(epoch, step))
             warnings = (*status.warnings, text) if event.get("warns") else status.warnings
             return dataclasses.replace(status, notes=(*status.notes, text), warnings=warnings)
         case EventKind.WAITING:

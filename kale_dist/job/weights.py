@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kale_dist.errors import warn
 from kale_dist.snapshot.identity import times_changed
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObj
         # The values were read from a folder of parts.
         return TrainedObjects(model=targets.model, optimizer=None)
     overwritten = changes(targets) if check else ""
+    if found := [name for name, value in trained.model_state.items() if _is_nan(value)]:
+        text = f"Weights of {ref} are nan ({_few(found)}), and go into the notebook's model now"
+        warn(f"{text}. A checkpoint of distribute() is from before: job.state_dict(partial=True) has its weights")
     adapters = getattr(trained, "adapters", ())
     problem = _add_adapters(targets.model, adapters, trained.model_state) if adapters else ""
     problem = problem or mismatch(targets.model, trained.model_state)
@@ -302,6 +306,10 @@ def _marks(model: torch.nn.Module) -> dict[str, tuple[str, int, int]]:
 def _differs(before: tuple[str, int, int], now: tuple[str, int, int]) -> bool:
     """Whether a tensor's values may have changed; a move to another device does not change them."""
     return before[2] != now[2] or (before[0] == now[0] and before[1] != now[1])
+
+
+def _is_nan(value: Any) -> bool:
+    return hasattr(value, "isnan") and bool(value.isnan().any())
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -199,10 +199,10 @@ def emit(kind: EventKind, **fields: Any) -> None:
         _channel.send({"event": str(kind), "time": time.time(), **fields})
 
 
-def log(text: str, *, warns: bool = False) -> None:
+def log(text: str, *, warns: bool = False, **fields: Any) -> None:
     """Print a sentence for the user into the job's log, and send it as a note; a warning is repeated to who waits for the job."""
     print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
-    emit(EventKind.NOTE, text=text, warns=warns)
+    emit(EventKind.NOTE, text=text, warns=warns, **fields)
 
 
 log_once = functools.cache(log)

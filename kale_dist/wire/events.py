@@ -28,7 +28,8 @@ agent speaks of the whole job) and `attempt`; beyond these:
                 has asked for it), path (relative to the job's folder), bytes
     resumed     epoch: training continues after this epoch from its checkpoint; 0: it starts from the beginning;
                 batches: of the next epoch that are done
-    note        text: a sentence for the user (such as how data is sharded); warns: whether it is a warning
+    note        text: a sentence for the user (such as how data is sharded); warns: whether it is a warning;
+                nan: epoch and step, both from 1, of a loss that is nan; only of the note that says so
     display     data {MIME type: text, base64 for pictures}: what a rank shows in the notebook
     disk        problem: why ranks wait for the disk with the job's folder, as a sentence; "" if they do not. Kept like progress.
     waiting     waiting (ranks inside a collective), busy (ranks that are not), seconds since the last progress

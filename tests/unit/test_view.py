@@ -11,7 +11,7 @@ import pytest
 
 from kale_dist.job import view
 from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus
-from kale_dist.job.view import curves, facts, plain
+from kale_dist.job.view import curves, facts, markup, plain
 from kale_dist.wire import BatchLoss, FailureCause, LogLine, MetricRow, RankStateName, StateName, Stream
 
 VOID = {"br", "img", "hr", "meta", "input", "wbr"}
@@ -270,6 +270,47 @@ def test_odd_numbers_make_finite_pictures(values):
         assert "inf" not in points
     Reader(view.html(running(metrics=tuple(rows)), now=2.0))
     view.text(running(metrics=tuple(rows)), now=2.0)
+
+
+def diverged(**changes):
+    losses = [
+        BatchLoss(
+            epoch=1 + step // 20, step=1 + step % 20, steps=20, loss=1.0 / (1 + step) if step < 13 else float("nan")
+        )
+        for step in range(60)
+    ]
+    rows = [row(epoch=epoch, loss=float("nan")) for epoch in (1, 2, 3)]
+    return running(state=StateName.SUCCEEDED, nan_since=(1, 14), losses=tuple(losses), metrics=tuple(rows), **changes)
+
+
+def test_a_loss_that_is_nan_is_no_plain_success():
+    status = diverged()
+    assert "succeeded, loss is nan since epoch 1, step 14" in view.text(status)
+    assert markup.colour(status) == markup.colour(JobStatus(ref="local://x", state=StateName.STARTING))
+    picture = view.html(status)
+    assert "loss is nan since epoch 1, step 14" in Reader(picture).text
+    # The axis goes to the end of the training, and what has no numbers is shaded from the last that has.
+    assert ">epoch 0<" in picture
+    assert ">3<" in picture
+    (gap,) = re.findall(r'<rect x="([\d.]+)" y="0" width="([\d.]+)"[^>]*><title>not a number', picture)
+    assert float(gap[0]) == pytest.approx(1000 * 0.65 / 3, abs=1)
+    assert float(gap[0]) + float(gap[1]) == pytest.approx(1000, abs=1)
+    (chart,) = json.loads(view.parts(status)["curves"])["charts"]
+    assert chart["series"][0]["gaps"] == [[0.65, 3.0]]
+
+
+def test_a_loss_that_is_a_number_again_in_a_later_epoch_is_a_success():
+    rows = (row(epoch=1, loss=float("nan")), row(epoch=2, loss=0.5))
+    status = running(state=StateName.SUCCEEDED, nan_since=(1, 2), metrics=rows)
+    assert facts.state(status) == "succeeded"
+    assert facts.state(dataclasses.replace(status, metrics=rows[:1])).startswith("succeeded, loss is nan")
+
+
+def test_a_gap_within_a_line_ends_at_the_next_number():
+    rows = [
+        row(epoch=epoch, loss=value) for epoch, value in enumerate([1.0, float("nan"), float("inf"), 2.0, 3.0, 4.0], 1)
+    ]
+    assert curves.collect(rows)[0].series[0].gaps == ((1.0, 4.0),)
 
 
 def test_a_long_series_keeps_its_spikes_and_stays_small():

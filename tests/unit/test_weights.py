@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 
+from kale_dist.errors import KaleDistWarning
 from kale_dist.job import weights
 from kale_dist.worker.training.result import TrainingResult, one_model, one_optimizer, state_of
 
@@ -227,3 +228,12 @@ def test_several_models_optimizers_and_other_state_come_back():
         assert optimizers[name].state[one.weight]["momentum_buffer"] is not None
     assert torch.equal(state[0].weight, state_in_rank[0].weight)
     assert state[1:] == [[1, 2], {"x": 1, "y": 3}]
+
+
+def test_weights_that_are_nan_are_told_before_they_go_into_the_model():
+    targets = objects()
+    result = trained(targets.model)
+    result.model_state["a.bias"][0] = float("nan")
+    with pytest.warns(KaleDistWarning, match=r"Weights of local://j are nan \(a.bias\).*state_dict\(partial=True\)"):
+        load(targets, result)
+    assert targets.model.a.bias.isnan().any()

@@ -33,6 +33,9 @@ MAX_STRIPS = 32
 COLOURS = ("#3b82f6", "#f08c00", "#12a594", "#c05bd6", "#e5484d", "#8a8f98")
 """Mid tones that can be distinguished, also by those who see fewer colours, on white and on black."""
 
+GAP_COLOUR = "#e8930c"
+"""Of the stretches whose values are nan or infinite, in the page's script, too."""
+
 _TITLES = {
     "memory_gib": "memory, GiB", "gpu_percent": "GPU, %", "gpu_memory_gib": "GPU memory, GiB",
     "data_percent": "waiting for data, %", "exchange_percent": "in exchange, %", "samples_per_s": "samples/s of a rank",
@@ -94,6 +97,8 @@ class Series:
     """Whether it is behind the others: single batches, which jump about."""
     band: tuple[tuple[float, float], ...] = ()
     """The lowest and the highest value at each point, where the line is the mean over ranks."""
+    gaps: tuple[tuple[float, float], ...] = ()
+    """Stretches of the horizontal axis without a point: the values there are nan or infinite."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,7 +253,8 @@ def _data(one: Series) -> dict[str, Any]:
         "label": one.label, "colour": one.colour, "axis": one.axis, "last": facts.number(one.last),
         "dashed": one.is_dashed, "faint": one.is_faint, "points": _rounded(one.points),
     }  # fmt: skip
-    return {**described, "band": _rounded(one.band)} if one.band else described
+    more = {"band": _rounded(one.band), "gaps": _rounded(one.gaps)}
+    return described | {name: pairs for name, pairs in more.items() if pairs}
 
 
 def _rounded(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -263,7 +269,7 @@ def svg(curve: Curve) -> str:
     series = curve.drawn
     if not series:
         return ""
-    xs = [x for one in series for x, _ in one.points]
+    xs = [x for one in series for x in (*(x for x, _ in one.points), *itertools.chain(*one.gaps))]
     ys = [y for one in series for _, y in (*one.points, *one.band, *((0.0, low) for low, _ in one.band))]
     low, high = _span(min(0.0, *ys) if curve.is_from_zero else min(ys), max(ys))
     ticks = _ticks(low, high)
@@ -273,6 +279,7 @@ def svg(curve: Curve) -> str:
     drawn = [
         _stroke(f"M0 {box.down(value):.1f}H{_SIDE}", "currentColor", 1, 'stroke-opacity="0.16"') for value, _ in ticks
     ]
+    drawn += [_marked(start, end, box) for start, end in sorted({gap for one in series for gap in one.gaps})]
     drawn += [part for one in series for part in _line(one, box)]
     drawn += _strips(series, box)
     axes = {one.axis for one in series}
@@ -283,6 +290,15 @@ def svg(curve: Curve) -> str:
         f'<svg role="img" aria-label="{label}" viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" '
         f'style="display:block;width:100%;height:100%;overflow:visible">{"".join(drawn)}</svg>'
         f"{_numbers(curve, box, ticks, margin, axes.pop() if len(axes) == 1 else '')}</div></div>"
+    )
+
+
+def _marked(start: float, end: float, box: _Box) -> str:
+    """Shade a stretch without numbers."""
+    left, right = box.across(start), box.across(end)
+    return (
+        f'<rect x="{left:.1f}" y="0" width="{right - left:.1f}" height="{_SIDE}" fill="{GAP_COLOUR}" '
+        'fill-opacity="0.18"><title>not a number</title></rect>'
     )
 
 
@@ -385,10 +401,25 @@ def _of_rank(
     xs, axis = _positions([row for row, _ in rows])
     if axis == "epoch" and ends:
         xs, axis = [ends.get(int(x), x) for x in xs], "step"
-    points = [(x, value) for x, (_, value) in zip(xs, rows, strict=True) if math.isfinite(value)]
+    points = [(x, value) for x, (_, value) in zip(xs, rows, strict=True)]
     return Series(
-        label=label, colour=colour, points=tuple(points), last=rows[-1][1], axis=axis, is_dashed=kind == "eval"
-    )
+        label=label, colour=colour, points=_finite(points), last=rows[-1][1], axis=axis, is_dashed=kind == "eval",
+        gaps=_gaps(points),
+    )  # fmt: skip
+
+
+def _finite(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    return tuple((x, y) for x, y in points if math.isfinite(y))
+
+
+def _gaps(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """From the last number before each run of nan and infinite values to the first after it, or to the end."""
+    found, last = [], len(points) - 1
+    for is_finite, run in itertools.groupby(range(len(points)), lambda index: math.isfinite(points[index][1])):
+        first, *others = run
+        if not is_finite:
+            found.append((points[max(0, first - 1)][0], points[min(last, [first, *others][-1] + 1)][0]))
+    return tuple(found[-MAX_POINTS:])
 
 
 def _newest(rows: Sequence[tuple[MetricRow, float]]) -> list[tuple[MetricRow, float]]:
@@ -438,14 +469,15 @@ def _each_batch(losses: Sequence[BatchLoss], xs: Sequence[float], axis: str) -> 
     points: list[tuple[float, float]] = []
     for x, one in zip(xs, losses, strict=True):
         # Another attempt may have fewer ranks, and so longer epochs.
-        if math.isfinite(one.loss) and (not points or x > points[-1][0]):
+        if not points or x > points[-1][0]:
             points.append((x, one.loss))
-    if len(points) <= 1:
+    finite = _finite(points)
+    if len(finite) <= 1:
         return []
     return [
         Series(
-            label=_EACH_BATCH, colour=_COLOUR_OF["train"], points=_thin(points), last=losses[-1].loss,
-            axis=axis, is_faint=True,
+            label=_EACH_BATCH, colour=_COLOUR_OF["train"], points=_thin(finite), last=losses[-1].loss,
+            axis=axis, is_faint=True, gaps=_gaps(points),
         )
     ]  # fmt: skip
 

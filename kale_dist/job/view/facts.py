@@ -142,11 +142,16 @@ def name(status: JobStatus) -> str:
 
 
 def state(status: JobStatus) -> str:
-    """The job's state, and whether a person has to act; of warm pods without a job, how long they have waited for one."""
+    """The job's state, whether its loss is nan, and whether a person has to act; of warm pods without a job, how long they have waited for one."""
     if status.idle_s and status.idle_since is not None:
         unit, unit_s = ("s", 1) if status.idle_s < 60 else ("min", 60)  # noqa: PLR2004
         return f"idle {(time.time() - status.idle_since) / unit_s:.0f} of {status.idle_s / unit_s:.3g} {unit}"
-    return f"{status.state.value}, needs you" if status.needs_action else status.state.value
+    nan = (
+        f", loss is nan since epoch {status.nan_since[0]}, step {status.nan_since[1]}"
+        if status.nan_since and status.is_nan
+        else ""
+    )
+    return f"{status.state.value}{nan}{', needs you' if status.needs_action else ''}"
 
 
 def elapsed_s(status: JobStatus, now: float | None) -> float | None:

@@ -137,7 +137,8 @@ def _parts(
 
 def colour(status: JobStatus) -> str:
     """The colour of a job's state."""
-    return _VIOLET if status.needs_action else _STATE_COLOURS[status.state]
+    is_doubtful = status.is_nan and status.state in (StateName.RUNNING, StateName.SUCCEEDED)
+    return _VIOLET if status.needs_action else _AMBER if is_doubtful else _STATE_COLOURS[status.state]
 
 
 def _text(value: object) -> str:
@@ -186,13 +187,13 @@ def _progress(status: JobStatus, now: float | None, *, is_frozen: bool) -> str:
     percent = facts.percent(status)
     if percent is None:
         return ""
-    colour = _GREY if is_frozen else _STATE_COLOURS[status.state]
+    filled = _GREY if is_frozen else colour(status)
     words = f"{percent} %" if is_frozen else facts.progress(status, now)
     return (
         '<div style="display:flex;flex-wrap:wrap;align-items:center;gap:4px 12px;margin-top:8px">'
         f'<div role="progressbar" aria-label="Progress" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{percent}" '
         'style="flex:1 1 180px;height:8px;border-radius:4px;background:rgba(128,128,128,.22);overflow:hidden">'
-        f'<div style="width:{percent}%;height:100%;border-radius:4px;background:{colour}"></div></div>'
+        f'<div style="width:{percent}%;height:100%;border-radius:4px;background:{filled}"></div></div>'
         f'<span style="{_MUTED};{_FIGURES}">{_text(words)}</span></div>'
     )
 

@@ -4,6 +4,7 @@
 const SIDE = 1000; // units of a drawing from side to side: it is stretched to its place, lines and dots are not
 const SVG = "http://www.w3.org/2000/svg";
 const SMOOTH_FROM = 8; // shorter lines are not smoothed
+const GAP = "#e8930c"; // where values are nan or infinite, as in job/view/curves.py
 
 // As Python's `facts.number`.
 function figure(value) {
@@ -112,11 +113,11 @@ class ChartsView {
     morph(this.legend, fresh);
     this.bar.hidden = !all.length;
     this.ranges = new Map();
-    for (const { axis, points } of all) {
+    for (const { axis, points, gaps } of all) {
       const [left, right] = this.ranges.get(axis) ?? [Infinity, -Infinity];
       // The first epoch begins at 0, where its batches are drawn.
       const first = axis === "epoch" ? Math.floor(points[0][0]) : points[0][0];
-      this.ranges.set(axis, [Math.min(left, first), Math.max(right, points[points.length - 1][0])]);
+      this.ranges.set(axis, [Math.min(left, first), Math.max(right, points[points.length - 1][0], ...(gaps ?? []).map(([, end]) => end))]);
     }
     this.grid.classList.toggle("kd-halves", [2, 4].includes(lines.filter((some) => some.length).length));
     for (const place of [this.grid, this.alone]) {
@@ -182,6 +183,10 @@ class ChartsView {
     };
     for (const [name, value] of Object.entries({ role: "img", "aria-label": label, viewBox: `0 0 ${SIDE} ${SIDE}`, preserveAspectRatio: "none" })) svg.setAttribute(name, value);
     for (const [value] of marks) add({ d: `M0 ${down(value).toFixed(1)}H${SIDE}`, stroke: "currentColor", "stroke-opacity": "0.16" });
+    const gaps = new Map(lines.flatMap((one) => one.gaps ?? []).map((gap) => [String(gap), gap]));
+    for (const [start, end] of gaps.values()) {
+      add({ d: `M${across(start).toFixed(1)} 0H${across(end).toFixed(1)}V${SIDE}H${across(start).toFixed(1)}Z`, fill: GAP, "fill-opacity": "0.18", class: "kd-gap" });
+    }
     for (const one of lines) {
       if (one.band) {
         const edge = (side) => one.points.map(([x], index) => place([x, one.band[index][side]]));

@@ -211,6 +211,7 @@ class Session:
     """The parameters that training may change, as the strategy has left them."""
     loaders: Loaders
     control: OptimizerControl
+    losses: Losses
     callbacks: Callbacks
     profiler: Profiler | None
     captured: Captured | None
@@ -241,7 +242,11 @@ class Session:
         callbacks = Callbacks(training, trained.model, strategy, setup.layouts, group)
         control = _control(setup, loaders, callbacks)
         stack.enter_context(control.installed())
-        place = lambda: (loaders.train.counts.epoch, loaders.train.step)  # noqa: E731
+
+        def place() -> tuple[int, int] | None:
+            feed = loaders.running
+            return (feed.counts.epoch, feed.step) if feed.role.is_training else None
+
         stack.enter_context(losses.watched(trained.criterion, place, strategy.passed))
         stack.callback(loaders.restore)
         loaders.divide()
@@ -260,6 +265,7 @@ class Session:
             named=trained.tensors(),
             loaders=loaders,
             control=control,
+            losses=losses,
             callbacks=callbacks,
             profiler=profiler,
             captured=Captured(training, trained) if group.rank == 0 else None,
@@ -528,14 +534,14 @@ class Session:
 
     @CLOCK.phase("checkpoint")
     def write_checkpoint(self, position: Position | None = None, mine: RankPosition | None = None) -> None:
-        """Write the states of rank 0 into the job's folder, if there is one. All ranks have to call this.
+        """Write the states of rank 0 into the job's folder, if there is one and no weight is nan. All ranks have to call this.
 
         Args:
             position: Where the epoch is that has begun; None between epochs.
             mine: This rank's part of that.
         """
         files, within = context.context().files, self.within
-        if files is None:
+        if files is None or self._is_spoilt():
             return
         progress, steps = self.progress, self.control.real_steps
         resume, calls = self.resume(position, mine), self.callbacks.state()
@@ -574,6 +580,19 @@ class Session:
                 warns=True,
             )
         context.mark_progress()
+
+    def _is_spoilt(self) -> bool:
+        """Whether a loss was nan in any rank, and its weights are nan now: the last good checkpoint is to stay then."""
+        tensors = (*self.named.values(), *self.trained.model.buffers())
+        is_spoilt = any(self.group.gather(bool(self.losses.has_spoilt(tensors))))
+        if is_spoilt:
+            self.group.log(
+                "Weights are nan: no checkpoint is written from here on, and the last good one stays.", warns=True
+            )
+            if self.within.is_asked and self.group.rank == 0:
+                context.can_save(can=False)
+            self.within.is_asked = False
+        return is_spoilt
 
     def resume(self, position: Position | None, mine: RankPosition | None) -> Resume:
         """Collect what a checkpoint holds besides the states, in rank 0; arguments as for `write_checkpoint`."""

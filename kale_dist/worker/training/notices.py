@@ -11,11 +11,12 @@ import operator
 import traceback
 import types
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from kale_dist.snapshot.identity import times_changed
 from kale_dist.wire import context
@@ -161,7 +162,7 @@ class Losses:
         model: What is trained.
     """
 
-    _place: Callable[[], tuple[int, int]]
+    _place: Callable[[], tuple[int, int] | None]
 
     def __init__(self, group: Group, model: torch.nn.Module) -> None:
         self._group = group
@@ -175,13 +176,13 @@ class Losses:
 
     @contextlib.contextmanager
     def watched(
-        self, criterion: Any, place: Callable[[], tuple[int, int]], passed: Callable[[Tensor], None]
+        self, criterion: Any, place: Callable[[], tuple[int, int] | None], passed: Callable[[Tensor], None]
     ) -> Iterator[None]:
         """Look at the losses that a criterion returns, and at the tensors whose `backward()` is called.
 
         Args:
             criterion: Passed to the steps.
-            place: Returns epoch and step, both from 1.
+            place: Returns epoch and step, both from 1; None in an evaluation, whose losses are passed over.
             passed: Called with such a tensor when its `backward()` is over.
         """
         self._place = place
@@ -204,7 +205,7 @@ class Losses:
 
     @_harmless
     def latest(self) -> float | None:
-        """Return the criterion's latest loss; on a GPU the last one that has arrived, for which nothing waits."""
+        """Return the criterion's latest loss of the training; on a GPU the last one that has arrived, for which nothing waits."""
         root, latest = self._root, self._latest
         given = latest if latest is not None else root
         if given is not None and given.is_cuda:
@@ -229,7 +230,7 @@ class Losses:
 
     @_harmless
     def _note(self, _module: Any, _inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.numel() == 1:
+        if isinstance(output, Tensor) and output.numel() == 1 and self._place() is not None:
             self._latest = output.detach()
 
     @_harmless
@@ -243,15 +244,27 @@ class Losses:
         if self._has_warned or not math.isnan(loss):
             return
         self._has_warned = True
-        with torch.no_grad():
-            made = [p for p in self._model.parameters() if not torch.nn.parameter.is_lazy(p)]
-            is_spread = any(bool(p.isnan().any()) for p in made)
+        is_spread = _hold_nan(self._model.parameters())
         # By the exchange of gradients, one rank's nan is in all weights a step later.
-        if is_spread and self._group.rank:
+        if (is_spread and self._group.rank) or (place := self._place()) is None:
             return
-        epoch, step = self._place()
+        epoch, step = place
         cause = ", and the weights hold nan already" if is_spread else ""
-        context.log(f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}.", warns=True)
+        text = f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}."
+        context.log(text, warns=True, nan=place)
+
+    @_harmless
+    def has_spoilt(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether a loss of this rank was nan, and these tensors hold nan now. On a GPU this waits for the latest loss."""
+        return (self._has_warned or (self._root is not None and bool(self._root.isnan()))) and _hold_nan(tensors)
+
+
+def _hold_nan(tensors: Iterable[Tensor]) -> bool:
+    """Whether some of them hold nan in this rank; of a divided one its own part, so that nothing is exchanged."""
+    made = (one for one in tensors if not torch.nn.parameter.is_lazy(one))
+    with torch.no_grad():
+        own = (one.to_local() if isinstance(one, DTensor) else one for one in made)
+        return any(bool(one.isnan().any()) for one in own)
 
 
 @_harmless

@@ -873,3 +873,42 @@ def test_the_first_nan_is_told_with_its_rank_and_step(ranks):
     said = said_by(lambda: fit(train_step=diverging, epochs=2), ranks)
     assert "The loss is nan on rank 1 in step 2 of epoch 1.\n" in said
     assert said.count("The loss is nan on rank") == 2  # rank 0's, a step later, says that the weights hold it
+
+
+def events_of_nan(folder, **options):
+    """What a rank of a job sends whose loss becomes nan in the third batch of epoch 2, on rank 1 alone."""
+    read, write = os.pipe()
+    rank = torch.distributed.get_rank()
+    context.activate(context.Context(job="j", in_job=True, folder=folder, rank=rank, world_size=2), write)
+    steps = 0
+
+    def diverging(model, loader, criterion, optimizer, device, args):
+        nonlocal steps
+        for x, y in loader:
+            steps += 1
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            (loss * float("nan") if rank == 1 and steps == 6 else loss).backward()
+            optimizer.step()
+        return loss.item()
+
+    fit(nn.Linear(3, 2), DataLoader(labelled(22), 4), train_step=diverging, epochs=4, checkpoint_every=1, **options)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        return [json.loads(line) for line in pipe]
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": FSDP()}], ids=["ddp", "fsdp"])
+def test_no_checkpoint_is_written_once_weights_are_nan(options, ranks, tmp_path):
+    everyone = ranks(2, lambda: events_of_nan(tmp_path, **options), keep=False)
+    events = [event for events in everyone for event in events]
+    assert [event["epoch"] for event in events if event["event"] == "checkpoint"] == [1]
+    saved = checkpoint.read(tmp_path / "checkpoint")
+    assert not any(value.isnan().any() for value in saved.model.values())
+    status = JobStatus(
+        ref="local://j", state=StateName.SUCCEEDED, replicas=(ReplicaStatus(rank=0), ReplicaStatus(rank=1))
+    )
+    status = reduce_events(status, sorted(events, key=lambda event: event.get("time", 0.0)))
+    assert status.nan_since == (2, 3)
+    assert status.is_nan
+    assert any("Weights are nan: no checkpoint is written from here on" in text for text in status.warnings)
