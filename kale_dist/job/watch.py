@@ -167,7 +167,7 @@ class Watcher:
 class Reasons:
     """Prints why a job waits, and its warnings, on stderr: each once, however many calls wait for the job.
 
-    A job on this machine waits for nothing, and prints no reason.
+    A job on this machine prints one only before it has begun.
 
     Args:
         backend: Where the job runs.
@@ -185,7 +185,8 @@ class Reasons:
     def print(self, status: JobStatus) -> None:
         """Print new warnings, and a new reason: one in which more has changed than seconds, MiB or counts of nodes."""
         new: dict[tuple[int | None, str], str] = {(None, text): text for text in status.warnings}
-        if not status.is_final and status.reason and self._ref.backend != "local":
+        is_waiting = self._ref.backend != "local" or status.started is None
+        if not status.is_final and status.reason and is_waiting:
             new[status.queue_position, re.sub(r"\d+", "", status.reason)] = status.reason
         if self.is_shown():
             return

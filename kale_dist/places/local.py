@@ -35,6 +35,11 @@ _OWN_POLL_S = 1.0
 
 _DELETE_TIMEOUT_S = 15.0
 
+_LONG_S = 3.0
+"""A job that has not begun by then says why."""
+
+_IMPORTS = "Its processes import torch first: this takes some seconds, and longer on a busy machine. The next jobs start at once"
+
 
 class LocalBackend(FolderBackend):
     """Runs jobs on this machine. One instance serves a whole process (`shared()`); it is safe to use from threads."""
@@ -66,9 +71,12 @@ class LocalBackend(FolderBackend):
         return ref
 
     def status(self, ref: JobRef) -> JobStatus:
-        """The status in the job's files, with the reason if they cannot be written."""
+        """The status in the job's files, with the reason if they cannot be written, or if the job is long in coming."""
         status, client = self._reader(ref).status(), self._client
         problem = client.disk_problems.get(ref.name) if client is not None else ""
+        is_pending = status.started is None and not (status.attempt or problem or status.reason)
+        if is_pending and time.time() - (status.created or 0) > _LONG_S:
+            problem = _IMPORTS
         return dataclasses.replace(status, reason=problem) if problem and not status.is_final else status
 
     def send(self, ref: JobRef, rank: int, message: ToAgent, blobs: Iterable[str] = ()) -> None:

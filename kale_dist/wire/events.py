@@ -12,7 +12,8 @@ agent speaks of the whole job) and `attempt`; beyond these:
                 returned, or a trainer logged: "train 2" of its second training), "averaged" (eval_step with averaged weights),
                 "report", or one of `MEASURED_SOURCES`; reported_to: trackers that the trainer itself sends them to
     progress    phase ("train", "eval", ...), epoch (from 1), epochs, step (from 1), steps (or None),
-                samples and samples_per_s (None in a rank whose batches another one reads and counts), loss (or None).
+                samples and samples_per_s (None in a rank whose batches another one reads and counts), loss (or None); during an
+                evaluation of `distribute`, both of the training.
                 Of another trainer also left_s and share (of its steps that are done), or None, and training (its number in this
                 process). Epochs are 0 of a bar, and where only steps are known.
                 Of training also num_workers, meets (whether all ranks exchange gradients in each step) and, since the

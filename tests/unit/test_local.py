@@ -49,6 +49,16 @@ def test_jobs_of_one_process_share_one_agent():
     assert not any(job.status.notes for job in jobs)
 
 
+def test_a_job_that_is_long_in_coming_says_what_it_waits_for(monkeypatch, capfd):
+    monkeypatch.setattr(local, "_LONG_S", 0.0)
+    local.shared().close()
+    job = run()
+    assert "import torch" in job.status.reason
+    job.result(60)
+    assert f"[kale-dist] {job.ref}: Its processes import torch first" in capfd.readouterr().err
+    assert not job.status.reason
+
+
 def test_a_jobs_folder_is_private_and_its_key_is_nowhere_else():
     job = run(environment={"A": "b"})
     job.wait()

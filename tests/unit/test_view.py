@@ -373,12 +373,25 @@ def test_a_page_that_draws_curves_itself_gets_their_points_and_how_many_metrics_
     assert view.parts(running())["curves"] == ""
 
 
-def test_an_ended_training_shows_the_pace_of_its_training_and_not_of_its_last_evaluation():
+def test_an_ended_training_shows_the_mean_pace_of_its_training_and_not_of_its_last_evaluation():
     evaluated = (ReplicaStatus(rank=0, progress=progress(phase="eval", samples_per_s=90_000.0)),)
-    paces = tuple(row("pace", epoch=epoch, samples_per_s=pace) for epoch, pace in ((1, 1000.0), (2, 1200.0)))
+    paces = tuple(row("pace", epoch=epoch, samples_per_s=pace) for epoch, pace in ((1, 1000.0), (2, 1500.0)))
     status = JobStatus(ref="local://x", state=StateName.SUCCEEDED, replicas=evaluated, metrics=paces)
     assert facts.rate(status) == "1,200 samples/s"
     assert facts.rate(dataclasses.replace(status, metrics=())) == "90,000 samples/s"
+
+
+def test_an_ended_training_says_how_long_it_started_and_ran_and_where_its_evaluations_were_best():
+    rows = (
+        row("eval", epoch=1, loss=0.5, accuracy=0.75), row("eval", epoch=2, loss=float("nan"), accuracy=0.75),
+        row("eval", epoch=3, loss=0.625, accuracy=0.875),
+    )  # fmt: skip
+    ended = running(state=StateName.SUCCEEDED, created=0.0, started=7.0, ended=11.0, metrics=rows)
+    best = "Best evaluation: loss 0.5 after epoch 1, accuracy 0.875 after epoch 3"
+    assert facts.sentence(ended, None) == f"Succeeded on 2 ranks, started in 7.0 s, ran 4.0 s. {best}"
+    assert best not in facts.sentence(dataclasses.replace(ended, metrics=rows[:1]), None)
+    trainer = (row("eval", epoch=None, step=20, loss=1.0), row("eval", epoch=None, step=10, loss=2.0))
+    assert facts.best_evaluation(dataclasses.replace(ended, metrics=trainer)) == "Best evaluation: loss 1 at step 20"
 
 
 def losses(*values, epoch=1, steps=4):

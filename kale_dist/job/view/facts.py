@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import re
+import statistics
 import time
 from collections.abc import Callable, Container, Sequence
 
@@ -22,6 +24,9 @@ _ESCAPE_SEQUENCES = re.compile(
 )
 _COLOURS = re.compile(r"(\x1b\[[\d;]*m)")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_BEST = {"loss": min, "accuracy": max}
+"""Which of the values of an evaluation is the best."""
+
 _WORST_FIRST = {
     RankStateName.FAILED: 0,
     RankStateName.LOST: 0,
@@ -145,7 +150,9 @@ def state(status: JobStatus) -> str:
     """The job's state, whether its loss is nan, and whether a person has to act; of warm pods without a job, how long they have waited for one."""
     if status.idle_s and status.idle_since is not None:
         unit, unit_s = ("s", 1) if status.idle_s < 60 else ("min", 60)  # noqa: PLR2004
-        return f"idle {(time.time() - status.idle_since) / unit_s:.0f} of {status.idle_s / unit_s:.3g} {unit}"
+        limit, waited_s = f"{status.idle_s / unit_s:.3g} {unit}", time.time() - status.idle_since
+        # Nobody has seen the end of pods that ended by themselves.
+        return f"ended after {limit} idle" if waited_s > status.idle_s else f"idle {waited_s / unit_s:.0f} of {limit}"
     nan = (
         f", loss is nan since epoch {status.nan_since[0]}, step {status.nan_since[1]}"
         if status.nan_since and status.is_nan
@@ -183,14 +190,33 @@ def sentence(status: JobStatus, now: float | None, *, error: str = "") -> str:
             doing = reason or _debugged(status) or _doing(status) or f"Running{on}"
             return f"Attempt {status.attempt + 1}: {doing}" if status.attempt else doing
         case StateName.SUCCEEDED:
-            return _ended(
-                "Succeeded", f"{after}{on}{f', in attempt {status.attempt + 1}' if status.attempt else ''}", reason
-            )
+            where = f"{on}{f', in attempt {status.attempt + 1}' if status.attempt else ''}"
+            if elapsed is not None and status.created is not None and status.started is not None:
+                where += f", started in {duration(status.started - status.created)}, ran {duration(elapsed)}"
+            else:
+                where = after + where
+            best = best_evaluation(status)
+            return _ended("Succeeded", where, reason) + (f". {best}" if best else "")
         case StateName.CANCELLED:
             kept = kept_checkpoint(status)
             return _ended("Cancelled", after, reason) + (f". {kept}" if kept else "")
         case StateName.FAILED:
             return _ended("Failed", after, reason)
+
+
+def best_evaluation(status: JobStatus) -> str:
+    """The best loss and accuracy of a training's evaluations, and where they were; empty before there are two."""
+    found = []
+    for name, choose in _BEST.items():
+        rows = [
+            row
+            for row in status.metrics
+            if row.source == "eval" and math.isfinite(dict(row.values).get(name, math.nan))
+        ]
+        if len(rows) > 1:
+            value, row = choose(((dict(row.values)[name], row) for row in rows), key=operator.itemgetter(0))
+            found.append(f"{name} {number(value)} {f'after epoch {row.epoch}' if row.epoch else f'at step {row.step}'}")
+    return f"Best evaluation: {', '.join(found)}" if found else ""
 
 
 def kept_checkpoint(status: JobStatus) -> str:
@@ -222,12 +248,13 @@ def percent(status: JobStatus) -> int | None:
 
 
 def rate(status: JobStatus) -> str:
-    """Samples a second of all running ranks together, or at the end those of the last epoch's training.
+    """Samples a second of all running ranks together, or at the end the mean over the training's epochs.
 
-    Each rank measures its own, in `worker/training/data/batches.py`. Its last progress may be of an evaluation.
+    Each rank measures its own, in `worker/training/data/batches.py`.
     """
     if status.is_final and (paces := values_of(status, "pace/samples_per_s")):
-        total = paces[-1]
+        # Epochs have equally many samples.
+        total = statistics.harmonic_mean(paces)
     else:
         shown = (one.progress for one in status.replicas if status.is_final or one.state is RankStateName.RUNNING)
         total = sum(progress.samples_per_s or 0.0 for progress in shown if progress is not None)

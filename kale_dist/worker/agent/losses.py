@@ -33,7 +33,7 @@ class Losses:
                 server, or hold the first layers of a pipeline.
         """
         rank, epoch, loss = progress.get("rank"), progress.get("epoch"), progress.get("loss")
-        # With its first batch, an epoch still has the loss of the evaluation before it.
+        # With its first batch, an epoch still has the last loss of the epoch before it.
         is_old = (progress.get("step") or 0) <= 1
         if progress.get("phase") != "train" or not isinstance(loss, int | float) or rank is None or not epoch or is_old:
             return None

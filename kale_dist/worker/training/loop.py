@@ -657,7 +657,8 @@ def _loaders(setup: Setup, profiler: Profiler | None, losses: Losses) -> Loaders
     parts = setup.parts
     evaluation = Role(name="eval", group=parts.column, row=parts.row, epochs=setup.training.epochs, loss=losses.latest)
     train = dataclasses.replace(evaluation, name="train", pace=parts.pace, strategy=setup.strategy, profiler=profiler)
-    return Loaders(setup.training, setup.trained, setup.group, Feed(role=train), Feed(role=evaluation))
+    feed = Feed(role=train)
+    return Loaders(setup.training, setup.trained, setup.group, feed, Feed(role=evaluation, training=feed))
 
 
 def _control(setup: Setup, loaders: Loaders, callbacks: Callbacks) -> OptimizerControl:

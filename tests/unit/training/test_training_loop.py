@@ -408,6 +408,10 @@ def test_events_and_checkpoints_of_a_job(ranks, tmp_path):
     assert [e["epoch"] for e in by_kind["checkpoint"]] == [2, 3]
     assert [e["text"].split(":")[0] for e in by_kind["note"]] == ["train", "eval"]
     last = [e for e in by_kind["progress"] if e["phase"] == "train"][-1]
+    # During and after an evaluation, loss and rate stay those of the training.
+    evaluated = by_kind["progress"][-1]
+    assert evaluated["phase"] == "eval"
+    assert (evaluated["loss"], evaluated["samples_per_s"]) == (last["loss"], last["samples_per_s"])
     assert (last["epoch"], last["epochs"], last["step"], last["steps"], last["samples"]) == (3, 3, 6, 6, 22)
     assert last["loss"] > 0
     saved = checkpoint.read(tmp_path / "checkpoint")

@@ -141,6 +141,8 @@ class Feed:
     """Made by `begin` for each epoch."""
     rate: float | None = None
     """Samples a second of this rank, as last known; None where another rank reads its batches and counts them."""
+    training: Feed | None = None
+    """Of an evaluation, the feed of the training, whose rate its progress goes on to tell."""
     current: Batches | None = None
     """The pass that gave the latest batch, unless it is exhausted."""
 
@@ -519,7 +521,7 @@ class Batches:
             step=self.index,
             steps=steps,
             samples=self.samples if role.reads else None,
-            samples_per_s=feed.rate,
+            samples_per_s=(feed.training or feed).rate,
             loss=role.loss(),
             **self._counters(),
         )
