@@ -26,7 +26,7 @@ _BY_SIGNAL = 128
 """Added to the number of the signal that ended a program, this is a shell's exit code for the program."""
 
 
-def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = False, **options: Any) -> Job[None]:
+def launch(script: str = "", arguments: Sequence[str] = (), *, as_module: bool = False, **options: Any) -> Job[None]:
     """Run a script on every rank, as torchrun does.
 
     On this machine the script runs from where it is. In containers and on a cluster it is sent, with the local modules
@@ -43,6 +43,10 @@ def launch(script: str, arguments: Sequence[str] = (), *, as_module: bool = Fals
         SnapshotError: A file cannot be read.
         BackendError: The backend refused.
     """
+    if not script:
+        raise ConfigError(
+            "script", "it is missing", "Give the path of a script; a function is what kale_dist.launch(fn) takes"
+        )
     path = None if as_module else _check_script(script)
     if as_module:
         _add_to_path(pathlib.Path.cwd())
@@ -125,7 +129,8 @@ def _check_script(script: str) -> pathlib.Path:
         raise ConfigError("script", f"{script!r} is a folder", remedy)
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else pathlib.Path()
-        near = closest(path.name, (one.name for one in folder.glob("*.py")))
+        # By their stems: all of them end in ".py".
+        near = closest(path.stem, (one.stem for one in folder.glob("*.py"))).replace("'? ", ".py'? ")
         where = f"It was looked for in {folder.absolute()}"
         raise ConfigError("script", f"there is no file {script!r}", f"{near}{where}")
     _check_text(path)

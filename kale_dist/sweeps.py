@@ -74,8 +74,8 @@ class SweepTrial(TrialRow):
 @short_refusals
 def sweep(
     call: Callable[[optuna.Trial], Job[Any]],
-    *,
-    metric: str,
+    *more: Any,
+    metric: str = "",
     trials: int = 20,
     parallel: int = 1,
     processes: int | None = None,
@@ -94,6 +94,7 @@ def sweep(
     Args:
         call: Takes Optuna's trial, asks it for parameters (`trial.suggest_float("lr", 1e-4, 1e-1, log=True)`), and returns
             the job of `distribute` or `launch`. It runs in a thread of its own, one trial after another.
+        *more: Refused: the function itself asks for parameters.
         metric: What is optimised: `eval/accuracy`, `train/loss` or `report/NAME`, or a name alone from any of them. Its last
             value is the trial's; each of its values may prune the trial.
         trials: How many trials there are in all, those of an interrupted sweep included.
@@ -113,12 +114,16 @@ def sweep(
     """
     if not callable(call):
         raise ConfigError("call", f"{show(call)} is not a function", "Give a function of a trial that returns a job")
+    if more:
+        problem = f"{show(more[0])} is no argument of a sweep, whose function asks its trial for parameters"
+        raise ConfigError("call", problem, "Write in it: lr = trial.suggest_float('lr', 1e-4, 1e-1, log=True)")
     whole()("trials", trials)
     whole()("parallel", parallel)
     if processes is not None:
         whole()("processes", processes)
     if not isinstance(metric, str) or not metric:
-        raise ConfigError("metric", f"{show(metric)} is not the name of a metric", "Name one, such as 'eval/loss'")
+        problem = "it is missing" if metric == "" else f"{show(metric)} is not the name of a metric"
+        raise ConfigError("metric", problem, "Name one, such as 'eval/loss'")
     source, _, rest = metric.partition("_")
     if source in ("train", "eval", "val") and rest:
         source = "eval" if source == "val" else source

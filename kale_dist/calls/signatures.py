@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
@@ -108,8 +109,10 @@ def check_function(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ve
         ConfigError: It cannot be called, cannot be called so, or would return something that is no result.
     """
     if not callable(fn):
-        problem = f"{show(fn)} cannot be called"
-        raise ConfigError("fn", problem, "Pass the function and its arguments: launch(train, 3), not launch(train(3))")
+        remedy = "Pass the function and its arguments: launch(train, 3), not launch(train(3))"
+        if isinstance(fn, str | os.PathLike):
+            remedy = f"A script is run by `kale-dist launch {os.fspath(fn)}` in a terminal, or by kale_dist.scripts.launch({str(fn)!r})"
+        raise ConfigError("fn", f"{show(fn)} cannot be called", remedy)
     check_returns("fn", fn)
     try:
         inspect.signature(fn).bind(*args, **kwargs)

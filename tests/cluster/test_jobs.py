@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -22,7 +23,6 @@ from kale_dist.errors import (
     JobExistsError,
     JobFailedError,
     JobNotFoundError,
-    KaleDistWarning,
 )
 from kale_dist.job.backend import JobRef
 from kale_dist.wire import FailureCause, StateName
@@ -71,14 +71,14 @@ def in_new_process(code, tmp_path):
     return ended.stdout
 
 
-def test_a_model_of_30_mb_is_trained_by_two_pods_and_comes_back(on, namespace):
+def test_a_model_of_30_mb_is_trained_by_two_pods_and_comes_back(on, namespace, capsys):
     import torch
     from trainings import summing
 
     model = WithTable()
     before = model.weight.detach().clone()
-    with pytest.warns(KaleDistWarning, match="29 MiB"):
-        job = kd.distribute(*summing(model=model), epochs=8, seed=1, number_of_processes=2, on=on)
+    job = kd.distribute(*summing(model=model), epochs=8, seed=1, number_of_processes=2, on=on)
+    assert re.search(r"code and data \(30,\d{3} kB\) are sent .* about 3 s at", capsys.readouterr().out)
     assert job.wait().state is StateName.SUCCEEDED, list(job.logs())
     assert job.model is model
     assert not torch.equal(model.weight, before)
@@ -298,8 +298,7 @@ def test_a_large_snapshot_travels_from_pod_to_pod(on):
     import torch
 
     data = torch.randint(9, (10_000_000,), dtype=torch.int32)
-    with pytest.warns(KaleDistWarning, match="The snapshot has 38 MiB"):
-        job = kd.launch(gets_and_passes_on, data, number_of_processes=5, on=on)
+    job = kd.launch(gets_and_passes_on, data, number_of_processes=5, on=on)
     found = job.results(240)
     assert {total for total, _ in found} == {int(data.sum())}
     # The first pod has written it once for itself, and twice for others.

@@ -21,7 +21,7 @@ from rank_work import (
 )
 
 import kale_dist as kd
-from kale_dist.errors import JobCancelledError, JobFailedError, KaleDistWarning
+from kale_dist.errors import JobCancelledError, JobFailedError
 from kale_dist.places.kubernetes import client, objects, roles
 from kale_dist.places.manifests import KINDS
 from kale_dist.wire import StateName
@@ -180,8 +180,7 @@ def test_200_mb_go_up_and_come_back(on, word):
     import torch
 
     weights = torch.arange(50_000_000, dtype=torch.float32)
-    with pytest.warns(KaleDistWarning, match="191 MiB"):
-        job = kd.launch(size_and_more, weights, number_of_processes=2, on=on)
+    job = kd.launch(size_and_more, weights, number_of_processes=2, on=on)
     assert all(torch.equal(value, weights + 1) for value in job.results(400))
     job.delete()
 

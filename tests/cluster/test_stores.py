@@ -15,7 +15,7 @@ from on_cluster import make_claim, pods_in, run_kubectl
 from rank_work import backwards, last_of, size_and_more
 
 import kale_dist as kd
-from kale_dist.errors import KaleDistWarning, StoreError
+from kale_dist.errors import StoreError
 from kale_dist.wire import StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
@@ -83,8 +83,7 @@ def test_results_on_a_claim_are_read_when_the_pods_are_gone_and_by_another_machi
     make_claim(namespace, "results")
     on = pods_in(namespace, image=plain_image, store="pvc://results/team")
     data = bytes(range(250)) * 32_000
-    with pytest.warns(KaleDistWarning, match="MiB"):
-        job = kd.launch(backwards, data, number_of_processes=1, on=on)
+    job = kd.launch(backwards, data, number_of_processes=1, on=on)
     assert job.wait(120).state is StateName.SUCCEEDED, list(job.logs())
     assert job.result() == data[::-1]
     # Before the operator has seen them end, it would take their absence for a failure.
@@ -106,8 +105,7 @@ def test_results_on_a_claim_are_read_when_the_pods_are_gone_and_by_another_machi
     left = json.loads(run_kubectl("-n", namespace, "get", "pytorchjobs", "-o", "json"))["items"]
     assert [item["metadata"]["name"] for item in left] == [job.name]
     # What the claim has is not sent again.
-    with pytest.warns(KaleDistWarning, match="MiB"):
-        again = kd.launch(last_of, data, number_of_processes=1, on=on)
+    again = kd.launch(last_of, data, number_of_processes=1, on=on)
     assert again.result(120) == 249
     job.delete()
     again.delete()

@@ -508,7 +508,7 @@ def test_functions_that_can_be_called_so_pass(fn, args, kwargs):
 @pytest.mark.parametrize(
     ("fn", "args", "kwargs"),
     [
-        (3, (), {}), (None, (), {}),
+        (3, (), {}), (None, (), {}), ("train.py", (), {}),
         (takes_two, (), {}), (takes_two, (1, 2, 3), {}),
         (takes_two, (1,), {"c": 3}),
         (takes_two, (1,), {"number_of_process": 3}), (async_step, (), {}),

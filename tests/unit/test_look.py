@@ -85,6 +85,29 @@ def test_a_pod_that_lacks_something_is_named_and_not_the_one_that_waits_for_it()
     )
 
 
+@pytest.mark.parametrize(("waited_s", "is_healthy"), [(2, True), (90, False)])
+def test_the_remedy_of_what_a_healthy_start_shows_too_is_told_only_if_it_lasts(waited_s, is_healthy):
+    worker = pod("worker", phase="Pending", containers=(INIT, ContainerView(name="pytorch")), created=NOW - waited_s)
+    text = str(seen(pod(), worker).trouble)
+    assert text.startswith("Pod x-worker-0 waits until the master's name can be resolved")
+    assert ("DNS" in text) is not is_healthy
+    words = 'MountVolume.SetUp failed for volume "input" : secret "x-input" not found'
+    event = EventView(
+        uid="e",
+        kind="Pod",
+        name="x-master-0",
+        object_uid="master0",
+        reason="FailedMount",
+        message=words,
+        is_warning=True,
+        time=NOW,
+    )
+    waiting = ContainerView(name="pytorch")
+    text = str(seen(pod(container=waiting, phase="Pending", created=NOW - waited_s), events=(event,)).trouble)
+    assert text.startswith("Pod x-master-0 waits: the Secret x-input with the job's input does not exist yet")
+    assert ("submit it again" in text) is not is_healthy
+
+
 def test_what_only_a_person_can_mend_comes_before_what_may_end_by_itself():
     absent = ContainerView(name="pytorch", state="waiting", reason="ErrImagePull", message="not found")
     found = seen(

@@ -305,7 +305,7 @@ def test_options_of_a_cluster_as_users_write_them():
 @pytest.mark.parametrize(
     ("given", "argument"),
     [
-        ({"namespaces": "a"}, "namespaces"), ({"nodeSelector": {}}, "nodeSelector"),
+        ({"namespaces": "a"}, "namespaces"), ({"nodeSelector": {}}, "nodeSelector"), ({"cpu": 1}, "cpu"), ({"xyzzy": 1}, "xyzzy"),
         ({"namespace": 3}, "namespace"),
         ({"namespace": "Team A"}, "namespace"), ({"labels": ["a"]}, "labels"),
         ({"labels": {"a": 1}}, "labels"), ({"labels": {1: "a"}}, "labels"),

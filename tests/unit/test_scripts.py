@@ -246,6 +246,7 @@ def test_a_module_and_a_function_of_a_module(folder, capfd):
     ("words", "said"),
     [
         (["trian.py"], "there is no file 'trian.py'. Did you mean 'train.py'?"),
+        (["nope.py"], "there is no file 'nope.py'. It was looked for in "),
         (["."], "'.' is a folder"),
         (["broken.py"], "broken.py is not Python code that this interpreter can read (line 1: "),
         (["-m", "train.py"], "is a file, and -m takes the name of a module"),

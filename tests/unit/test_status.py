@@ -32,6 +32,8 @@ def test_warm_pods_that_wait_for_a_call_run_until_they_end():
     idle = {"event": "state", "state": "running", "reason": "Waits for a call that fits", "idle_s": 20.0, "time": 7.0}
     assert {replica.state for replica in status_of(idle).replicas} == {RankStateName.RUNNING}
     ended = {"event": "state", "state": "succeeded", "reason": "No call came for 20 s", "time": 27.0}
+    assert facts.state(status_of(idle)) == "ended after 20 s idle"
+    assert facts.state(status_of({**idle, "time": time.time() - 5})) == "idle 5 of 20 s"
     ended = status_of(idle, ended)
     assert {replica.state for replica in ended.replicas} == {RankStateName.STOPPED}
     assert facts.sentence(ended, 30.0) == "Succeeded after 20 s on 2 ranks: no call came for 20 s"

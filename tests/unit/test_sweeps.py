@@ -272,6 +272,13 @@ def test_bad_arguments_are_refused_at_the_call_and_leave_no_file(options, argume
     assert not any("sweeps" in path.parts and path.is_file() for path in left)
 
 
+def test_a_table_of_parameters_is_answered_with_how_to_ask_for_them():
+    with pytest.raises(ConfigError, match=r"asks its trial for parameters.*trial\.suggest_float"):
+        kd.sweep(job_of, {"lr": [0.1, 0.2]})
+    with pytest.raises(ConfigError, match="metric: it is missing"):
+        kd.sweep(job_of)
+
+
 def test_a_sweep_whose_cluster_is_away_says_how_to_continue_and_leaves_its_jobs_alone(tmp_path):
     go, calls = tmp_path / "go", []
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kale_dist.errors import ConfigError
@@ -76,6 +76,16 @@ _PLAIN = {
 _TAKES_NONE = "It takes none: processes on this machine use its packages, folders and GPUs as they are"
 
 
+_RESOURCES = {"cpu": 2, "memory": "4Gi", "gpus": 1}
+"""Parts of `resources`, with examples."""
+
+
+def _remedy(cls: type, name: str, fields: Iterable[str]) -> str:
+    if name in _RESOURCES and "resources" in fields:
+        return f"Use resources={ {name: _RESOURCES[name]} }, for each process"
+    return closest(name, fields).strip() or f"help(kale_dist.{cls.__name__}) lists its arguments"
+
+
 def _suggests(cls: type[T]) -> type[T]:
     """Answer arguments that a class does not have with those that were probably meant; show only those that are set."""
     made: Callable[..., None] = cls.__init__
@@ -85,7 +95,7 @@ def _suggests(cls: type[T]) -> type[T]:
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name in given:
             if name not in fields:
-                remedy = f"{closest(name, fields)}Use: {', '.join(fields)}" if fields else _TAKES_NONE
+                remedy = _remedy(cls, name, fields) if fields else _TAKES_NONE
                 raise ConfigError(str(name), f"{cls.__name__} has no argument of this name", remedy)
         # None means the same as leaving an argument out, unless it means something itself.
         made(self, **{name: value for name, value in given.items() if value is not None or "None" in fields[name].type})

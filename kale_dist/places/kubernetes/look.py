@@ -6,6 +6,7 @@ killed comes before the pods that ended because of it, and a refused pod before 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +30,9 @@ from kale_dist.wire import FailureCause, StateName
 _DEAD_AFTER_S = 15.0
 """An operator that works looks at a job within a second or two; a busy one may need longer."""
 
+_LONG_S = 60.0
+"""Of what a healthy start shows, too, the remedy is told after this."""
+
 _START_SLACK_S = 5.0
 """The operator writes down when it began a little after it made the first pod."""
 
@@ -49,7 +53,7 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
     state = ObjectState() if job is None else kind.state(job)
     replaces = kind.replaces_pods(spec)
     current, replaced = pods_of_object(view, state, replaces=replaces)
-    pods = [(pod, _trouble_of(pod, view)) for pod in current]
+    pods = [(pod, _trouble_of(pod, view, now)) for pod in current]
     parts = tuple(_part(pod, found) for pod, found in pods)
     if view.is_deleted:
         is_late = spec.cluster.ttl_s is not None and not view.pods
@@ -77,7 +81,7 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
     if view.problem:
         last = "" if known is None else f"As last seen: {known}"
         known = Trouble(sentence=view.problem.rstrip("."), remedy=last, heals=True)
-    before = tuple(_part(pod, _trouble_of(pod, view)) for pod in replaced)
+    before = tuple(_part(pod, _trouble_of(pod, view, now)) for pod in replaced)
     return Look(
         parts=parts, replaces=replaces, returns_head=kind.returns_head(spec), replaced=before, trouble=known,
         finished=state.finished, fresh=is_fresh,
@@ -116,10 +120,13 @@ def pods_of_object(view: JobView, state: ObjectState, *, replaces: bool) -> tupl
     return found, replaced if replaces else ()
 
 
-def _trouble_of(pod: PodView, view: JobView) -> Found | None:
+def _trouble_of(pod: PodView, view: JobView, now: float) -> Found | None:
     if pod.has_ended:
         return explain.end(pod, view) or explain.sidecar(pod, view)
-    return explain.hindrance(pod, view)
+    found = explain.hindrance(pod, view)
+    if found is not None and found.entry.is_usual and now - pod.created < _LONG_S:
+        return dataclasses.replace(found, trouble=dataclasses.replace(found.trouble, remedy=""))
+    return found
 
 
 def _part(pod: PodView, found: Found | None) -> Part:

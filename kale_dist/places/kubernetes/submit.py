@@ -18,7 +18,7 @@ from typing import Any
 
 from kale_dist import config
 from kale_dist.config import Config
-from kale_dist.errors import BackendError, ConfigError, log, warn
+from kale_dist.errors import BackendError, ConfigError, log, note, warn
 from kale_dist.image import for_job
 from kale_dist.job import records
 from kale_dist.job.records import FIRST_LIFE, Life
@@ -38,6 +38,10 @@ from kale_dist.worker.rank import process_state
 
 _SECRET_BYTES = 1_000_000
 _MIB = 1 << 20
+_KB = 1000
+_SENT_A_SECOND = 10_000_000
+"""Bytes that a port-forward of a usual cluster passes on in a second."""
+
 _LONG_S = 3600.0
 
 
@@ -288,9 +292,10 @@ def _place_bytes(cluster: Cluster, spec: JobSpec, *, logs: bool) -> Source:
             _put(spec, FolderStore(folder))
             return Source.FOLDER
         if logs:
-            warn(
-                f"The snapshot has {spec.snapshot_bytes / _MIB:,.0f} MiB: what the pods lack of it is sent when they run. "
-                "Until a line of the log says so, this kernel has to live"
+            size, seconds = spec.snapshot_bytes / _KB, max(1, round(spec.snapshot_bytes / _SENT_A_SECOND))
+            note(
+                f"The job's code and data ({size:,.0f} kB) are sent to its pods when they run, which takes about {seconds} s at"
+                " 10 MB/s. Leave this kernel running until then: a line of the log says so"
             )
     return source
 

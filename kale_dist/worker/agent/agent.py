@@ -27,8 +27,8 @@ _MAX_UNSENT_BYTES = 1 << 20
 _CANCELLED = "The job was cancelled"
 _LOOK_EACH_S = 0.1
 _KERNEL_ENDED = (
-    "The notebook's kernel, or the script, that started it ended. Wait for the job there, or pass detach=True, which live ranks "
-    "do not have"
+    "The notebook's kernel, or the script, that started it ended. Wait for the job there, or pass detach=True to distribute() or "
+    "launch()"
 )
 
 

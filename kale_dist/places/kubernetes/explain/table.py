@@ -53,6 +53,8 @@ class Entry:
     _: dataclasses.KW_ONLY
     heals: bool = True
     """Whether the job waits for its end, or the same call may succeed later. Otherwise the job fails at once."""
+    is_usual: bool = False
+    """Whether a healthy start shows it, too, for some seconds: the remedy is told only of a pod that waits for long."""
     needs_action: bool = False
     """Whether it ends only if a person acts (pushes the image, creates the Secret): the job waits 5 minutes for that."""
     cause: FailureCause = FailureCause.NOT_STARTED
@@ -407,8 +409,8 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "input-missing", (Seen.POD_EVENT,),
             r'FailedMount.*secret "(?P<secret>\S+-input)" not found',
-            "the Secret {secret} with the job's input does not exist",
-            "It is created right after the job; if it does not come within seconds, delete the job and submit it again",
+            "the Secret {secret} with the job's input does not exist yet",
+            "It should be there within seconds of the job: delete the job and submit it again", is_usual=True,
         ),
         Entry(
             "missing", WAITS,
@@ -654,7 +656,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "waits-for-master", (Seen.STRUCTURE,), "",
             "{pod} waits until the master's name can be resolved (init-pytorch)",
-            "That takes seconds; if it lasts, the cluster's DNS does not work",
+            "That should take seconds: the cluster's DNS does not work", is_usual=True,
         ),
         Entry(
             "not-readable", (Seen.STRUCTURE,), "",
