@@ -56,7 +56,7 @@ _PLAIN = {
         "{} is neither a number of epochs of 1 or more nor how often to write one",
         "Use 'auto', a number of epochs such as 1, '500 steps', '10 min', or None for none",
     ).or_(None),
-    **dict.fromkeys(("split_batches", "shard"), FLAG),
+    **dict.fromkeys(("stop_on_nan", "split_batches", "shard"), FLAG),
     "precision": one_of(("bf16", "fp16"), "there is no precision {}", "Use 'bf16', 'fp16' or None").or_(None),
     "clip_norm": number("a positive number", "Give a number such as 1.0, or None").or_(None),
     "eval_sharding": one_of(

@@ -64,6 +64,7 @@ def distribute(
     accumulate: int = 1,
     precision: str | None = None,
     clip_norm: float | None = None,
+    stop_on_nan: bool = False,
     split_batches: bool = False,
     shard: bool = True,
     eval_sharding: str = "samples",
@@ -117,6 +118,7 @@ def distribute(
         accumulate: Batches whose gradients are gathered for one step of the optimizer.
         precision: `"bf16"` or `"fp16"` for mixed precision; None for the model's own.
         clip_norm: Gradients are scaled down to this norm before each step of the optimizer.
+        stop_on_nan: Whether the job fails, without a restart, soon after a loss is nan and weights are, too.
         split_batches: Whether `batch_size` is that of all processes together.
         shard: False for an iterable dataset that divides itself among the processes.
         eval_sharding: `"samples"`: each process evaluates its share. `"none"`: each evaluates all, for metrics that are
@@ -168,8 +170,8 @@ def distribute(
     training = Training(
         model=model, train_data_loader=train_data_loader, criterion=criterion, optimizer=optimizer, train_step=train_step,
         eval_data_loader=eval_data_loader, eval_step=eval_step, epochs=epochs, train_args=train_args, eval_args=eval_args,
-        scheduler=scheduler, accumulate=accumulate, precision=precision, clip_norm=clip_norm, split_batches=split_batches,
-        shard=shard, eval_sharding=eval_sharding, checkpoint_every=checkpoint_every, seed=seed,
+        scheduler=scheduler, accumulate=accumulate, precision=precision, clip_norm=clip_norm, stop_on_nan=stop_on_nan,
+        split_batches=split_batches, shard=shard, eval_sharding=eval_sharding, checkpoint_every=checkpoint_every, seed=seed,
         strategy=strategies.resolve(strategy), state=state, callbacks=callbacks, profile=profile, save_to=save_to,
     )  # fmt: skip
     where_and_how = Options(

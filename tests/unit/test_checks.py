@@ -376,7 +376,7 @@ def test_a_scheduler_belongs_to_the_optimizer(refused_training):
         ("accumulate", 0), ("accumulate", None), ("checkpoint_every", -1),
         ("precision", "bf61"), ("precision", 16), ("precision", "fp32"),
         ("clip_norm", 0), ("clip_norm", -1.0), ("clip_norm", float("nan")), ("clip_norm", True),
-        ("clip_norm", "1"), ("split_batches", "no"), ("shard", 0), ("shard", None),
+        ("clip_norm", "1"), ("split_batches", "no"), ("stop_on_nan", 1), ("shard", 0), ("shard", None),
         ("eval_sharding", "sample"), ("eval_sharding", None),
         ("strategy", "dpp"), ("strategy", DDP), ("strategy", 4),
     ],

@@ -24,7 +24,7 @@ from kale_dist.worker.training.data.generators import RandomStates, seed_generat
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
 from kale_dist.worker.training.group import Group, copy_where_differing, differing, fingerprint
-from kale_dist.worker.training.notices import Captured, Losses, note_layer
+from kale_dist.worker.training.notices import STOPPED, Captured, Losses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
 from kale_dist.worker.training.parts import Folders, Made
 from kale_dist.worker.training.profiling import CLOCK, Profiler, collective_s
@@ -277,7 +277,7 @@ class Session:
             feed.seed, feed.was_read = seed, resumption.progress.epochs > 0
         session.within = Within(
             training.checkpoint_every, trained, group, strategy, resumption, control, loaders.train,
-            session.write_checkpoint,
+            session.write_checkpoint, session.stops,
         )  # fmt: skip
         return session
 
@@ -385,7 +385,7 @@ class Session:
         self._mend_drift([prints for prints, *_ in outcome.extras], epoch)
         # First: the last row of `job.metrics` is what a step returned.
         self._report_strategy([numbers for _, numbers, *_ in outcome.extras], epoch)
-        self._report_pace([rate for _, _, rate, _ in outcome.extras], epoch)
+        self._report_pace([rate for _, _, rate, *_ in outcome.extras], epoch)
         if returned is None:
             self.group.log(
                 "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
@@ -442,8 +442,10 @@ class Session:
                 " {'loss': sum(losses) / len(losses)}.",
                 warns=True,
             )
-        extra = prints, numbers, feed.rate, self._learning_rates()
+        extra = prints, numbers, feed.rate, self.stops(), self._learning_rates()
         outcome = average(self.group, normalise(name, returned), feed.counts.samples, extra)
+        if any(stops for *_, stops, _ in outcome.extras):
+            raise KaleDistError(STOPPED)
         self._mend_learning_rates([rates for *_, rates in outcome.extras], epoch)
         return outcome
 
@@ -583,8 +585,9 @@ class Session:
 
     def _is_spoilt(self) -> bool:
         """Whether a loss was nan in any rank, and its weights are nan now: the last good checkpoint is to stay then."""
-        tensors = (*self.named.values(), *self.trained.model.buffers())
-        is_spoilt = any(self.group.gather(bool(self.losses.has_spoilt(tensors))))
+        is_spoilt = any(self.group.gather(self._holds_nan(waits=True)))
+        if is_spoilt and self.training.stop_on_nan:
+            raise KaleDistError(STOPPED)
         if is_spoilt:
             self.group.log(
                 "Weights are nan: no checkpoint is written from here on, and the last good one stays.", warns=True
@@ -593,6 +596,13 @@ class Session:
                 context.can_save(can=False)
             self.within.is_asked = False
         return is_spoilt
+
+    def _holds_nan(self, *, waits: bool) -> bool:
+        return bool(self.losses.have_spoilt((*self.named.values(), *self.trained.model.buffers()), waits=waits))
+
+    def stops(self) -> bool:
+        """Whether this rank is one because of which the training is to stop. Nothing is exchanged, and no GPU waited for."""
+        return self.training.stop_on_nan and self._holds_nan(waits=False)
 
     def resume(self, position: Position | None, mine: RankPosition | None) -> Resume:
         """Collect what a checkpoint holds besides the states, in rank 0; arguments as for `write_checkpoint`."""

@@ -39,6 +39,11 @@ _COMPARED_BYTES = 1 << 20
 _OF_NO_INTEREST = ("logging", "pandas", "torch", "tqdm")
 """Packages whose objects change in ways that no user misses, but for those that are looked at by other means."""
 
+STOPPED = (
+    "The loss became nan, and with it the weights (stop_on_nan=True): a line of the log says where. job.state_dict(partial=True) has"
+    " the weights of the last checkpoint, which is from before"
+)
+
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -254,9 +259,15 @@ class Losses:
         context.log(text, warns=True, nan=place)
 
     @_harmless
-    def has_spoilt(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether a loss of this rank was nan, and these tensors hold nan now. On a GPU this waits for the latest loss."""
-        return (self._has_warned or (self._root is not None and bool(self._root.isnan()))) and _hold_nan(tensors)
+    def have_spoilt(self, tensors: Iterable[Tensor], *, waits: bool) -> bool:
+        """Whether a loss of this rank was nan, and these tensors hold nan now: a step that a loss scaler skips does no harm.
+
+        Args:
+            tensors: Of the model.
+            waits: Whether to wait for the latest loss, if it is on a GPU.
+        """
+        is_nan = self._has_warned or (waits and self._root is not None and bool(self._root.isnan()))
+        return is_nan and _hold_nan(tensors)
 
 
 def _hold_nan(tensors: Iterable[Tensor]) -> bool:

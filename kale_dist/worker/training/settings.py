@@ -27,6 +27,7 @@ class Training:
     accumulate: int = 1
     precision: str | None = None
     clip_norm: float | None = None
+    stop_on_nan: bool = False
     split_batches: bool = False
     shard: bool = True
     eval_sharding: str = "samples"

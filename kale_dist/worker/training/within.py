@@ -24,6 +24,7 @@ from kale_dist.worker.training.contents import Position, RankPosition
 from kale_dist.worker.training.data.batches import Batches, Feed
 from kale_dist.worker.training.data.generators import GlobalStates, RandomStates
 from kale_dist.worker.training.group import LARGE, Group
+from kale_dist.worker.training.notices import STOPPED
 from kale_dist.worker.training.optimizer import OptimizerControl
 from kale_dist.worker.training.resumption import Resumption
 from kale_dist.worker.training.strategy import Strategy
@@ -143,6 +144,7 @@ class Within:
         control: Counts steps.
         feed: Of the training loader.
         write: Writes a checkpoint in all ranks, of all ranks' and this rank's position.
+        stops: Whether the training is to stop because of this rank's loss.
     """
 
     _epoch: _Epoch
@@ -157,9 +159,10 @@ class Within:
         control: OptimizerControl,
         feed: Feed,
         write: Callable[[Position, RankPosition], None],
+        stops: Callable[[], bool],
     ) -> None:
         self._trained, self._group, self._strategy, self._resumption = trained, group, strategy, resumption
-        self._control, self._feed, self._write = control, feed, write
+        self._control, self._feed, self._write, self._stops = control, feed, write, stops
         self._steps = control.real_steps
         has_files = context.context().files is not None
         self._schedule = Schedule(every, self._steps) if isinstance(every, str) and has_files else None
@@ -283,7 +286,7 @@ class Within:
         """Meet the other ranks; returns whether to write a checkpoint now.
 
         Raises:
-            KaleDistError: Only some ranks have left the loop.
+            KaleDistError: Only some ranks have left the loop, or the loss is nan and was not to be.
         """
         steps, count, schedule = self._control.real_steps, self._count, self._schedule
         if schedule is None:
@@ -293,8 +296,10 @@ class Within:
             self.is_asked = context.is_asked_to_save() or self.is_asked
             wanted, asked = int(schedule.is_due(steps, self.writing)), int(self.is_asked)
             ahead = schedule.batches_ahead(steps, count)
-        numbers = [wanted, asked, ahead, int(is_busy), bool(self._epoch.why), int(left)]
-        wanted, asked, ahead, busy, stuck, leaving = self._group.sum_int64(numbers)
+        numbers = [wanted, asked, ahead, int(is_busy), bool(self._epoch.why), int(left), int(self._stops())]
+        wanted, asked, ahead, busy, stuck, leaving, stops = self._group.sum_int64(numbers)
+        if stops:
+            raise KaleDistError(STOPPED)
         if leaving not in (0, self._group.world_size):
             raise KaleDistError(
                 f"train_step left the loop over its loader on {leaving} of {self._group.world_size} ranks only. All ranks must"

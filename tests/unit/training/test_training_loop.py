@@ -879,12 +879,11 @@ def test_the_first_nan_is_told_with_its_rank_and_step(ranks):
     assert said.count("The loss is nan on rank") == 2  # rank 0's, a step later, says that the weights hold it
 
 
-def events_of_nan(folder, **options):
-    """What a rank of a job sends whose loss becomes nan in the third batch of epoch 2, on rank 1 alone."""
+def events_of_nan(folder, checkpoint_every=1, skips=False, **options):
+    """What a rank of a job sends whose loss becomes nan in the third batch of epoch 2, on rank 1 alone; and its error."""
     read, write = os.pipe()
-    rank = torch.distributed.get_rank()
+    rank, error, steps = torch.distributed.get_rank(), "", 0
     context.activate(context.Context(job="j", in_job=True, folder=folder, rank=rank, world_size=2), write)
-    steps = 0
 
     def diverging(model, loader, criterion, optimizer, device, args):
         nonlocal steps
@@ -893,26 +892,48 @@ def events_of_nan(folder, **options):
             optimizer.zero_grad()
             loss = criterion(model(x), y)
             (loss * float("nan") if rank == 1 and steps == 6 else loss).backward()
-            optimizer.step()
+            if not (skips and steps == 6):
+                optimizer.step()
         return loss.item()
 
-    fit(nn.Linear(3, 2), DataLoader(labelled(22), 4), train_step=diverging, epochs=4, checkpoint_every=1, **options)
+    options |= {"train_step": diverging, "epochs": 4, "checkpoint_every": checkpoint_every}
+    try:
+        fit(nn.Linear(3, 2), DataLoader(labelled(22), 4), **options)
+    except KaleDistError as found:
+        error = str(found)
     os.close(write)
     with os.fdopen(read) as pipe:
-        return [json.loads(line) for line in pipe]
+        return [json.loads(line) for line in pipe], error, steps
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": FSDP()}], ids=["ddp", "fsdp"])
 def test_no_checkpoint_is_written_once_weights_are_nan(options, ranks, tmp_path):
     everyone = ranks(2, lambda: events_of_nan(tmp_path, **options), keep=False)
-    events = [event for events in everyone for event in events]
+    events = [event for events, _, _ in everyone for event in events]
     assert [event["epoch"] for event in events if event["event"] == "checkpoint"] == [1]
     saved = checkpoint.read(tmp_path / "checkpoint")
     assert not any(value.isnan().any() for value in saved.model.values())
-    status = JobStatus(
-        ref="local://j", state=StateName.SUCCEEDED, replicas=(ReplicaStatus(rank=0), ReplicaStatus(rank=1))
-    )
+    replicas = tuple(ReplicaStatus(rank=rank) for rank in range(2))
+    status = JobStatus(ref="local://j", state=StateName.SUCCEEDED, replicas=replicas)
     status = reduce_events(status, sorted(events, key=lambda event: event.get("time", 0.0)))
     assert status.nan_since == (2, 3)
     assert status.is_nan
     assert any("Weights are nan: no checkpoint is written from here on" in text for text in status.warnings)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"checkpoint_every": "auto"}, {"checkpoint_every": None}, {"strategy": LocalSGD(sync_every=3)}]
+)
+def test_stop_on_nan_ends_all_ranks_at_the_same_step_and_leaves_the_good_checkpoint(options, ranks, tmp_path):
+    everyone = ranks(2, lambda: events_of_nan(tmp_path, stop_on_nan=True, **options), keep=False)
+    assert all("(stop_on_nan=True)" in error for _, error, _ in everyone)
+    assert len({steps for _, _, steps in everyone}) == 1
+    assert 6 <= everyone[0][2] < 12
+    if options.get("checkpoint_every", 1):
+        assert not any(value.isnan().any() for value in checkpoint.read(tmp_path / "checkpoint").model.values())
+
+
+def test_a_nan_whose_step_is_skipped_neither_stops_the_training_nor_its_checkpoints(ranks, tmp_path):
+    everyone = ranks(2, lambda: events_of_nan(tmp_path, stop_on_nan=True, skips=True), keep=False)
+    assert [(error, steps) for _, error, steps in everyone] == [("", 12), ("", 12)]
+    assert [one["epoch"] for one in everyone[0][0] if one["event"] == "checkpoint"] == [1, 2, 3, 4]
