@@ -68,6 +68,14 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     expect(charts.first.locator('path[stroke-opacity="0.25"]')).to_have_count(2)
     curves.get_by_label("Smoothing").fill("0")
     curves.get_by_role("button", name="Log scale").click()
+    # A chart can be as wide as the card.
+    before = charts.first.bounding_box()
+    curves.get_by_role("button", name="Enlarge: loss").click()
+    after = charts.first.bounding_box()
+    assert after["width"] > 1.8 * before["width"]
+    assert after["height"] > 2 * before["height"]
+    notebook.photograph("widget-enlarged", view)
+    curves.get_by_role("button", name="Make smaller: loss").click()
 
     # What ranks use is folded, and stays open.
     use = view.locator(".kd-history")
@@ -120,6 +128,14 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
         assert notebook.accessibility_problems(".kd-job") == ""
         assert min(one.evaluate(CONTRAST) for one in bad.locator(".kd-who").all()) >= 4.5
         notebook.photograph(f"widget-{theme.split()[1].lower()}-{width}", bad)
+    # A table that is cut fades at its edge, until it is scrolled to its end.
+    ranks = bad.locator('[aria-label="Ranks"]')
+    bad.evaluate("card => { card.style.width = '200px'; }")
+    expect(ranks).to_have_class("kd-cut")
+    notebook.photograph("widget-cut", bad)
+    ranks.evaluate("table => { table.scrollLeft = table.scrollWidth; }")
+    expect(ranks).to_have_class("")
+    bad.evaluate("card => { card.style.width = ''; }")
     notebook.dress("JupyterLab Light", 1000)
     view.scroll_into_view_if_needed()
     page.wait_for_timeout(2500)

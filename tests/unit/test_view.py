@@ -154,6 +154,8 @@ def test_failure_shows_the_first_failing_ranks_error_once():
     assert "error of rank 1: ValueError: odd\nsecond line" in text
     assert text.count("odd") == 1
     assert "RuntimeError: connection closed" in text
+    repeats = dataclasses.replace(status, reason="Rank 1 failed: ValueError: odd\nsecond line")
+    assert view.text(repeats).count("second line") == 1
     assert "second line" in Reader(view.html(status)).text
 
 
@@ -304,6 +306,24 @@ def test_a_loss_that_is_a_number_again_in_a_later_epoch_is_a_success():
     status = running(state=StateName.SUCCEEDED, nan_since=(1, 2), metrics=rows)
     assert facts.state(status) == "succeeded"
     assert facts.state(dataclasses.replace(status, metrics=rows[:1])).startswith("succeeded, loss is nan")
+
+
+def test_lines_of_different_rhythm_have_an_axis_each():
+    rows = [row("report", epoch=None, step=step, loss=1.0 + step) for step in (0, 250, 500)]
+    rows += [row("eval", epoch=epoch, loss=2.0) for epoch in (1, 2, 3)]
+    picture = curves.svg(curves.collect(rows)[0])
+    assert ">step 0 · epoch 1<" in picture
+    assert ">500 · 3<" in picture
+    # Each goes from side to side.
+    lines = [path for path, _ in re.findall(LINE, picture)]
+    assert [(path.split(" ")[0], path.rpartition("L")[2].split(" ")[0]) for path in lines] == [("M0.0", "1000.0")] * 2
+
+
+def test_of_two_equal_lines_the_second_is_dashed():
+    rows = [row("report", rank=rank, epoch=None, step=step, x=step) for step in (1, 2) for rank in (0, 1)]
+    rows += [row("report", rank=2, epoch=None, step=step, x=-step) for step in (1, 2)]
+    rows += [row("report", rank=1, epoch=None, step=3, x=3)]
+    assert [one.is_dashed for one in curves.collect(rows)[0].series] == [False, True, False]
 
 
 def test_a_gap_within_a_line_ends_at_the_next_number():

@@ -269,28 +269,36 @@ def svg(curve: Curve) -> str:
     series = curve.drawn
     if not series:
         return ""
-    xs = [x for one in series for x in (*(x for x, _ in one.points), *itertools.chain(*one.gaps))]
     ys = [y for one in series for _, y in (*one.points, *one.band, *((0.0, low) for low, _ in one.band))]
     low, high = _span(min(0.0, *ys) if curve.is_from_zero else min(ys), max(ys))
     ticks = _ticks(low, high)
     margin = _MARGIN + _CHARACTER * max(len(text) for _, text in ticks) + (_LABEL if curve.vertical else 0.0)
-    left = math.floor(min(xs)) if any(one.label == _EACH_BATCH for one in series) else min(xs)
-    box = _Box(left, max(xs), low, high, curve.is_log)
+    by_axis = {axis: [one for one in series if one.axis == axis] for axis in dict.fromkeys(one.axis for one in series)}
+    boxes = {axis: _box(some, low, high, is_log=curve.is_log) for axis, some in by_axis.items()}
+    first = next(iter(boxes.values()))
     drawn = [
-        _stroke(f"M0 {box.down(value):.1f}H{_SIDE}", "currentColor", 1, 'stroke-opacity="0.16"') for value, _ in ticks
+        _stroke(f"M0 {first.down(value):.1f}H{_SIDE}", "currentColor", 1, 'stroke-opacity="0.16"') for value, _ in ticks
     ]
-    drawn += [_marked(start, end, box) for start, end in sorted({gap for one in series for gap in one.gaps})]
-    drawn += [part for one in series for part in _line(one, box)]
-    drawn += _strips(series, box)
-    axes = {one.axis for one in series}
+    for axis, some in by_axis.items():
+        drawn += [_marked(start, end, boxes[axis]) for start, end in sorted({gap for one in some for gap in one.gaps})]
+        drawn += [part for one in some for part in _line(one, boxes[axis])]
+    drawn += _strips(next(iter(by_axis.values())), first)
     label = escape(f"{curve.name}: {curve.summary}", quote=True)
     return (
         f'<div style="position:relative;height:{_HEIGHT}px;font-size:10px;line-height:1;overflow:hidden">'
         f'<div style="position:absolute;left:{margin:.0f}px;right:{_RIGHT}px;top:{_TOP}px;bottom:{_BOTTOM}px">'
         f'<svg role="img" aria-label="{label}" viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" '
         f'style="display:block;width:100%;height:100%;overflow:visible">{"".join(drawn)}</svg>'
-        f"{_numbers(curve, box, ticks, margin, axes.pop() if len(axes) == 1 else '')}</div></div>"
+        f"{_numbers(curve, boxes, ticks, margin)}</div></div>"
     )
+
+
+def _box(series: Sequence[Series], low: float, high: float, *, is_log: bool) -> _Box:
+    """The range of the series that have a horizontal axis in common."""
+    xs = [x for one in series for x in (*(x for x, _ in one.points), *itertools.chain(*one.gaps))]
+    # The first epoch begins at 0, where its batches are drawn.
+    left = math.floor(min(xs)) if any(one.label == _EACH_BATCH for one in series) else min(xs)
+    return _Box(left, max(xs), low, high, is_log)
 
 
 def _marked(start: float, end: float, box: _Box) -> str:
@@ -319,7 +327,7 @@ def _line(one: Series, box: _Box) -> Iterator[str]:
         path = "L".join(f"{box.across(x):.1f} {box.down(y):.1f}" for x, y in edge)
         yield f'<path d="M{path}Z" fill="{one.colour}" fill-opacity="0.2"/>'
     if one.is_joined:
-        dashes = 'stroke-dasharray="5 3"' if one.is_dashed else 'stroke-opacity="0.5"' if one.is_faint else ""
+        dashes = 'stroke-dasharray="5 5"' if one.is_dashed else 'stroke-opacity="0.5"' if one.is_faint else ""
         yield _stroke(f"M{'L'.join(corners)}", one.colour, 1.25 if one.is_faint else 1.75, dashes)
     # A line of no length with round ends is a dot that stays round.
     dots = [] if one.is_faint else corners[-1:] if one.is_joined else corners
@@ -327,11 +335,11 @@ def _line(one: Series, box: _Box) -> Iterator[str]:
         yield _stroke("".join(f"M{corner}h0" for corner in dots), one.colour, 5.5)
 
 
-def _numbers(curve: Curve, box: _Box, ticks: Sequence[tuple[float, str]], margin: float, axis: str) -> str:
-    """Write the numbers of both axes and the label of the vertical one, beside the drawing."""
+def _numbers(curve: Curve, boxes: Mapping[str, _Box], ticks: Sequence[tuple[float, str]], margin: float) -> str:
+    """Write the numbers of all axes and the label of the vertical one, beside the drawing."""
     style = 'style="position:absolute;white-space:nowrap;opacity:.78;'
     parts = [
-        f'<span {style}right:100%;margin-right:5px;top:{box.down(value) / _SIDE:.2%};transform:translateY(-50%)">{text}</span>'
+        f'<span {style}right:100%;margin-right:5px;top:{next(iter(boxes.values())).down(value) / _SIDE:.2%};transform:translateY(-50%)">{text}</span>'
         for value, text in ticks
     ]
     if curve.vertical:
@@ -339,12 +347,14 @@ def _numbers(curve: Curve, box: _Box, ticks: Sequence[tuple[float, str]], margin
         parts.append(
             f'<span {style}left:{2 - margin:.0f}px;top:0;writing-mode:vertical-rl;transform:rotate(180deg)">{vertical}</span>'
         )
-    if axis:
-        ends = f"{axis} {facts.number(box.left)}", f"{facts.number(box.right)}{' (log)' if box.is_log else ''}"
-        parts += [
-            f'<span {style}{side}:0;top:100%;margin-top:6px">{escape(text)}</span>'
-            for side, text in zip(("left", "right"), ends, strict=True)
-        ]
+    ends = (
+        " · ".join(f"{axis} {facts.number(box.left)}" for axis, box in boxes.items()),
+        " · ".join(f"{facts.number(box.right)}{' (log)' if box.is_log else ''}" for box in boxes.values()),
+    )
+    parts += [
+        f'<span {style}{side}:0;top:100%;margin-top:6px">{escape(text)}</span>'
+        for side, text in zip(("left", "right"), ends, strict=True)
+    ]
     return "".join(parts)
 
 
@@ -381,6 +391,11 @@ def _curve(
         if len(made) > MAX_SERIES:
             made = [_mean(made, several=several)]
         series += [dataclasses.replace(one, points=_thin(one.points)) for one in made]
+    # Of two equal lines, the second lies over the first, which shows between its dashes.
+    series = [
+        dataclasses.replace(one, is_dashed=one.is_dashed or any(_are_equal(one, other) for other in series[:at]))
+        for at, one in enumerate(series)
+    ]
     if not any(len(one.points) > 1 for one in series if not one.is_faint):
         series = [dataclasses.replace(one, is_faint=False) for one in series]
     return Curve(name=facts.clean(name), series=tuple(series))
@@ -406,6 +421,12 @@ def _of_rank(
         label=label, colour=colour, points=_finite(points), last=rows[-1][1], axis=axis, is_dashed=kind == "eval",
         gaps=_gaps(points),
     )  # fmt: skip
+
+
+def _are_equal(one: Series, other: Series) -> bool:
+    """Whether two lines are equal as far as both go: one rank may be a little ahead."""
+    are_lines = min(len(one.points), len(other.points)) > 1 and one.axis == other.axis
+    return are_lines and all(map(operator.eq, one.points, other.points))
 
 
 def _finite(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

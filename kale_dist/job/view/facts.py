@@ -252,7 +252,7 @@ def rate(status: JobStatus) -> str:
 
     Each rank measures its own, in `worker/training/data/batches.py`.
     """
-    if status.is_final and (paces := values_of(status, "pace/samples_per_s")):
+    if status.is_final and (paces := [one for one in values_of(status, "pace/samples_per_s") if one > 0]):
         # Epochs have equally many samples.
         total = statistics.harmonic_mean(paces)
     else:

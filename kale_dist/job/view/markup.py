@@ -273,7 +273,7 @@ def _entry(one: curves.Series, label: str, value: str = "") -> str:
 def _figure(curve: curves.Curve, *, is_alone: bool) -> str:
     """Draw a curve with its name and last values, and with the labels of its lines where no legend has them."""
     values = "".join(
-        _entry(one, one.label if is_alone or not curve.drawn else "", facts.number(one.last))
+        _entry(one, one.label if is_alone or one not in curve.drawn else "", facts.number(one.last))
         for one in curve.series
         if one.label and (is_alone or len(curve.series) == 1 or not one.is_faint)
     )

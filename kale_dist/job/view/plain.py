@@ -26,7 +26,9 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     Returns:
         Lines without a newline at the end.
     """
-    lines = [f"{facts.clean(status.ref)}  {facts.state(status)}", facts.sentence(status, now)]
+    error = facts.first_error(status)
+    sentence = facts.sentence(status, now, error="" if error is None else error[1])
+    lines = [f"{facts.clean(status.ref)}  {facts.state(status)}", sentence]
     progress = progress_line(status, now)
     if progress:
         lines.append(progress)
@@ -38,7 +40,6 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     if ranks.left_out:
         lines.append(f"and {ranks.left_out:,} more")
     lines += profile(status)
-    error = facts.first_error(status)
     if error is not None:
         lines.append(f"error of rank {error[0]}: {error[1]}")
     lines += [f"note: {facts.clean(note)}" for note in status.notes[-_MAX_NOTES:]]

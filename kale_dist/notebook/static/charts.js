@@ -65,7 +65,7 @@ function before(points, x) {
 class ChartsView {
   constructor() {
     this.charts = [];
-    this.choice = { smoothing: 0, log: false };
+    this.choice = { smoothing: 0, log: false, large: "" }; // large: the name of the chart that is enlarged
     this.at = null; // what the pointer is at: {axis, x}
     this.legend = element("div", { class: "kd-legend" });
     this.smoothing = element("input", {
@@ -81,6 +81,10 @@ class ChartsView {
     this.node = element("div", { class: "kd-curves" }, this.bar, this.grid, this.alone, this.more);
     this.grid.addEventListener("pointermove", (event) => this.point(event));
     this.grid.addEventListener("pointerdown", (event) => this.point(event));
+    this.grid.addEventListener("click", (event) => {
+      const name = event.target.closest?.(".kd-enlarge")?.closest(".kd-chart").dataset.kdName;
+      if (name !== undefined) this.choose({ large: this.choice.large === name ? "" : name });
+    });
     this.grid.addEventListener("pointerleave", () => this.pointAt(null));
   }
 
@@ -136,17 +140,23 @@ class ChartsView {
   }
 
   figure(chart, lines) {
-    const at = lines.some((one) => one.axis === this.at?.axis) ? this.at : null;
+    const at = lines.length && lines[0].axis === this.at?.axis ? this.at : null;
     const shown = lines.map((one) => ({ ...one, ...this.drawn(one) }));
     const values = chart.series.filter((one) => !one.faint || at || chart.series.length === 1).map((one) => {
       const line = shown.find((other) => other.label === one.label);
-      const found = at && line ? before(line.line, at.x) : null;
-      return this.entry(one, line ? "" : one.label, at && line ? (found ? figure(found[1]) : "–") : one.last);
+      const isAt = at && line?.axis === at.axis;
+      const found = isAt ? before(line.line, at.x) : null;
+      return this.entry(one, line ? "" : one.label, isAt ? (found ? figure(found[1]) : "–") : one.last);
     });
     const said = chart.series.filter((one) => !one.faint || chart.series.length === 1).map((one) => `${one.last} ${one.label}`).join(", ");
+    const isLarge = this.choice.large === chart.name;
     const head = element("div", { class: "kd-chart-head" },
       element("span", { class: "kd-chart-name", title: chart.name }, chart.name), element("span", { class: "kd-values" }, ...values));
-    const made = element("div", { class: "kd-chart", "data-kd-name": chart.name }, head);
+    if (lines.length) {
+      const word = `${isLarge ? "Make smaller" : "Enlarge"}: ${chart.name}`;
+      head.append(element("button", { type: "button", class: "kd-enlarge", "aria-label": word, title: word, "aria-pressed": String(isLarge) }, isLarge ? "⤡" : "⤢"));
+    }
+    const made = element("div", { class: `kd-chart${isLarge ? " kd-large" : ""}`, "data-kd-name": chart.name }, head);
     if (lines.length) made.append(this.plot(shown, `${chart.name}: ${said}`, at, chart.zero));
     return made;
   }
@@ -162,17 +172,23 @@ class ChartsView {
     const axes = [...new Set(lines.map((one) => one.axis))];
     const ys = lines.flatMap((one) => [...one.points.map(([, y]) => y), ...(one.band ?? []).flat()]);
     // Charts of one axis show the same stretch of it, so that the pointer stands at one place in all of them.
-    const [left, right] = axes.map((axis) => this.ranges.get(axis)).reduce((one, other) => [Math.min(one[0], other[0]), Math.max(one[1], other[1])]);
+    // Lines of different rhythm have an axis each; the pointer is for the first.
+    const ranges = axes.map((axis) => this.ranges.get(axis));
+    const [left, right] = ranges[0];
     let [low, high] = [Math.min(...ys, ...(isFromZero && !isLog ? [0] : [])), Math.max(...ys)];
     if (!(high / 2 - low / 2 > 0)) {
       const margin = Math.abs(low) / 2 || 1;
       [low, high] = [low - margin, high + margin];
     }
     const marks = ticks(low, high, isLog);
-    const across = (x) => (right > left ? ((x - left) / (right - left)) * SIDE : SIDE / 2);
+    const acrossOf = (axis) => {
+      const [first, last] = this.ranges.get(axis);
+      return (x) => (last > first ? ((x - first) / (last - first)) * SIDE : SIDE / 2);
+    };
+    const across = acrossOf(axes[0]);
     const share = isLog ? (y) => Math.log(y / low) / Math.log(high / low) : (y) => (y / 2 - low / 2) / (high / 2 - low / 2);
     const down = (y) => SIDE * (1 - share(y));
-    const place = ([x, y]) => `${across(x).toFixed(1)} ${down(y).toFixed(1)}`;
+    const placeOf = (axis) => ([x, y]) => `${acrossOf(axis)(x).toFixed(1)} ${down(y).toFixed(1)}`;
 
     const svg = document.createElementNS(SVG, "svg");
     const add = (attributes) => {
@@ -183,11 +199,12 @@ class ChartsView {
     };
     for (const [name, value] of Object.entries({ role: "img", "aria-label": label, viewBox: `0 0 ${SIDE} ${SIDE}`, preserveAspectRatio: "none" })) svg.setAttribute(name, value);
     for (const [value] of marks) add({ d: `M0 ${down(value).toFixed(1)}H${SIDE}`, stroke: "currentColor", "stroke-opacity": "0.16" });
-    const gaps = new Map(lines.flatMap((one) => one.gaps ?? []).map((gap) => [String(gap), gap]));
-    for (const [start, end] of gaps.values()) {
-      add({ d: `M${across(start).toFixed(1)} 0H${across(end).toFixed(1)}V${SIDE}H${across(start).toFixed(1)}Z`, fill: GAP, "fill-opacity": "0.18", class: "kd-gap" });
+    const gaps = new Set(lines.flatMap((one) => (one.gaps ?? []).map((gap) => gap.map((x) => acrossOf(one.axis)(x).toFixed(1)).join(" "))));
+    for (const [start, end] of [...gaps].map((gap) => gap.split(" "))) {
+      add({ d: `M${start} 0H${end}V${SIDE}H${start}Z`, fill: GAP, "fill-opacity": "0.18", class: "kd-gap" });
     }
     for (const one of lines) {
+      const place = placeOf(one.axis);
       if (one.band) {
         const edge = (side) => one.points.map(([x], index) => place([x, one.band[index][side]]));
         add({ d: `M${[...edge(0), ...edge(1).reverse()].join("L")}Z`, fill: one.colour, "fill-opacity": "0.2" });
@@ -195,24 +212,25 @@ class ChartsView {
       if (one.raw) add({ d: `M${one.raw.map(place).join("L")}`, stroke: one.colour, "stroke-opacity": "0.25" });
       add({
         d: `M${one.line.map(place).join("L")}`, stroke: one.colour, "stroke-width": one.faint ? "1.25" : "1.75",
-        ...(one.dashed ? { "stroke-dasharray": "5 3" } : {}), ...(one.faint ? { "stroke-opacity": one.raw ? "0.7" : "0.5" } : {}),
+        ...(one.dashed ? { "stroke-dasharray": "5 5" } : {}), ...(one.faint ? { "stroke-opacity": one.raw ? "0.7" : "0.5" } : {}),
       });
       if (!one.faint) add({ d: `M${place(one.line[one.line.length - 1])}h0`, stroke: one.colour, "stroke-width": "5.5" });
     }
-    const axis = axes.length === 1 ? axes[0] : "";
+    const axis = axes[0];
     const text = (attributes, words) => element("span", attributes, words);
     const numbers = marks.map(([value, words]) => text({ class: "kd-y", style: `top:${(down(value) / SIDE) * 100}%` }, words));
     const x = at && Math.min(right, Math.max(left, at.x));
     const isAt = at !== null && axis === at.axis;
     if (isAt) {
       add({ d: `M${across(x).toFixed(1)} 0V${SIDE}`, stroke: "currentColor", "stroke-opacity": "0.45" });
-      for (const one of lines) {
+      for (const one of lines.filter((line) => line.axis === axis)) {
         const found = before(one.line, at.x);
-        if (found) add({ d: `M${place(found)}h0`, stroke: one.colour, "stroke-width": "7" });
+        if (found) add({ d: `M${placeOf(axis)(found)}h0`, stroke: one.colour, "stroke-width": "7" });
       }
       numbers.push(text({ class: "kd-x kd-here", style: `left:${(across(x) / SIDE) * 100}%` }, `${axis} ${figure(x)}`));
-    } else if (axis) {
-      numbers.push(text({ class: "kd-x" }, `${axis} ${figure(left)}`), text({ class: "kd-x kd-last" }, figure(right)));
+    } else {
+      numbers.push(text({ class: "kd-x" }, axes.map((one, index) => `${one} ${figure(ranges[index][0])}`).join(" · ")));
+      numbers.push(text({ class: "kd-x kd-last" }, ranges.map(([, last]) => figure(last)).join(" · ")));
     }
     const widest = Math.max(...marks.map(([, words]) => words.length));
     const inner = element("div", {
