@@ -76,13 +76,10 @@ _PLAIN = {
 _TAKES_NONE = "It takes none: processes on this machine use its packages, folders and GPUs as they are"
 
 
-_RESOURCES = {"cpu": 2, "memory": "4Gi", "gpus": 1}
-"""Parts of `resources`, with examples."""
-
-
 def _remedy(cls: type, name: str, fields: Iterable[str]) -> str:
-    if name in _RESOURCES and "resources" in fields:
-        return f"Use resources={ {name: _RESOURCES[name]} }, for each process"
+    example = {"cpu": 2, "memory": "4Gi", "gpus": 1}.get(name)
+    if example and "resources" in fields:
+        return f"Use resources={ {name: example} }, for each process"
     return closest(name, fields).strip() or f"help(kale_dist.{cls.__name__}) lists its arguments"
 
 

@@ -468,6 +468,7 @@ def _mean(made: Sequence[Series], *, several: bool) -> Series:
         points=tuple(points[index] for index in kept),
         last=sum(one.last / len(made) for one in made),
         axis=made[0].axis,
+        gaps=made[0].gaps,
         band=tuple((min(values[points[index][0]]), max(values[points[index][0]])) for index in kept),
     )
 

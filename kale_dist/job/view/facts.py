@@ -153,11 +153,8 @@ def state(status: JobStatus) -> str:
         limit, waited_s = f"{status.idle_s / unit_s:.3g} {unit}", time.time() - status.idle_since
         # Nobody has seen the end of pods that ended by themselves.
         return f"ended after {limit} idle" if waited_s > status.idle_s else f"idle {waited_s / unit_s:.0f} of {limit}"
-    nan = (
-        f", loss is nan since epoch {status.nan_since[0]}, step {status.nan_since[1]}"
-        if status.nan_since and status.is_nan
-        else ""
-    )
+    epoch, step = status.nan_since or (0, 0)
+    nan = f", loss is nan since epoch {epoch}, step {step}" if status.is_nan else ""
     return f"{status.state.value}{nan}{', needs you' if status.needs_action else ''}"
 
 
@@ -208,13 +205,10 @@ def best_evaluation(status: JobStatus) -> str:
     """The best loss and accuracy of a training's evaluations, and where they were; empty before there are two."""
     found = []
     for name, choose in _BEST.items():
-        rows = [
-            row
-            for row in status.metrics
-            if row.source == "eval" and math.isfinite(dict(row.values).get(name, math.nan))
-        ]
-        if len(rows) > 1:
-            value, row = choose(((dict(row.values)[name], row) for row in rows), key=operator.itemgetter(0))
+        rows = [row for row in status.metrics if row.source == "eval"]
+        pairs = [(value, row) for row in rows for key, value in row.values if key == name and math.isfinite(value)]
+        if len(pairs) > 1:
+            value, row = choose(pairs, key=operator.itemgetter(0))
             found.append(f"{name} {number(value)} {f'after epoch {row.epoch}' if row.epoch else f'at step {row.step}'}")
     return f"Best evaluation: {', '.join(found)}" if found else ""
 

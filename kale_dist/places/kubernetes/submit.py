@@ -38,10 +38,6 @@ from kale_dist.worker.rank import process_state
 
 _SECRET_BYTES = 1_000_000
 _MIB = 1 << 20
-_KB = 1000
-_SENT_A_SECOND = 10_000_000
-"""Bytes that a port-forward of a usual cluster passes on in a second."""
-
 _LONG_S = 3600.0
 
 
@@ -292,10 +288,9 @@ def _place_bytes(cluster: Cluster, spec: JobSpec, *, logs: bool) -> Source:
             _put(spec, FolderStore(folder))
             return Source.FOLDER
         if logs:
-            size, seconds = spec.snapshot_bytes / _KB, max(1, round(spec.snapshot_bytes / _SENT_A_SECOND))
             note(
-                f"The job's code and data ({size:,.0f} kB) are sent to its pods when they run, which takes about {seconds} s at"
-                " 10 MB/s. Leave this kernel running until then: a line of the log says so"
+                f"The job's code and data ({spec.snapshot_bytes / 1e3:,.0f} kB) are sent to its pods when they run, which takes about"
+                f" {max(1, round(spec.snapshot_bytes / 1e7))} s at 10 MB/s. Leave this kernel running until then: a line of the log says so"
             )
     return source
 

@@ -271,11 +271,14 @@ class Losses:
 
 
 def _hold_nan(tensors: Iterable[Tensor]) -> bool:
-    """Whether some of them hold nan in this rank; of a divided one its own part, so that nothing is exchanged."""
+    """Whether some of them hold nan in this rank; of a divided one its own part, so that nothing is exchanged.
+
+    Those of other stages of a pipeline have no memory of their own, and are passed over.
+    """
     made = (one for one in tensors if not torch.nn.parameter.is_lazy(one))
     with torch.no_grad():
         own = (one.to_local() if isinstance(one, DTensor) else one for one in made)
-        return any(bool(one.isnan().any()) for one in own)
+        return any(bool(one.isnan().any()) for one in own if 0 not in one.stride())
 
 
 @_harmless

@@ -879,7 +879,7 @@ def test_the_first_nan_is_told_with_its_rank_and_step(ranks):
     assert said.count("The loss is nan on rank") == 2  # rank 0's, a step later, says that the weights hold it
 
 
-def events_of_nan(folder, checkpoint_every=1, skips=False, **options):
+def events_of_nan(folder, checkpoint_every=1, skips=False, model=None, **options):
     """What a rank of a job sends whose loss becomes nan in the third batch of epoch 2, on rank 1 alone; and its error."""
     read, write = os.pipe()
     rank, error, steps = torch.distributed.get_rank(), "", 0
@@ -898,7 +898,7 @@ def events_of_nan(folder, checkpoint_every=1, skips=False, **options):
 
     options |= {"train_step": diverging, "epochs": 4, "checkpoint_every": checkpoint_every}
     try:
-        fit(nn.Linear(3, 2), DataLoader(labelled(22), 4), **options)
+        fit(model or nn.Linear(3, 2), DataLoader(labelled(22), 4), **options)
     except KaleDistError as found:
         error = str(found)
     os.close(write)
@@ -933,7 +933,10 @@ def test_stop_on_nan_ends_all_ranks_at_the_same_step_and_leaves_the_good_checkpo
         assert not any(value.isnan().any() for value in checkpoint.read(tmp_path / "checkpoint").model.values())
 
 
-def test_a_nan_whose_step_is_skipped_neither_stops_the_training_nor_its_checkpoints(ranks, tmp_path):
-    everyone = ranks(2, lambda: events_of_nan(tmp_path, stop_on_nan=True, skips=True), keep=False)
-    assert [(error, steps) for _, error, steps in everyone] == [("", 12), ("", 12)]
+@pytest.mark.parametrize("strategy", [DDP(), Pipeline(micro_batches=1)], ids=["ddp", "pipeline"])
+def test_a_nan_whose_step_is_skipped_neither_stops_the_training_nor_its_checkpoints(strategy, ranks, tmp_path):
+    model = nn.Sequential(net(), nn.Tanh(), nn.Linear(2, 2))
+    options = {"stop_on_nan": True, "skips": True, "strategy": strategy, "model": model}
+    everyone = ranks(2, lambda: events_of_nan(tmp_path, **options), keep=False)
+    assert {error for _, error, _ in everyone} == {""}
     assert [one["epoch"] for one in everyone[0][0] if one["event"] == "checkpoint"] == [1, 2, 3, 4]
