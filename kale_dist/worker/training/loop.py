@@ -242,12 +242,7 @@ class Session:
         callbacks = Callbacks(training, trained.model, strategy, setup.layouts, group)
         control = _control(setup, loaders, callbacks)
         stack.enter_context(control.installed())
-
-        def place() -> tuple[int, int] | None:
-            feed = loaders.running
-            return (feed.counts.epoch, feed.step) if feed.role.is_training else None
-
-        stack.enter_context(losses.watched(trained.criterion, place, strategy.passed))
+        stack.enter_context(losses.watched(trained.criterion, loaders, strategy.passed))
         stack.callback(loaders.restore)
         loaders.divide()
         callbacks.load(setup.resumption.callbacks)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from kale_dist.snapshot.identity import times_changed
 from kale_dist.wire import context
+from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.group import Group, fingerprint
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.trained import Trained
@@ -167,7 +168,7 @@ class Losses:
         model: What is trained.
     """
 
-    _place: Callable[[], tuple[int, int] | None]
+    _loaders: Loaders
 
     def __init__(self, group: Group, model: torch.nn.Module) -> None:
         self._group = group
@@ -180,17 +181,15 @@ class Losses:
         self._numbers: list[float | None] = [None, None]
 
     @contextlib.contextmanager
-    def watched(
-        self, criterion: Any, place: Callable[[], tuple[int, int] | None], passed: Callable[[Tensor], None]
-    ) -> Iterator[None]:
+    def watched(self, criterion: Any, loaders: Loaders, passed: Callable[[Tensor], None]) -> Iterator[None]:
         """Look at the losses that a criterion returns, and at the tensors whose `backward()` is called.
 
         Args:
             criterion: Passed to the steps.
-            place: Returns epoch and step, both from 1; None in an evaluation, whose losses are passed over.
+            loaders: Which epoch and batch it is. The criterion's losses in an evaluation are passed over.
             passed: Called with such a tensor when its `backward()` is over.
         """
-        self._place = place
+        self._loaders = loaders
         original: Any = torch.Tensor.backward
 
         @functools.wraps(original)
@@ -235,7 +234,7 @@ class Losses:
 
     @_harmless
     def _note(self, _module: Any, _inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.numel() == 1 and self._place() is not None:
+        if isinstance(output, Tensor) and output.numel() == 1 and self._loaders.running.role.is_training:
             self._latest = output.detach()
 
     @_harmless
@@ -251,12 +250,15 @@ class Losses:
         self._has_warned = True
         is_spread = _hold_nan(self._model.parameters())
         # By the exchange of gradients, one rank's nan is in all weights a step later.
-        if (is_spread and self._group.rank) or (place := self._place()) is None:
+        if is_spread and self._group.rank:
             return
-        epoch, step = place
+        # On a GPU, the last loss of an epoch may arrive in the evaluation.
+        train = self._loaders.train
+        epoch, first = train.counts.epoch, train.counts.first
+        step = train.step or (0 if first is None else first.index)
         cause = ", and the weights hold nan already" if is_spread else ""
         text = f"The loss is nan on rank {self._group.rank} in step {step} of epoch {epoch}{cause}."
-        context.log(text, warns=True, nan=place)
+        context.log(text, warns=True, nan=(epoch, step))
 
     @_harmless
     def have_spoilt(self, tensors: Iterable[Tensor], *, waits: bool) -> bool:
