@@ -122,7 +122,7 @@ def sweep(
     if processes is not None:
         whole()("processes", processes)
     if not isinstance(metric, str) or not metric:
-        problem = "it is missing" if metric == "" else f"{show(metric)} is not the name of a metric"
+        problem = "it is missing" if isinstance(metric, str) else f"{show(metric)} is not the name of a metric"
         raise ConfigError("metric", problem, "Name one, such as 'eval/loss'")
     source, _, rest = metric.partition("_")
     if source in ("train", "eval", "val") and rest:

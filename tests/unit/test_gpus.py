@@ -435,6 +435,7 @@ SAID = {
     "invalid-ordinal": "CUDA error: invalid device ordinal",
     "bus-error": "DataLoader worker (pid 7) is killed by signal: Bus error. Unexpected bus error encountered in worker. "
     "This might be caused by insufficient shared memory (shm).",
+    "gloo-sizes": "what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 84 vs 72.",
     "watchdog": "[Rank 1] Some NCCL operations have failed or timed out. ProcessGroupNCCL watchdog thread terminated with exception",
 }  # fmt: skip
 

@@ -43,8 +43,10 @@ def test_objects_are_found_and_the_likeliest_comes_first(namespace):
         "optimizer": ["optimizer"],
         "train_step": ["train_one_epoch"],
         "eval_step": ["eval_step"],
+        "train_args": [],
     }
     assert form.missing(found) == []
+    assert form.find({**namespace, "settings": {"lr": 0.1}, "Out": {}})["train_args"] == ["settings"]
 
 
 def test_the_guessed_call_is_one_that_would_run(namespace):
@@ -69,7 +71,7 @@ def test_the_guessed_call_is_one_that_would_run(namespace):
     assert positional == tuple(
         arguments.pop(name) for name in ("model", "train_data_loader", "criterion", "optimizer", "train_step")
     )
-    assert given == arguments
+    assert {"train_args": None, **given} == arguments
 
 
 @pytest.mark.parametrize(

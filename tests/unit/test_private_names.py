@@ -212,6 +212,24 @@ def test_trainers_connector():
     source_has(type(trainer._logger_connector).log_eval_end_metrics, "self.log_metrics(")
 
 
+def test_trainers_refuse_processes():
+    pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.strategies.launchers import multiprocessing
+
+    check(multiprocessing, "_MultiProcessingLauncher")
+    source_has(DDPStrategy._configure_launcher, "_MultiProcessingLauncher(")
+
+
+def test_training_checks_split_by_node():
+    datasets = pytest.importorskip("datasets")
+    from datasets.distributed import split_dataset_by_node
+
+    stream = datasets.Dataset.from_dict({"x": [1, 2]}).to_iterable_dataset()
+    assert stream._distributed is None
+    assert split_dataset_by_node(stream, rank=0, world_size=2)._distributed is not None
+
+
 @pytest.mark.nightly
 def test_trainers_accelerate():
     here = pytest.importorskip("accelerate").Accelerator(cpu=True)
