@@ -8,7 +8,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kale_dist.errors import ConfigError
@@ -53,6 +53,11 @@ def needing(extra: str, argument: str, what: str) -> Iterator[None]:
             raise
         problem = f"{what} needs the package {package!r}, which is not installed in this Python"
         raise ConfigError(argument, problem, f"Install it: {install(extra)}") from None
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first of some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def show(value: Any) -> str:

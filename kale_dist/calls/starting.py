@@ -33,6 +33,7 @@ from kale_dist.snapshot.capture import Snapshot, capture
 from kale_dist.snapshot.given_models import models_in, together
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire.blobs import FolderStore, Store, map_file
+from kale_dist.wording import listed
 from kale_dist.worker.training.settings import Training
 
 SUFFIX_LENGTH = 5
@@ -269,9 +270,8 @@ def _data_warnings(training: Training, place: str, spec: JobSpec) -> Iterator[st
         where = "Kubernetes" if place == "kubernetes" else "Docker"
         remedy = f'on=kd.{where}(volumes={{"/data": ...}})'
         if missing:
-            more = f" and {len(missing) - _SHOWN_PATHS} more" if len(missing) > _SHOWN_PATHS else ""
             yield (
-                f"{argument}: its dataset refers to files of this machine, {', '.join(missing[:_SHOWN_PATHS])}{more}, "
+                f"{argument}: its dataset refers to files of this machine, {listed(missing, _SHOWN_PATHS)}, "
                 f"which the processes will not see. Put them on a volume that is mounted at the same path: {remedy}"
             )
         if found.memory_bytes > _LARGE_BYTES:

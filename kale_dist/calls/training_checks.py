@@ -14,7 +14,7 @@ from kale_dist.job.spec.job_spec import Request
 from kale_dist.snapshot.pickler import hooks_of
 from kale_dist.snapshot.reducers import LOADERS_ITERATOR
 from kale_dist.wording import show
-from kale_dist.worker.training.settings import Training
+from kale_dist.worker.training.settings import Training, can_be_state
 
 STEP_ARGUMENTS = {
     "train_step": ("model", "data_loader", "criterion", "optimizer", "device", "args"),
@@ -260,8 +260,7 @@ def _check_state(state: Any) -> None:
     if not isinstance(state, list | tuple):
         raise ConfigError("state", f"{show(state)} is not a list", "Write it as state=[ema_model, history]")
     for value in state:
-        has_state = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-        if not has_state and not isinstance(value, list | dict | set):
+        if not can_be_state(value):
             problem = f"{show(value)} has no state_dict, and is not a list, dict or set"
             raise ConfigError("state", problem, "Keep what has to come back in one of these, and name that")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kale_dist.errors import warn
 from kale_dist.snapshot.identity import times_changed
+from kale_dist.wording import listed
 
 if TYPE_CHECKING:
     import torch
@@ -317,6 +318,4 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _few(found: Any) -> str:
-    ordered = sorted(found)
-    more = len(ordered) - _NAMED
-    return ", ".join(ordered[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return listed(sorted(found), _NAMED)

@@ -152,12 +152,13 @@ def refuse_optimizers(given: Conditions, kinds: Iterable[str], problem: str) -> 
             raise ConfigError("strategy", problem, "Use an optimizer such as AdamW, or strategy='ddp'")
 
 
-def refuse_norms(word: str, given: Conditions) -> None:
-    """Refuse SAM and its kin, whose first step takes the norm of all gradients, and optimizers that clip by it.
+def refuse_all_weights(word: str, given: Conditions) -> None:
+    """Refuse `ALL_WEIGHTS`, SAM and its kin, whose first step takes the norm of all gradients, and optimizers that clip by it.
 
     Raises:
         ConfigError: The call has such an optimizer.
     """
+    refuse_optimizers(given, ALL_WEIGHTS, "looks at all weights at once, and each rank has a part of them")
     for optimizer in given.optimizers:
         if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
             problem = (

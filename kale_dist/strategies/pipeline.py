@@ -8,14 +8,12 @@ from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
 from kale_dist.strategies.base import (
-    ALL_WEIGHTS,
     Conditions,
     Layout,
     Settings,
     check_flags,
+    refuse_all_weights,
     refuse_count,
-    refuse_norms,
-    refuse_optimizers,
 )
 from kale_dist.strategies.recommendation import balanced, blocks_of
 from kale_dist.wording import closest
@@ -101,8 +99,7 @@ class Pipeline(Settings):
                 f"{found} takes its statistics from the whole batch, and would see {self.micro_batches} parts of it"
             )
             raise _refusal(problem, "Use micro_batches=1, or GroupNorm in the place of BatchNorm")
-        refuse_optimizers(given, ALL_WEIGHTS, "looks at all weights at once, and each rank has a part of them")
-        refuse_norms("pipeline", given)
+        refuse_all_weights("pipeline", given)
         if given.precision == "fp16":
             problem = "precision='fp16' skips steps by the gradients of each stage, which then disagree"
             raise _refusal(problem, "Use precision='bf16'")

@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
 from kale_dist.strategies.base import (
-    ALL_WEIGHTS,
     WHOLE_WEIGHTS,
     Conditions,
     Layout,
     Settings,
     check_flags,
-    refuse_norms,
+    refuse_all_weights,
     refuse_optimizers,
 )
 from kale_dist.wording import closest
@@ -114,9 +113,8 @@ def check_tensor(plan: Any, given: Conditions, degree: int, settings: str = "Ten
         remedy = "Give number_of_processes=2 or more, or leave strategy out"
         raise ConfigError("strategy", f"weights cannot be divided over {degree} process", remedy)
     check_precision(given)
-    refuse_optimizers(given, ALL_WEIGHTS, "looks at all weights at once, and each rank has a part of them")
     refuse_optimizers(given, WHOLE_WEIGHTS, "updates a weight as a whole, and each rank has a part of it")
-    refuse_norms("tensor", given)
+    refuse_all_weights("tensor", given)
     named = given.model.items() if isinstance(given.model, dict) else [("", given.model)]
     modules = {
         ".".join(part for part in (prefix, name) if part): module

@@ -343,9 +343,16 @@ def test_torchs_errors_about_parts_get_a_remedy(step, remedy):
     assert remedy in str(caught.value)
 
 
+def averages_by_callback():
+    model = Stack()
+    averaged = fit(None, FSDP(), model, callbacks=[kd.callbacks.EMA(0.9)]).averaged_state
+    return averaged and {name: value.shape for name, value in averaged.items()}
+
+
 def test_the_remedies_train():
-    launched(fit, None, FSDP(), None)
-    launched(fit, reads_whole_arrays, FSDP(), None)
+    first, _ = launched(averages_by_callback)
+    assert first == {name: value.shape for name, value in Stack().state_dict().items()}
+    assert launched(fit, reads_whole_arrays, FSDP())[0].epochs == 1
 
 
 def call(model=None, strategy=None, **options):

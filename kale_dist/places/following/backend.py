@@ -70,16 +70,13 @@ class FollowedBackend(FolderBackend):
     def _end_overdue(self) -> None:
         """End this user's jobs that wait past their `pending_timeout_s` since no process follows them: they hold what others need."""
         for record in records.all_records():
-            ref, limit_s, files = (
-                JobRef.parse(record.ref),
-                record.spec.cluster.pending_timeout_s,
-                records.files(record.name),
-            )
+            ref, limit_s = JobRef.parse(record.ref), record.spec.cluster.pending_timeout_s
+            if ref.backend != self.name or limit_s is None or time.time() - record.created <= limit_s:
+                continue
+            events = records.files(record.name).events
             with contextlib.suppress(OSError, JobNotFoundError):
-                is_unheard = not files.events.exists() or not files.events.stat().st_size
-                is_mine = ref.backend == self.name and records.read_key(record.name) is not None
-                is_late = limit_s is not None and time.time() - record.created > limit_s
-                if is_unheard and is_mine and is_late and (status := self.status(ref)).is_final:
+                is_unheard = not events.exists() or not events.stat().st_size
+                if is_unheard and records.read_key(record.name) is not None and (status := self.status(ref)).is_final:
                     log(f"{ref} {status.state}: {status.reason}")
 
     def status(self, ref: JobRef) -> JobStatus:

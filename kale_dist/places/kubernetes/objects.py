@@ -21,6 +21,7 @@ from kale_dist.places.kubernetes.views import Owner, owner_in
 from kale_dist.places.manifests import KINDS, Kind, kind_of
 from kale_dist.places.manifests.settings import OBJECT_LABEL
 from kale_dist.places.manifests.train_job import TrainJob
+from kale_dist.wording import listed
 
 _POLL_S = 0.3
 _NAMED = 3
@@ -242,9 +243,8 @@ def wait_until_gone(cluster: Cluster, handle: PlacedJob, timeout_s: float) -> No
         if len(left) < fewest:
             deadline, fewest = time.monotonic() + timeout_s, len(left)
         if time.monotonic() > deadline:
-            more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
             raise BackendError(
-                f"The job {handle.ref} was deleted, but its pods {', '.join(left[:_NAMED])}{more} have not ended within {timeout_s:.0f} s. "
+                f"The job {handle.ref} was deleted, but its pods {listed(left, _NAMED)} have not ended within {timeout_s:.0f} s. "
                 f"If their node is gone, remove them with: kubectl -n {namespace} delete pod --force {left[0]}",
                 retryable=True,
             )

@@ -269,8 +269,9 @@ class LineCutter:
 
     def _marked(self, lines: list[bytes]) -> Body:
         """Lines as they stand in a log, and the parts of a pending line that is too long already."""
-        self._keep(lines)
-        whole = clean(b"\n".join(lines))
+        joined = b"\n".join(lines)
+        self._keep(lines, has_crash=_CRASH in joined)
+        whole = clean(joined)
         body, count = NOTHING
         if len(whole) > MAX_LINE_BYTES and max(map(len, whole.split(b"\n"))) > MAX_LINE_BYTES:
             parts = [self._parts(line) for line in whole.split(b"\n")]
@@ -284,11 +285,13 @@ class LineCutter:
             self._pending = self._pending[cut:]
         return body, count
 
-    def _keep(self, lines: list[bytes]) -> None:
+    def _keep(self, lines: list[bytes], *, has_crash: bool) -> None:
         """Keep the last lines, but not what Python says after a crash: stacks and modules, of which none tells the reason."""
         if self._tail and self._tail[-1].startswith(_CRASH):
             return
-        end = next((number for number, line in enumerate(lines, 1) if line.startswith(_CRASH)), len(lines))
+        end = len(lines)
+        if has_crash:
+            end = next((number for number, line in enumerate(lines, 1) if line.startswith(_CRASH)), end)
         self._tail.extend(lines[max(0, end - TAIL_LINES) : end])
 
     def _parts(self, line: bytes, *, is_continued: bool = False) -> Body:

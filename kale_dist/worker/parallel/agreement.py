@@ -155,8 +155,8 @@ class Numbers:
 
     def _now(self) -> dict[tuple[int, str], float]:
         """The numbers of the groups, and of the state of each weight."""
-        groups = self._optimizer.param_groups
-        kept = [*groups, *(self._optimizer.state.get(p, {}) for group in groups for p in group["params"])]
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        kept = [*groups, *(state.get(p, {}) for group in groups for p in group["params"])]
         return {
             (place, name): float(value)
             for place, values in enumerate(kept)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import Layout
 from kale_dist.wire import EventKind, context
+from kale_dist.wording import listed
 from kale_dist.worker.training import checkpoint, model_file, parts, supervised
 from kale_dist.worker.training.callbacks import Callbacks
 from kale_dist.worker.training.checkpoint import Stored
@@ -332,8 +333,7 @@ class Session:
         captured, self.captured = self.captured, None
         if captured is None or not (changed := captured.changed()):
             return
-        more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
-        text = f"Changed by a step, and left behind in the ranks: {', '.join(list(changed)[:_NAMED])}{more}."
+        text = f"Changed by a step, and left behind in the ranks: {listed(list(changed), _NAMED)}."
         if objects := [name for name, can_be_state in changed.items() if can_be_state]:
             text += f" state=[{', '.join(objects)}] in the call brings back {'them' if len(objects) == len(changed) else 'these'}."
         if len(objects) < len(changed):

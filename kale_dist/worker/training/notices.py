@@ -22,7 +22,7 @@ from kale_dist.snapshot.identity import times_changed
 from kale_dist.wire import context
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.group import Group, fingerprint
-from kale_dist.worker.training.settings import Training
+from kale_dist.worker.training.settings import Training, can_be_state
 from kale_dist.worker.training.trained import Trained
 
 _NAMED = 5
@@ -132,12 +132,6 @@ def _contents(value: Any) -> Any:
     if isinstance(value, dict | list | tuple):
         return [_contents(one) for one in (value.values() if isinstance(value, dict) else value)]
     return value if isinstance(value, _PLAIN) else None
-
-
-def can_be_state(value: Any) -> bool:
-    """Whether `state=` takes an object: what has a state_dict, lists, dicts and sets."""
-    has_state = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-    return has_state or isinstance(value, list | dict | set)
 
 
 def used(function: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:

@@ -72,3 +72,9 @@ class Training:
     def arguments(self) -> list[tuple[str, Any]]:
         """Names and values."""
         return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+
+
+def can_be_state(value: Any) -> bool:
+    """Whether `state=` takes an object: what has a state_dict, lists, dicts and sets."""
+    has_state = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return has_state or isinstance(value, list | dict | set)
