@@ -84,8 +84,9 @@ class Prompts:
         main = threading.get_ident()
 
         def note(status: JobStatus) -> None:
-            statuses.put(status)
+            # First this: the main thread, which the queue wakes, asks only where the rank waits now.
             self._now = _breakpoint_of(status, rank)
+            statuses.put(status)
             if self._asked is not None and not self._waits_at(self._asked):
                 signal.pthread_kill(main, _WAKE)
 

@@ -1,8 +1,10 @@
 """`kd.live` on this machine: what its handle knows of the ranks, and what it says when something goes wrong."""
 
+import queue
 import subprocess
 import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +13,7 @@ from agent_jobs import descriptors
 
 import kale_dist as kd
 from kale_dist.errors import CellError, ConfigError, JobFailedError
-from kale_dist.job import live_job
+from kale_dist.job import debugging, interrupts, live_job
 from kale_dist.wire.messages import Cell, Repair
 
 SUM = "import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nx.item()"
@@ -45,6 +47,22 @@ def test_values_of_ranks_are_folded_and_brought(live):
     assert live.pull("table.sum().item() + rank") == [3, 4]
     assert live.pull("rank", ranks=1) == 1
     assert live.pull("rank", ranks=[1]) == [1]
+
+
+def test_a_prompt_opens_where_the_thread_that_watches_the_job_is_slow(monkeypatch):
+    class Slow(queue.SimpleQueue):
+        def put(self, item):
+            super().put(item)
+            time.sleep(0.2)
+
+    lines = ["k = 7", "c"]
+    monkeypatch.setattr(debugging, "queue", types.SimpleNamespace(SimpleQueue=Slow))
+    monkeypatch.setattr(interrupts, "has_person", lambda: True)
+    monkeypatch.setattr(interrupts, "can_answer", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
+    with kd.live(1, threads=1) as live:
+        assert repr(live.run("k = 0\nbreakpoint()\nk")) == "rank 0: 7"
+    live.delete()
 
 
 def test_a_function_uses_the_ranks_own_names_and_its_large_ones_do_not_travel(live, main, capfd):
