@@ -211,13 +211,14 @@ def read(name: str) -> Record:
     """
     folder = files(name).folder
     if not _FOLDER_NAME.fullmatch(name) or not folder.exists():
-        backend, dot, elsewhere = name.partition(".")
+        # The user knows the job by its reference, not by its folder here.
+        backend, dot, _ = name.partition(".")
         if dot:
-            # The user knows the job by its reference, not by its folder here.
-            ref = f"{backend}://{elsewhere.replace('.', '/', 1)}"
-            raise JobNotFoundError(f"There is no job {ref!r}. {listing(backend)}")
+            raise JobNotFoundError(f"There is no job {_ref_of(name)!r}. {listing(backend)}")
+        elsewhere = [_ref_of(one.name) for one in jobs_dir().iterdir() if one.name.endswith(f".{name}")]
+        remedy = "kale_dist.jobs() or `kale-dist jobs` lists those there are"
         raise JobNotFoundError(
-            f"There is no job {name!r} on this machine. kale_dist.jobs() or `kale-dist jobs` lists those there are"
+            f"There is no job {name!r} on this machine. {f'Did you mean {elsewhere[0]!r}?' if elsewhere else remedy}"
         )
     try:
         return Record.from_json(json.loads(files(name).record.read_text()))
@@ -225,6 +226,11 @@ def read(name: str) -> Record:
         raise JobNotFoundError(
             f"The record of job {name!r} cannot be read ({error}). Remove {folder} to be rid of the job"
         ) from error
+
+
+def _ref_of(folder: str) -> str:
+    backend, _, elsewhere = folder.partition(".")
+    return f"{backend}://{elsewhere.replace('.', '/', 1)}"
 
 
 def life(files: JobFiles) -> Life:

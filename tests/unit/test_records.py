@@ -219,3 +219,6 @@ def test_a_key_that_is_gone_is_none():
 def test_a_job_elsewhere_is_named_by_its_reference(name, ref):
     with pytest.raises(JobNotFoundError, match=f"There is no job '{ref}'.*lists those"):
         records.read(name)
+    records.create(name, KEY)
+    with pytest.raises(JobNotFoundError, match=f"There is no job 'a-1' on this machine. Did you mean '{ref}'"):
+        records.read("a-1")
