@@ -6,14 +6,13 @@ import argparse
 import functools
 import json
 import pathlib
+import signal
 import sys
 
 from kale_dist import places, wording
 from kale_dist.cli import launch_command
 from kale_dist.cli.arguments import Commands, add_pairs, add_parser
 from kale_dist.errors import ConfigError
-
-_INTERRUPTED = 130
 
 
 def add_command(commands: Commands) -> None:
@@ -53,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
         run_notebook = functools.partial(execution.run_notebook, kernel=options.kernel)
     if options.json is not None:
         documents.check_target("--json", options.json, options.notebook)
-    with launch_command.interrupted_by_sigterm():
+    with launch_command.interrupted_by_sigterm() as caught:
         result = run_notebook(
             options.notebook,
             parameters={name: wording.parse(value) for name, value in options.parameters.items()},
@@ -68,5 +67,5 @@ def _run(options: argparse.Namespace) -> int:
         print(f"{options.notebook}, {result.failure}", file=sys.stderr)
     print(f"Executed notebook: {result.output}", file=sys.stderr if result.failure else sys.stdout)
     if result.interrupted:
-        return _INTERRUPTED
+        return launch_command.BY_SIGNAL + (caught[0] if caught else signal.SIGINT)
     return 1 if result.failure else 0

@@ -113,19 +113,20 @@ def test_the_executed_notebook_is_kept_with_the_jobs_last_state(story):
     assert cells[5].execution_count is None
 
 
-def test_ctrl_c_ends_the_cell_and_its_job_and_keeps_the_notebook(tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_cell_and_its_job_and_keeps_the_notebook(tmp_path, number, code):
     path = write(
         tmp_path / "a.ipynb",
         "import kale_dist as kd, time\ndef wait():\n    print('waiting', flush=True)\n    time.sleep(60)\n"
-        "job = kd.launch(wait, number_of_processes=1, name='interrupted')\njob.wait()",
+        f"job = kd.launch(wait, number_of_processes=1, name='interrupted-{code}')\njob.wait()",
         "print('never')",
     )
     running = start(path, "-o", tmp_path / "out.ipynb", start_new_session=True)
     assert running.stdout.readline() == "[0] waiting\n"
-    os.killpg(running.pid, signal.SIGINT)
+    os.killpg(running.pid, number)
     out, err = running.communicate(timeout=200)
-    assert running.returncode == 130
-    assert "local://interrupted: Cancelled" in out
+    assert running.returncode == code
+    assert f"local://interrupted-{code}: Cancelled" in out
     assert "never" not in out
     assert "KeyboardInterrupt" in err, err
     outputs = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells[1].outputs
