@@ -204,7 +204,8 @@ class JobWidget(anywidget.AnyWidget):
             self._ranked: list[RankStateName] = []
         self._draw()
         inside(job).after_wait.append(self._draw)
-        inside(job).reasons.is_shown = lambda: self._has_answered or self._is_picture
+        # A page that can answer and does not gets the picture, which shows them, too.
+        inside(job).reasons.is_shown = lambda: self._has_answered or self._can_answer_since < math.inf
 
     def _bundle(self) -> dict[str, Any]:
         """The output in all its formats, of which a front end shows the richest that it knows."""
