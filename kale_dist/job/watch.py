@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, WaitTimeoutError, log
+from kale_dist.job import interrupts
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
@@ -167,7 +168,7 @@ class Watcher:
 class Reasons:
     """Prints why a job waits, and its warnings, on stderr: each once, however many calls wait for the job.
 
-    A job on this machine prints one only before it has begun.
+    A job on this machine prints one only before it has begun, and for a person.
 
     Args:
         backend: Where the job runs.
@@ -185,8 +186,8 @@ class Reasons:
     def print(self, status: JobStatus) -> None:
         """Print new warnings, and a new reason: one in which more has changed than seconds, MiB or counts of nodes."""
         new: dict[tuple[int | None, str], str] = {(None, text): text for text in status.warnings}
-        is_waiting = self._ref.backend != "local" or status.started is None
-        if not status.is_final and status.reason and is_waiting:
+        is_told = self._ref.backend != "local" or (status.started is None and interrupts.has_person())
+        if not status.is_final and status.reason and is_told:
             new[status.queue_position, re.sub(r"\d+", "", status.reason)] = status.reason
         if self.is_shown():
             return

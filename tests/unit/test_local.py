@@ -13,7 +13,7 @@ import pytest
 
 import kale_dist as kd
 from kale_dist.errors import BackendUnavailableError, JobNotFoundError
-from kale_dist.job import records
+from kale_dist.job import interrupts, records
 from kale_dist.job.handle import inside
 from kale_dist.places import local
 
@@ -49,13 +49,15 @@ def test_jobs_of_one_process_share_one_agent():
     assert not any(job.status.notes for job in jobs)
 
 
-def test_a_job_that_is_long_in_coming_says_what_it_waits_for(monkeypatch, capfd):
+@pytest.mark.parametrize("has_person", [True, False])
+def test_a_job_that_is_long_in_coming_tells_a_person_what_it_waits_for(monkeypatch, capfd, has_person):
     monkeypatch.setattr(local, "_LONG_S", 0.0)
+    monkeypatch.setattr(interrupts, "has_person", lambda: has_person)
     local.shared().close()
     job = run()
     assert "import torch" in job.status.reason
     job.result(60)
-    assert f"[kale-dist] {job.ref}: Its processes import torch first" in capfd.readouterr().err
+    assert (f"[kale-dist] {job.ref}: Its processes import torch first" in capfd.readouterr().err) == has_person
     assert not job.status.reason
 
 
