@@ -21,6 +21,7 @@ from kale_dist.places.following.sight import Sight
 from kale_dist.places.following.verdict import RETRIED, explains_loss, judge, judge_part, judge_trouble, lost_part
 from kale_dist.places.following.warm import prefix_of
 from kale_dist.wire import FailureCause, JobFiles, StateName, Verdict
+from kale_dist.wording import listed
 
 HEAD_DECIDES_S = 40.0
 """A head learns within 30 s (TCP's) that another pod is gone, and ends the job. If it has not done so 10 s later, it never will:
@@ -404,7 +405,7 @@ class FollowedLife:
             # Results are worth waiting for: the head keeps them for `collect_wait_s`.
             self._job.show("The results could not be fetched yet")
             return False
-        what = ", ".join(missing[:_NAMED]) + (" and more" if len(missing) > _NAMED else "")
+        what = listed(missing, _NAMED)
         copy.log(f"Results could not be fetched, because the head ended before they were fetched: {what}")
         return True
 
@@ -442,8 +443,7 @@ class FollowedLife:
             if error.retryable and not self._sight.lasts("pods", EXPLAIN_S):
                 return None
             return f"Some {noun}s of the job may still run or start, because they could not be ended: {error}"
-        names = ", ".join(waiting[:_NAMED])
-        return f"{len(waiting)} {noun}s had not started when the job ended, and are removed: {names}" if names else ""
+        return f"Not started when the job ended, and removed: {listed(waiting, _NAMED)}" if waiting else ""
 
 
 def next_life(life: FollowedLife, now: float, *, head: Part | None = None) -> Life:
