@@ -161,7 +161,7 @@ def test_a_job_that_is_suspended_resumes_in_the_same_object(on, word, namespace)
 def test_with_the_runtime_of_the_docs_a_train_job_that_fails_is_failed_at_once(namespace, cluster):
     if not objects.is_served(cluster, KINDS["train"]):
         pytest.skip("the cluster has no TrainJob")
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "kinds" / "trainjob.md").read_text()
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "kinds.md").read_text()
     runtime = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1].replace("ClusterTrainingRuntime", "TrainingRuntime")
     run_kubectl("-n", namespace, "apply", "-f", "-", text=runtime)
     assert "TrainingRuntime/torch-once" in objects.runtimes(cluster)

@@ -59,8 +59,8 @@ def test_a_parameter_server_holds_the_variables(make_place):
 
 
 def from_docs(name, folder, monkeypatch):
-    """A function of the page about TFJobs, as it is written there."""
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "kinds" / "tfjob.md").read_text()
+    """A function of the page about kinds, as it is written there."""
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "kinds.md").read_text()
     code = "\n".join(block.partition("```")[0] for block in page.split("```py\n")[1:])
     found = next(item for item in ast.parse(code).body if isinstance(item, ast.FunctionDef) and item.name == name)
     (folder / f"docs_{name}.py").write_text(f"import kale_dist as kd\n\n\n{ast.get_source_segment(code, found)}\n")
