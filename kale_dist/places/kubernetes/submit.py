@@ -290,7 +290,7 @@ def _place_bytes(cluster: Cluster, spec: JobSpec, *, logs: bool) -> Source:
         if logs:
             note(
                 f"The job's code and data ({spec.snapshot_bytes / 1e3:,.0f} kB) are sent to its pods when they run, which takes about"
-                f" {max(1, round(spec.snapshot_bytes / 1e7))} s at 10 MB/s. Leave this kernel running until then: a line of the log says so"
+                f" {max(1, round(spec.snapshot_bytes / 1e7))} s at 10 MB/s. Leave this kernel running until the job runs"
             )
     return source
 
