@@ -184,7 +184,8 @@ def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) 
         print(json.dumps(ended | ({"value": value} if has_value else {}), default=repr))
     elif value is not None:
         print(value)
-    if code and not (status.reason and status.reason in shown.last_of_agent):
+    what, _, _ = status.reason.partition(": ")
+    if code and not (what and what in shown.last_of_agent):
         print(f"kale-dist: {job.ref}: {facts.sentence(status, None)}", file=sys.stderr)
     return code
 

@@ -96,7 +96,7 @@ def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObj
     overwritten = changes(targets) if check else ""
     if found := [name for name, value in trained.model_state.items() if _is_nan(value)]:
         text = f"Weights of {ref} are nan ({_few(found)}), and go into the notebook's model now"
-        warn(f"{text}. A checkpoint of distribute() is from before: job.state_dict(partial=True) has its weights")
+        warn(f"{text}. If distribute() wrote a checkpoint before, job.state_dict(partial=True) has its weights")
     adapters = getattr(trained, "adapters", ())
     problem = _add_adapters(targets.model, adapters, trained.model_state) if adapters else ""
     problem = problem or mismatch(targets.model, trained.model_state)

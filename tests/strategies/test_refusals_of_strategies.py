@@ -125,6 +125,34 @@ def test_an_unknown_optimizer_that_looks_at_all_weights_fails_in_its_first_steps
         trained_by_distance(strategy)
 
 
+def two_optimizers(model, loader, criterion, optimizers, device, args):
+    for x, y in loader:
+        for one in optimizers.values():
+            one.zero_grad()
+        criterion(model(x), y).backward()
+        for one in optimizers.values():
+            one.step()
+
+
+def test_of_several_optimizers_the_one_is_named_that_does():
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    loader = DataLoader(TensorDataset(torch.randn(32, 3), torch.arange(32) % 2), 4)
+    optimizers = {"last": torch.optim.SGD(model[2].parameters(), 0.1), "first": OwnDistance(model[0].parameters(), 0.1)}
+    job = kd.distribute(
+        model,
+        loader,
+        nn.CrossEntropyLoss(),
+        optimizers,
+        two_optimizers,
+        strategy="tensor",
+        number_of_processes=2,
+        on="local",
+    )
+    with pytest.raises(JobFailedError, match="OwnDistance computes 'distance' of all weights"):
+        job.result()
+    job.delete()
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_trains_where_its_numbers_are_those_of_all_weights(strategy):
     for found, expected in zip(trained_by_distance(strategy), trained_by_distance(None), strict=True):

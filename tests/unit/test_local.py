@@ -61,6 +61,24 @@ def test_a_job_that_is_long_in_coming_tells_a_person_what_it_waits_for(monkeypat
     assert not job.status.reason
 
 
+def fail():
+    raise ValueError("row 3 is bad")
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "last"),
+    [
+        (fail, "ValueError: row 3 is bad", "Rank 0 failed: its error is above"),
+        (sys.exit, "SystemExit", "Rank 0 failed: SystemExit: 3"),
+    ],
+)
+def test_an_error_stands_once_in_the_log(fn, error, last):
+    job = run(fn, *([3] if fn is sys.exit else []))
+    assert error in str(job.exception(60))
+    assert str(job.logs()).count(error) == 1
+    assert str(job.logs()).splitlines()[-1] == f"[kale-dist] {last}"
+
+
 def test_a_jobs_folder_is_private_and_its_key_is_nowhere_else():
     job = run(environment={"A": "b"})
     job.wait()

@@ -32,6 +32,7 @@ from kale_dist.wire import (
 )
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.messages import Restart, ToAgent
+from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.attempt import RunningAttempt, Site
 from kale_dist.worker.agent.fork_pool import REFILL_AFTER_S
 
@@ -210,11 +211,10 @@ class JobRun:
         reason = verdict.reason
         if verdict.may_restart and self.order.policy.max_restarts:
             reason = f"{reason}. This was attempt {self._count(0)}"
+        verdict = dataclasses.replace(verdict, reason=reason, lost=self._lost)
         if reason:
-            self._site.writer.log(reason)
-        self._site.writer.event(
-            EventKind.STATE, **dataclasses.replace(verdict, reason=reason, lost=self._lost).fields()
-        )
+            self._site.writer.log(ending.log_line(verdict))
+        self._site.writer.event(EventKind.STATE, **verdict.fields())
 
     # -- attempts -----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.worker.training.group import Group, differing, fingerprint
+from kale_dist.worker.training.result import Optimizers
 
 _STEPS = 2
 """A step's code is the same in all batches, and comparing has a cost."""
@@ -126,15 +127,9 @@ class Numbers:
     def __init__(self, optimizer: Any, group: Group) -> None:
         self._optimizer, self._group = optimizer, group
         self._steps = 0
-        self._before: dict[tuple[int, str], float] = {}
-
-    def begin(self) -> None:
-        """Called before a step, on all ranks: keep the numbers."""
-        if self._steps + 1 in _COMPARED_STEPS:
-            self._before = self._now()
 
     def check(self) -> None:
-        """Called after a step, on all ranks: compare those that it has changed.
+        """Called after a step, on all ranks: compare the numbers.
 
         Raises:
             ConfigError: They are not the same on all ranks.
@@ -142,24 +137,28 @@ class Numbers:
         self._steps += 1
         if self._steps not in _COMPARED_STEPS:
             return
-        changed = {key: number for key, number in self._now().items() if self._before.get(key) != number}
-        everyone = self._group.gather(changed)
-        for key in set.intersection(*map(set, everyone)):
+        everyone = self._group.gather(self._now())
+        for key in sorted(set.intersection(*map(set, everyone))):
             if differing([[numbers[key]] for numbers in everyone], tolerance=_SAME):
-                name = type(self._optimizer).__name__
+                _, kind, name = key
                 raise ConfigError(
                     "strategy",
-                    f"{name} computes {key[1]!r} of all weights at once, and each rank has a part of them",
+                    f"{kind} computes {name!r} of all weights at once, and each rank has a part of them",
                     "Use an optimizer such as AdamW, or strategy='ddp'",
                 )
 
-    def _now(self) -> dict[tuple[int, str], float]:
-        """The numbers of the groups, and of the state of each weight."""
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        kept = [*groups, *(state.get(p, {}) for group in groups for p in group["params"])]
+    def _now(self) -> dict[tuple[int, str, str], float]:
+        """The numbers of the groups, and of the state of each weight, with the class of their optimizer."""
+        each = self._optimizer.named.values() if isinstance(self._optimizer, Optimizers) else [self._optimizer]
+        kept = [
+            (type(one).__name__, values)
+            for one in each
+            for group in one.param_groups
+            for values in (group, *(one.state.get(p, {}) for p in group["params"]))
+        ]
         return {
-            (place, name): float(value)
-            for place, values in enumerate(kept)
+            (place, kind, name): float(value)
+            for place, (kind, values) in enumerate(kept)
             for name, value in values.items()
             # Ranks' learning rates are brought to one after each epoch.
             if name != "lr" and (isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim()))

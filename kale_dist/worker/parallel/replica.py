@@ -265,8 +265,6 @@ class Replica(Strategy):
                 self._reduce()
             self._late.clear()
         self._agreement.check()
-        if self._numbers is not None:
-            self._numbers.begin()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None] if correction != 1.0 else []
         with torch.no_grad():
             for gradient in gradients:

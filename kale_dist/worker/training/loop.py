@@ -479,6 +479,9 @@ class Session:
             return
         for group, rate in zip(self._groups_with_rate(), first, strict=True):
             group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
+        if not differing(everyone, tolerance=1e-5):
+            # By rounding alone.
+            return
         self.group.log(
             f"Learning rates were not equal on all ranks after epoch {epoch}: rank 0's were copied to all. A step that sets"
             " them by the loss of its own samples does this: pass scheduler= to the call, or average the loss over the"
@@ -584,9 +587,7 @@ class Session:
         if is_spoilt and self.training.stop_on_nan:
             raise KaleDistError(STOPPED)
         if is_spoilt:
-            self.group.log(
-                "Weights are nan: no checkpoint is written from here on, and the last good one stays.", warns=True
-            )
+            self.group.log("Weights are nan: no checkpoint is written from here on.", warns=True)
             if self.within.is_asked and self.group.rank == 0:
                 context.can_save(can=False)
             self.within.is_asked = False

@@ -41,8 +41,8 @@ _OF_NO_INTEREST = ("logging", "pandas", "torch", "tqdm")
 """Packages whose objects change in ways that no user misses, but for those that are looked at by other means."""
 
 STOPPED = (
-    "The loss became nan, and with it the weights (stop_on_nan=True): a line of the log says where. job.state_dict(partial=True) has"
-    " the weights of the last checkpoint, which is from before"
+    "The loss became nan, and with it the weights (stop_on_nan=True): a line of the log says where. If a checkpoint"
+    " was written before, job.state_dict(partial=True) has its weights"
 )
 
 _PLAIN = (int, float, str, bool, type(None))
