@@ -380,6 +380,7 @@ def _batch_loss(event: dict[str, Any]) -> BatchLoss:
         step=int(event["step"]),
         steps=None if steps is None else int(steps),
         loss=float(event["loss"]),
+        time=event.get("time") or 0.0,
     )
 
 

@@ -167,6 +167,7 @@ class BatchLoss:
     steps: int | None
     """How many steps the epoch has; None where the loader's length is not known."""
     loss: float
+    time: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,6 +76,13 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     assert after["height"] > 2 * before["height"]
     notebook.photograph("widget-enlarged", view)
     curves.get_by_role("button", name="Make smaller: loss").click()
+    # What reports came when.
+    view.get_by_label("Search the log").hover()
+    axis = curves.locator(":scope > .kd-bar").get_by_label("Horizontal axis")
+    axis.select_option("by minute")
+    expect(charts.first.locator(".kd-x").first).to_have_text(re.compile(r"^minute [\d.]+$"))
+    axis.select_option("by report")
+    expect(charts.first.locator(".kd-x").first).to_have_text(re.compile(r"^report 1$"))
 
     # What ranks use is folded, and stays open.
     use = view.locator(".kd-history")

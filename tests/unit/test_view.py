@@ -299,6 +299,25 @@ def test_a_loss_that_is_nan_is_no_plain_success():
     assert float(gap[0]) + float(gap[1]) == pytest.approx(1000, abs=1)
     (chart,) = json.loads(view.parts(status)["curves"])["charts"]
     assert chart["series"][0]["gaps"] == [[0.65, 3.0]]
+    assert chart["series"][0]["places"]["step"]["gaps"] == [[13.0, 60.0]]
+
+
+def test_a_page_knows_the_places_of_points_by_step_and_by_minutes_since_the_start():
+    batches = tuple(dataclasses.replace(one, time=61.0 + 6 * one.step) for one in losses(2.0, 1.5, 1.2, 1.1))
+    rows = [dataclasses.replace(row(epoch=epoch, loss=1.0, lr=0.1), time=61.0 + 60 * epoch) for epoch in (1, 2)]
+    status = running(started=61.0, metrics=tuple(rows), losses=batches)
+    found = {chart["name"]: chart["series"] for chart in json.loads(view.parts(status)["curves"])["charts"]}
+    each, epochs = found["loss"]
+    assert each["places"]["step"]["points"] == [1.0, 2.0, 3.0, 4.0]
+    assert each["places"]["minute"]["points"] == [0.1, 0.2, 0.3, 0.4]
+    assert epochs["places"]["step"]["points"] == found["lr"][0]["places"]["step"]["points"] == [4.0, 8.0]
+    assert epochs["places"]["minute"]["points"] == [1.0, 2.0]
+    reports = (
+        dataclasses.replace(row("report", epoch=None, step=step, x=1.0), time=61.0 + 30 * step) for step in (2, 4)
+    )
+    status = running(started=61.0, metrics=tuple(reports))
+    (chart,) = json.loads(view.parts(status)["curves"])["charts"]
+    assert chart["series"][0]["places"] == {"minute": {"points": [1.0, 2.0], "gaps": []}}
 
 
 def test_a_loss_that_is_a_number_again_in_a_later_epoch_is_a_success():

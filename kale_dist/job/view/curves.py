@@ -72,6 +72,9 @@ _LABEL = 14.0
 _SIDE = 1000
 """Units of the drawing from side to side: it is stretched to its place, lines and dots are not."""
 
+_TIME = "minute"
+"""The horizontal axis of time."""
+
 _PLAIN_STEPS = (1e-5, 1e7)
 """Smallest and largest step between numbers at an axis that are written without an exponent."""
 
@@ -99,6 +102,8 @@ class Series:
     """The lowest and the highest value at each point, where the line is the mean over ranks."""
     gaps: tuple[tuple[float, float], ...] = ()
     """Stretches of the horizontal axis without a point: the values there are nan or infinite."""
+    places: Mapping[str, Mapping[float, float]] = dataclasses.field(default_factory=dict)
+    """Where the places of its own axis are on others, such as `step`; of `minute` the times (Unix time)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +169,8 @@ def collect(rows: Iterable[MetricRow], losses: Sequence[BatchLoss] = ()) -> tupl
             rank = row.rank if row.source == "report" else None
             found.setdefault(name, {}).setdefault((row.source, rank), []).append((row, value))
     order = sorted(found, key=lambda name: _FIRST.get(name, len(_FIRST)))
-    curves = (_curve(name, found[name], losses if name == "loss" else ()) for name in order)
+    steps = losses[-1].steps if losses else None
+    curves = (_curve(name, found[name], losses if name == "loss" else (), steps) for name in order)
     return tuple(curve for curve in curves if curve.series)
 
 
@@ -199,7 +205,7 @@ def collect_history(history: Sequence[Moment], *, is_compared: bool = False) -> 
                     colour=COLOURS[rank % len(COLOURS)],
                     points=tuple(points[index] for index in kept),
                     last=_whole(points, is_most="memory" in name) if is_compared else points[-1][1],
-                    axis="minute",
+                    axis=_TIME,
                     band=tuple(bands[name][index] for index in kept) if is_mean and not is_compared else (),
                 )
             )
@@ -232,29 +238,43 @@ def left_out(found: Sequence[Curve]) -> str:
     return f"and {len(found) - MAX_CURVES:,} more in job.metrics" if len(found) > MAX_CURVES else ""
 
 
-def data(found: Sequence[Curve], remark: str = "") -> str:
+def data(found: Sequence[Curve], remark: str = "", began: float | None = None) -> str:
     """The first curves as JSON, for a page that draws them; empty without any.
 
     Args:
         found: All curves.
         remark: What stands below them; where it is empty, how many are left out.
+        began: Where minutes are counted from (Unix time).
     """
     if not found:
         return ""
     charts = [
-        {"name": curve.name, "zero": curve.is_from_zero, "series": [_data(one) for one in curve.series]}
+        {"name": curve.name, "zero": curve.is_from_zero, "series": [_data(one, began) for one in curve.series]}
         for curve in found[:MAX_CURVES]
     ]
     return json.dumps({"charts": charts, "remark": remark or left_out(found)}, separators=(",", ":"))
 
 
-def _data(one: Series) -> dict[str, Any]:
+def _data(one: Series, began: float | None) -> dict[str, Any]:
     described = {
         "label": one.label, "colour": one.colour, "axis": one.axis, "last": facts.number(one.last),
         "dashed": one.is_dashed, "faint": one.is_faint, "points": _rounded(one.points),
     }  # fmt: skip
-    more = {"band": _rounded(one.band), "gaps": _rounded(one.gaps)}
-    return described | {name: pairs for name, pairs in more.items() if pairs}
+    more = {"band": _rounded(one.band), "gaps": _rounded(one.gaps), "places": _places(one, began)}
+    return described | {name: found for name, found in more.items() if found}
+
+
+def _places(one: Series, began: float | None) -> dict[str, Any]:
+    """Where its points and gaps are on the other axes that know all of them."""
+    found = {}
+    for axis, known in one.places.items():
+        start, unit = (began, 60) if axis == _TIME else (0, 1)
+        if start is not None and all(x in known for x in (*(x for x, _ in one.points), *itertools.chain(*one.gaps))):
+            # A rank may report before it is known that all run.
+            there = {x: round(max(0.0, place - start) / unit, 4) for x, place in known.items()}
+            gaps = [(there[first], there[last]) for first, last in one.gaps]
+            found[axis] = {"points": [there[x] for x, _ in one.points], "gaps": gaps}
+    return found
 
 
 def _rounded(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -379,7 +399,10 @@ def _strips(series: Sequence[Series], box: _Box) -> list[str]:
 
 
 def _curve(
-    name: str, groups: dict[tuple[str, int | None], list[tuple[MetricRow, float]]], losses: Sequence[BatchLoss]
+    name: str,
+    groups: dict[tuple[str, int | None], list[tuple[MetricRow, float]]],
+    losses: Sequence[BatchLoss],
+    steps: int | None,
 ) -> Curve:
     several = len({source for source, _ in groups}) > 1
     xs_of_losses, ends = _within_epochs(losses)
@@ -387,7 +410,7 @@ def _curve(
     for source in dict.fromkeys(source for source, _ in groups):
         ranks = {rank: rows for (one, rank), rows in groups.items() if one == source}
         order = sorted(ranks, key=lambda rank: rank or 0)
-        made = [_of_rank(source, rank, ranks[rank], ends, several=several) for rank in order]
+        made = [_of_rank(source, rank, ranks[rank], ends, steps, several=several) for rank in order]
         if len(made) > MAX_SERIES:
             made = [_mean(made, several=several)]
         series += [dataclasses.replace(one, points=_thin(one.points)) for one in made]
@@ -402,7 +425,13 @@ def _curve(
 
 
 def _of_rank(
-    source: str, rank: int | None, rows: Sequence[tuple[MetricRow, float]], ends: Mapping[int, float], *, several: bool
+    source: str,
+    rank: int | None,
+    rows: Sequence[tuple[MetricRow, float]],
+    ends: Mapping[int, float],
+    steps: int | None,
+    *,
+    several: bool,
 ) -> Series:
     word = facts.clean(source)
     label = word if rank is None else (f"{word} rank {rank}" if several else f"rank {rank}")
@@ -419,8 +448,20 @@ def _of_rank(
     points = [(x, value) for x, (_, value) in zip(xs, rows, strict=True)]
     return Series(
         label=label, colour=colour, points=_finite(points), last=rows[-1][1], axis=axis, is_dashed=kind == "eval",
-        gaps=_gaps(points),
+        gaps=_gaps(points), places=_elsewhere([row for row, _ in rows], xs, axis, steps),
     )  # fmt: skip
+
+
+def _elsewhere(
+    rows: Sequence[MetricRow], xs: Sequence[float], axis: str, steps: int | None
+) -> dict[str, dict[float, float]]:
+    """The places of rows on the other axes; an epoch has so many steps, if that is known."""
+    found = {"step": [x * steps for x in xs]} if axis == "epoch" and steps else {}
+    for other in ("epoch", "step", _TIME):
+        values = [getattr(row, "time" if other == _TIME else other) for row in rows]
+        if other not in (axis, *found) and _grows(values):
+            found[other] = values
+    return {other: dict(zip(xs, values, strict=True)) for other, values in found.items()}
 
 
 def _are_equal(one: Series, other: Series) -> bool:
@@ -500,6 +541,10 @@ def _each_batch(losses: Sequence[BatchLoss], xs: Sequence[float], axis: str) -> 
         Series(
             label=_EACH_BATCH, colour=_COLOUR_OF["train"], points=_thin(finite), last=losses[-1].loss,
             axis=axis, is_faint=True, gaps=_gaps(points),
+            places={
+                "step": {x: x * (one.steps or 1) for x, one in zip(xs, losses, strict=True)},
+                _TIME: {x: one.time for x, one in zip(xs, losses, strict=True)},
+            },
         )
     ]  # fmt: skip
 
@@ -508,10 +553,15 @@ def _positions(rows: Sequence[MetricRow]) -> tuple[list[float], str]:
     """The rows' positions on the horizontal axis, and what the axis counts."""
     for field in ("epoch", "step"):
         found = [getattr(row, field) for row in rows]
-        # Reports within an epoch share its number; a line needs a value that grows.
-        if None not in found and all(before < after for before, after in itertools.pairwise(found)):
+        # Reports within an epoch share its number.
+        if _grows(found):
             return [float(value) for value in found], field
     return [float(index) for index in range(1, len(rows) + 1)], "report"
+
+
+def _grows(values: Sequence[Any]) -> bool:
+    """Whether a line can have these places: all are known, and each is behind the one before."""
+    return None not in values and all(before < after for before, after in itertools.pairwise(values))
 
 
 def _kept(points: Sequence[tuple[float, float]]) -> Sequence[int]:

@@ -113,7 +113,7 @@ def parts(
         `head`, `progress`, `error`, `curves`, `profile`, `history`, `ranks` and `notes`, in the order in which they are
         shown; empty texts for absent parts. The curves and the history are data, which the page draws.
     """
-    drawn = curves.data(curves.collect(status.metrics, status.losses))
+    drawn = curves.data(curves.collect(status.metrics, status.losses), began=status.started)
     history = None
     if shows_history:
         history = curves.data(curves.collect_history(status.history), curves.unknown(status.history))

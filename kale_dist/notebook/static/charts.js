@@ -65,7 +65,7 @@ function before(points, x) {
 class ChartsView {
   constructor() {
     this.charts = [];
-    this.choice = { smoothing: 0, log: false, large: "" }; // large: the name of the chart that is enlarged
+    this.choice = { smoothing: 0, log: false, large: "", axis: "" }; // the chart that is enlarged; the horizontal axis, where it is chosen
     this.at = null; // what the pointer is at: {axis, x}
     this.legend = element("div", { class: "kd-legend" });
     this.smoothing = element("input", {
@@ -74,7 +74,8 @@ class ChartsView {
     });
     this.slider = element("label", { class: "kd-slider" }, "Smoothing", this.smoothing);
     this.log = element("button", { type: "button", "aria-pressed": "false", onclick: () => this.choose({ log: !this.choice.log }) }, "Log scale");
-    this.bar = element("div", { class: "kd-bar kd-charts-bar" }, this.legend, this.slider, this.log);
+    this.axis = element("select", { ...OWN_KEYS, "aria-label": "Horizontal axis", onchange: () => this.choose({ axis: this.axis.value }) });
+    this.bar = element("div", { class: "kd-bar kd-charts-bar" }, this.legend, this.slider, this.axis, this.log);
     this.grid = element("div", { class: "kd-grid-of-charts" });
     this.alone = element("div", { class: "kd-alone" }); // metrics that have one value so far
     this.more = element("div", { class: "kd-more" });
@@ -107,8 +108,10 @@ class ChartsView {
   }
 
   draw() {
-    const lines = this.charts.map((chart) => chart.series.filter((one) => one.points.length > 1));
+    this.series = this.charts.map((chart) => chart.series.map((one) => this.placed(one)));
+    const lines = this.series.map((some) => some.filter((one) => one.points.length > 1));
     const all = lines.flat();
+    this.offer([...new Set(all.flatMap((one) => [one.own, ...Object.keys(one.places ?? {})]))]);
     this.slider.hidden = !all.some((one) => one.points.length >= SMOOTH_FROM);
     this.log.hidden = !all.some((one) => one.points.every(([, y]) => y > 0));
     const labels = new Map(all.map((one) => [one.label, one]));
@@ -129,6 +132,21 @@ class ChartsView {
       this.charts.forEach((chart, index) => (lines[index].length > 0) === (place === this.grid) && fresh.append(this.figure(chart, lines[index])));
       morph(place, fresh);
     }
+  }
+
+  // A line on the axis that is chosen, if its places there are known.
+  placed(one) {
+    const there = one.places?.[this.choice.axis];
+    if (!there || one.axis === this.choice.axis) return { ...one, own: one.axis };
+    return { ...one, own: one.axis, axis: this.choice.axis, points: there.points.map((x, index) => [x, one.points[index][1]]), gaps: there.gaps };
+  }
+
+  offer(axes) {
+    const chosen = axes.includes(this.choice.axis) ? this.choice.axis : axes[0];
+    this.axis.hidden = axes.length < 2;
+    const fresh = this.axis.cloneNode(false);
+    fresh.append(...axes.map((axis) => element("option", { value: axis, ...(axis === chosen ? { selected: "" } : {}) }, `by ${axis}`)));
+    morph(this.axis, fresh);
   }
 
   entry(one, label, value) {
@@ -252,7 +270,7 @@ class ChartsView {
   // The nearest place of a point, so that values are those that were reported there.
   nearest(axis, x) {
     let best = null;
-    for (const one of this.charts.flatMap((chart) => chart.series)) {
+    for (const one of this.series.flat()) {
       if (one.axis !== axis) continue;
       for (const [place] of one.points) if (best === null || Math.abs(place - x) < Math.abs(best - x)) best = place;
     }
