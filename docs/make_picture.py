@@ -128,7 +128,7 @@ def widget(name: str, code: str) -> Callable[[jupyter_lab.Notebook], None]:
         cell.locator(f".kd-job[data-state={state}]").wait_for(timeout=300_000)
         notebook.page.wait_for_timeout(1000)
         keep(notebook.page, cell, f"{name.rpartition('-')[2]}.png")
-        notebook.value("job.cancel(); job.wait()")
+        notebook.value("job.cancel(); job.wait(); job.delete()")
 
     return draw
 
@@ -151,7 +151,7 @@ def half_way(notebook: jupyter_lab.Notebook) -> None:
     # One pointer for all charts.
     cell.locator(".kd-frame").first.hover(position={"x": 220, "y": 60})
     keep(notebook.page, cell, "job.png")
-    notebook.value("job.cancel(); job.wait()")
+    notebook.value("job.cancel(); job.wait(); job.delete()")
 
 
 def used(notebook: jupyter_lab.Notebook) -> None:
@@ -162,7 +162,7 @@ def used(notebook: jupyter_lab.Notebook) -> None:
     use = cell.locator(".kd-history")
     use.evaluate("use => use.scrollIntoView()")
     keep(notebook.page, use, "usage.png", left_out=-8)
-    notebook.value("job.cancel(); job.wait()")
+    notebook.value("job.cancel(); job.wait(); job.delete()")
 
 
 def filled_form(notebook: jupyter_lab.Notebook) -> None:

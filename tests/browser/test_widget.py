@@ -79,6 +79,7 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     # What reports came when.
     view.get_by_label("Search the log").hover()
     axis = curves.locator(":scope > .kd-bar").get_by_label("Horizontal axis")
+    expect(axis).to_have_value("report")
     axis.select_option("by minute")
     expect(charts.first.locator(".kd-x").first).to_have_text(re.compile(r"^minute [\d.]+$"))
     axis.select_option("by report")

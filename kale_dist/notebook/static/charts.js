@@ -142,11 +142,11 @@ class ChartsView {
   }
 
   offer(axes) {
-    const chosen = axes.includes(this.choice.axis) ? this.choice.axis : axes[0];
     this.axis.hidden = axes.length < 2;
     const fresh = this.axis.cloneNode(false);
-    fresh.append(...axes.map((axis) => element("option", { value: axis, ...(axis === chosen ? { selected: "" } : {}) }, `by ${axis}`)));
+    fresh.append(...axes.map((axis) => element("option", { value: axis }, `by ${axis}`)));
     morph(this.axis, fresh);
+    this.axis.value = axes.includes(this.choice.axis) ? this.choice.axis : (axes[0] ?? "");
   }
 
   entry(one, label, value) {
