@@ -418,6 +418,18 @@ def test_a_forward_that_can_be_cut_gives_the_same(make, cuts):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_a_hook_that_computes_a_weight_of_a_stages_first_module_gives_it_a_gradient():
+    seen = []
+
+    def make():
+        model = Fine()
+        model.c.register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+        return model
+
+    through_stages(make, ["c"])
+    assert seen == [True] * 3
+
+
 @pytest.mark.filterwarnings("ignore:.*has never run on GPUs")
 def test_a_skip_connection_ends_the_job_with_its_name():
     torch.manual_seed(0)

@@ -151,6 +151,9 @@ class Ghosts:
         self._runs_backward = False
         for unit in units:
             alter(unit.module, stack, forward=functools.partial(self._call, unit, unit.module.forward))
+            if unit.is_first and unit.stage == stage > 0:
+                # Before the module's own hooks, which may compute its weight (pruning, spectral norm).
+                stack.callback(unit.module.register_forward_pre_hook(self._begin_gradients, prepend=True).remove)
 
     # -- one micro-batch -------------------------------------------------------------------------------------------
 
@@ -252,6 +255,10 @@ class Ghosts:
         if not unit.is_ghost:
             return forward(*args, **kwargs)
         return pytree.tree_map_only(Shape, lambda shape: ghost(shape, self._fill(position), self._device), result)
+
+    def _begin_gradients(self, *_: Any) -> None:
+        if self._at == self._stage - 1:
+            torch.set_grad_enabled(self._with_gradient)
 
     def _enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin this stage: fill its input with the tensor that the stage before has sent."""
