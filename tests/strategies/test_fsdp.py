@@ -328,6 +328,30 @@ def reads_whole_arrays(model, data, *_):
     assert found == (6, 6)
 
 
+class ShortRows(Stack):
+    """Its forward shortens what it reads."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.layers[0][0].weight.data[:1] *= 0.5
+        return super().forward(x)
+
+
+class NewWeight(Stack):
+    """Its forward puts another tensor into the place of a weight."""
+
+    def forward(self, x):
+        self.layers[0][0].weight = nn.Parameter(self.layers[0][0].weight * 0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("make", "name"), [(ShortRows, "layers.0.0.weight"), (NewWeight, "a weight of the model")])
+def test_a_forward_that_changes_weights_is_told_that_they_would_be_lost(make, name):
+    with pytest.raises(JobFailedError) as caught:
+        launched(fit, None, FSDP(), make())
+    assert f"The model's forward changes {name}" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("step", "remedy"),
     [

@@ -840,6 +840,20 @@ def test_fsdp_unit_agreed(sharded):
         )
 
 
+def test_fsdp_unit_compared(sharded):
+    (first,), seen = groups_of(sharded), []
+    original = first.post_forward
+
+    def post_forward(*given):
+        whole = {id(p) for p in sharded.parameters()}
+        seen.extend((id(one._unsharded_param) in whole, type(one.sharded_param)) for one in first.fsdp_params)
+        return original(*given)
+
+    first.post_forward = post_forward
+    sharded(torch.ones(1, 2))
+    assert seen == [(True, DTensor)] * 2, "FSDP ends a forward pass in another function, or keeps weights elsewhere"
+
+
 def test_fsdp_unit_undo(sharded):
     state = sharded._get_fsdp_state()
     for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle"):

@@ -51,6 +51,12 @@ _DOING = {
     _EVALUATED: "has evaluated all of its batches",
 }
 
+_CHANGED = (
+    "The model's forward changes {}, as max_norm= of an Embedding does, a first batch that sets weights, or a limit or an"
+    " average that forward writes. With fsdp, weights are whole for the forward pass only, and such a change would be lost."
+    " Use strategy='ddp'"
+)
+
 
 class FullySharded(Replica):
     """Shards the model, its gradients and the optimizer's state.
@@ -335,6 +341,7 @@ class _Unit:
         # The outermost has none where all weights are in other units.
         for group in filter(None, groups):
             group.post_backward = self._agreed(group)
+            group.post_forward = self._compared(group, group.post_forward)
 
     def gather(self, output: Tensor, given: Tensor) -> None:
         self._strategy.gather(self, output, given)
@@ -348,6 +355,23 @@ class _Unit:
             return plain(self.module, *args, **kwargs) if is_within else gathers(*args, **kwargs)
 
         return call
+
+    def _compared(self, group: Any, original: Any) -> Any:
+        """Wrap torch's end of a unit's forward pass: weights that the first one in training has changed would be lost."""
+        is_compared = False
+
+        def post_forward(*given: Any) -> Any:
+            nonlocal is_compared
+            if self.module.training and not is_compared:
+                is_compared = True
+                names = {id(whole): name for name, whole in self.module.named_parameters()}
+                for one in group.fsdp_params:
+                    whole, part = one._unsharded_param, one.sharded_param.detach()  # noqa: SLF001
+                    if id(whole) not in names or not _is_part(part, whole.detach()):
+                        raise KaleDistError(_CHANGED.format(names.get(id(whole), f"a weight of {self.shown}")))
+            return original(*given)
+
+        return post_forward
 
     def _agreed(self, group: Any) -> Any:
         """Wrap torch's end of a unit's backward pass: parameters that only other ranks have used get zeros."""
@@ -371,6 +395,14 @@ class _Unit:
         self._state._post_forward_hook_handle.remove()  # noqa: SLF001
         for method in self._methods:
             self.module.__dict__.pop(method, None)
+
+
+def _is_part(part: DTensor, whole: Tensor) -> bool:
+    """Whether a part has the values of the whole tensor."""
+    if whole.shape != part.shape:
+        return False
+    same = distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)
+    return torch.allclose(same.to_local(), part.to_local(), rtol=0, atol=0, equal_nan=True)
 
 
 class _Allocates:
