@@ -52,7 +52,8 @@ _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _DRIFT_HINT = (
     " A step does this that changes weights or gradients by random numbers, by gradients of torch.autograd.grad, which are"
-    " those of its own samples, or otherwise differently on each rank."
+    " those of its own samples, or otherwise differently on each rank. A forward does, too, that writes weights by its batch,"
+    " as max_norm= of an Embedding."
 )
 
 
@@ -370,6 +371,7 @@ class Session:
         if self.profiler is not None:
             self.profiler.end(epoch)
         self.control.flush()
+        self._follow_names()
         self.strategy.end_epoch()
         prints = fingerprint(self.named.values()) if len(self.setup.layout.replicas) > 1 else []
         numbers = self.strategy.metrics()
@@ -447,6 +449,18 @@ class Session:
     def _emit(self, values: Mapping[str, float], epoch: int, source: str, **mark: int) -> None:
         if self.group.rank == 0 and values:
             context.emit(EventKind.METRICS, rank=None, values=values, epoch=epoch, source=source, **mark)
+
+    def _follow_names(self) -> None:
+        """Take note of parameters that the step or a forward has replaced, or raise an error where ranks have parts of the old ones."""
+        named = self.trained.tensors()
+        gone = [name for name, parameter in self.named.items() if named.get(name) is not parameter]
+        if gone and self.strategy.divides and not self.setup.parts.group.is_alone:
+            raise KaleDistError(
+                f"The training replaced or renamed the parameter {gone[0]}, as pruning does, and each rank has a part of the"
+                " model as it was at the call. Do that before the call, or use strategy='ddp'"
+            )
+        if gone:
+            self.named = named
 
     def _mend_drift(self, prints: Sequence[Any], epoch: int) -> None:
         """Make weights equal again where they drifted apart, or raise an error where no rank holds all of them."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kale_dist.errors import KaleDistError
-from kale_dist.strategies import DDP
+from kale_dist.strategies import DDP, Tensor
 from kale_dist.worker.parallel.buckets import average_sparse
 from kale_dist.worker.parallel.ddp import DataParallel
 from kale_dist.worker.training.group import Group
@@ -398,6 +398,34 @@ def test_noise_of_each_ranks_own_is_found_at_the_end_of_the_epoch(ranks):
     (first, log), (second, _) = ranks(2, job)
     assert all(first[name].equal(second[name]) for name in first)
     assert "Weights were not equal on all ranks after epoch 1 (head.weight, head.bias)" in log
+
+
+def replaces_weights(model, x, y, optimizer):
+    """As a codebook of moving averages does: a new parameter, made of the rank's own samples."""
+    optimizer.zero_grad()
+    model.loss(x, y).backward()
+    optimizer.step()
+    model.spare.weight = nn.Parameter(x.mean(0, keepdim=True).repeat(1, 2))
+
+
+def test_parameters_that_a_step_replaces_are_made_equal_at_the_end_of_the_epoch(ranks):
+    def job():
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            weights = run(replaces_weights)
+        return weights, log.getvalue()
+
+    (first, log), (second, _) = ranks(2, job)
+    assert all(first[name].equal(second[name]) for name in first)
+    assert "Weights were not equal on all ranks after epoch 1 (spare.weight)" in log
+
+
+def test_parameters_that_a_step_replaces_are_refused_where_ranks_have_parts(ranks):
+    def job():
+        with pytest.raises(KaleDistError, match=r"replaced or renamed the parameter spare\.weight.*use strategy='ddp'"):
+            run(replaces_weights, strategy=Tensor(plan={"head": "whole", "spare": "whole"}))
+
+    ranks(2, job)
 
 
 def test_everything_is_as_before_afterwards(ranks):
