@@ -99,12 +99,14 @@ def test_optimizers_that_look_at_all_weights_are_refused(strategy, make, refusal
     call("ddp", 2, make=make, model=nn.Linear(3, 2))
 
 
-def trained_by_distance(strategy):
+def trained_by_distance(strategy, frozen=0):
     """Weights after a training by `OwnDistance`; alone without a strategy."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    model[:frozen].requires_grad_(False)
     data = TensorDataset(torch.randn(32, 3).double(), torch.arange(32) % 2)
     optimizer, criterion = OwnDistance(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    optimizer.param_groups[0]["distance"] = 0.1
     if strategy is None:
         supervised.train_epoch(model, DataLoader(data, 4), criterion, optimizer, "cpu", None)
     else:
@@ -119,10 +121,10 @@ def trained_by_distance(strategy):
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
-def test_an_unknown_optimizer_that_looks_at_all_weights_fails_in_its_first_steps(strategy):
+@pytest.mark.parametrize(("strategy", "frozen"), [("tensor", 0), ("pipeline", 0), ("pipeline", 1)])
+def test_an_unknown_optimizer_that_looks_at_all_weights_fails_in_its_first_steps(strategy, frozen):
     with pytest.raises(JobFailedError, match=r"OwnDistance computes 'distance' of all weights.*strategy='ddp'"):
-        trained_by_distance(strategy)
+        trained_by_distance(strategy, frozen)
 
 
 def two_optimizers(model, loader, criterion, optimizers, device, args):
