@@ -271,7 +271,8 @@ class _Alone:
             everything = tables.joined([share for ranks in window for share in ranks])
             mine = tables.joined([ranks[self.rank] for ranks in window]) if self.n > 1 else everything
             self.factor = self.n * len(mine[0]) / len(everything[0])
-            yield mine if len(mine[0]) else [part[:1] for part in everything]
+            # As ranks do: a repeated batch decides which parameters have a gradient.
+            yield mine if len(mine[0]) else tables.joined([ranks[0] for ranks in window])
 
     # As a rank:
 

@@ -47,6 +47,10 @@ KNOWN = (
         is_certain=False,
     ),
     Found(
+        "step=sam-by-two-steps optimizer=sam strategy=fsdp|fsdp-whole",
+        "after `p.data = old` the two share memory in one process, and with parts the values are copied: only the kept ones differ",
+    ),
+    Found(
         "step=penalizes-weights strategy=tensor|mesh-data-tensor",
         "parts that weigh nearly the same: losses of ranks differ by less than a thousandth, which is taken for rounding",
         is_certain=False,
