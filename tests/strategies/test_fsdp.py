@@ -322,6 +322,18 @@ def reads_arrays(model, data, *_):
         next(model.parameters()).detach().numpy()
 
 
+def calls_a_part(model, data, *_):
+    for x, _y in data:
+        model.head(x).sum().backward()
+
+
+def penalizes_a_gradient(model, data, *_):
+    for x, _y in data:
+        given = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)
+        slope.square().sum().backward()
+
+
 def reads_whole_arrays(model, data, *_):
     for _batch in data:
         found = next(model.parameters()).detach().full_tensor().numpy().shape
@@ -358,6 +370,8 @@ def test_a_forward_that_changes_weights_is_told_that_they_would_be_lost(make, na
         (copies_the_model, "callbacks=[kd.callbacks.EMA()]"),
         (averages_with_whole_tensors, "callbacks=[kd.callbacks.EMA()]"),
         (reads_arrays, ".full_tensor()"),
+        (calls_a_part, "FSDP(units=('encoder',)) for a call of model.encoder(x)"),
+        (penalizes_a_gradient, "Use strategy='ddp' or 'tensor'"),
     ],
     ids=lambda given: getattr(given, "__name__", ""),
 )

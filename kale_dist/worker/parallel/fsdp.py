@@ -77,7 +77,15 @@ class FullySharded(Replica):
         (
             "mixed torch.Tensor and DTensor|not have a sharding strategy|in-place operations that require placement changes",
             "the step or the optimizer mixes weights, of which each rank has a part, with whole tensors, or cannot do with parts",
-            "Use AdamW, weight_decay= for a penalty, callbacks=[kd.callbacks.EMA()] for an average, or strategy='ddp'",
+            (
+                "Use AdamW, weight_decay= for a penalty, callbacks=[kd.callbacks.EMA()] for an average,"
+                " kd.strategies.FSDP(units=('encoder',)) for a call of model.encoder(x), or strategy='ddp'"
+            ),
+        ),
+        (
+            "out of bounds for storage of size 0",
+            "the loss contains a gradient (create_graph=True), and weights are freed once that is computed",
+            "Use strategy='ddp' or 'tensor'",
         ),
         (
             r"\.(tolist|numpy)\(\) is not supported for tensor subclasses",

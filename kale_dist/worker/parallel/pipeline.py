@@ -234,7 +234,8 @@ class PipelineParallel(DataParallel):
         wants_gradient = torch.is_grad_enabled()
         if wants_gradient and any(tensor.requires_grad for tensor in tensors):
             raise KaleDistError(
-                "strategy=Pipeline: an input of the model requires a gradient, which stages do not send back. Detach it"
+                "strategy=Pipeline: an input of the model requires a gradient, which stages do not send back. Detach it if"
+                " nothing needs its gradient, as a hidden state of the last batch, or use strategy='ddp'"
             )
         batch = len(tensors[0]) if tensors else 1
         sizes = _divided(batch, self._cutting.micro_batches)
