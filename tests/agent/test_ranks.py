@@ -546,6 +546,21 @@ def test_a_model_that_is_no_argument_is_named_where_it_was_trained(jobs, trains)
     assert ("The ranks made 2 backward passes and exchanged nothing" in job.log_text()) == trains
 
 
+def test_a_model_of_a_methods_object_is_named_where_it_was_trained(jobs):
+    import torch
+
+    class Trainer:
+        def __init__(self):
+            self.model = torch.nn.Linear(1, 1)
+
+        def run(self):
+            descend(self.model)
+
+    job = jobs.run(Trainer().run)
+    assert job.wait()["state"] == "succeeded", job.log_text()
+    assert "Trainer.model changed and stays in the ranks" in job.log_text()
+
+
 def test_a_model_that_is_an_argument_comes_back_whatever_has_changed_it(jobs):
     import torch
 

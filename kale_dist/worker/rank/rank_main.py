@@ -119,9 +119,9 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
                 )
             models = None
             if not is_training and "torch" in sys.modules:
-                from kale_dist.worker.training.notices import used
+                from kale_dist.worker.training.notices import used_beside_arguments
 
-                models = GivenModels(loaded, rank, blobs, dict(used(loaded.fn)))
+                models = GivenModels(loaded, rank, blobs, used_beside_arguments(loaded.fn))
             try:
                 value = _call(loaded.fn, loaded.args, loaded.kwargs)
             finally:

@@ -154,6 +154,15 @@ def used(function: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
             yield from used(value, depth - 1)
 
 
+def used_beside_arguments(function: Any) -> dict[str, Any]:
+    """What a call's function uses beside its arguments, by name; of a method also its object, and what that has."""
+    if not isinstance(function, types.MethodType):
+        return dict(used(function))
+    owner, kind = function.__self__, type(function.__self__).__name__
+    own = {f"{kind}.{name}": value for name, value in getattr(owner, "__dict__", {}).items()}
+    return {kind: owner, **own, **dict(used(function.__func__))}
+
+
 class Losses:
     """The latest loss of this rank; logs the first that is nan.
 
