@@ -357,11 +357,34 @@ class NewWeight(Stack):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(("make", "name"), [(ShortRows, "layers.0.0.weight"), (NewWeight, "a weight of the model")])
-def test_a_forward_that_changes_weights_is_told_that_they_would_be_lost(make, name):
+class Averaging(Stack):
+    """A method of it changes weights, as that of a teacher which is an average."""
+
+    def average(self):
+        for p in self.head.parameters():
+            p.data = p.data * 0.9
+
+
+def averages(model, data, criterion, optimizer, *_):
+    for x, y in data:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        model.average()
+
+
+@pytest.mark.parametrize(
+    ("make", "step", "said"),
+    [
+        (ShortRows, None, "forward() changes layers.0.0.weight"),
+        (NewWeight, None, "forward() changes a weight of the model"),
+        (Averaging, averages, "average() changes head.weight"),
+    ],
+)
+def test_a_model_that_changes_its_weights_is_told_that_they_would_be_lost(make, step, said):
     with pytest.raises(JobFailedError) as caught:
-        launched(fit, None, FSDP(), make())
-    assert f"The model's forward changes {name}" in str(caught.value)
+        launched(fit, step, FSDP(), make())
+    assert f"The model's {said}" in str(caught.value)
 
 
 @pytest.mark.parametrize(

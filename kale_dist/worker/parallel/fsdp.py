@@ -52,9 +52,9 @@ _DOING = {
 }
 
 _CHANGED = (
-    "The model's forward changes {}, as max_norm= of an Embedding does, a first batch that sets weights, or a limit or an"
-    " average that forward writes. With fsdp, weights are whole for the forward pass only, and such a change would be lost."
-    " Use strategy='ddp'"
+    "The model's {}() changes {}, as max_norm= of an Embedding does, a first batch that sets weights, or a limit or an average"
+    " that is written there. With fsdp, weights are whole while the model is called only, and such a change would be lost."
+    " Change them in the step itself, or use strategy='ddp'"
 )
 
 
@@ -335,6 +335,7 @@ class _Unit:
         self.module = module
         self.width = width
         self._strategy = strategy
+        self._called = "forward"
         module.set_custom_all_gather(_AllGather(self))
         module.set_custom_reduce_scatter(_ReduceScatter(strategy))
         kind = type(module).__mro__[2]
@@ -359,24 +360,29 @@ class _Unit:
 
         @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Any:
-            is_within = self._state._training_state.name == "FORWARD"  # noqa: SLF001 - there is no public name
-            return plain(self.module, *args, **kwargs) if is_within else gathers(*args, **kwargs)
+            if self._state._training_state.name == "FORWARD":  # noqa: SLF001 - there is no public name
+                return plain(self.module, *args, **kwargs)
+            self._called = plain.__name__
+            try:
+                return gathers(*args, **kwargs)
+            finally:
+                self._called = "forward"
 
         return call
 
     def _compared(self, group: Any, original: Any) -> Any:
-        """Wrap torch's end of a unit's forward pass: weights that the first one in training has changed would be lost."""
-        is_compared = False
+        """Wrap torch's end of a call: weights that forward or a method has changed, in its first call in training, would be lost."""
+        compared = set()
 
         def post_forward(*given: Any) -> Any:
-            nonlocal is_compared
-            if self.module.training and not is_compared:
-                is_compared = True
+            if self.module.training and self._called not in compared:
+                compared.add(self._called)
                 names = {id(whole): name for name, whole in self.module.named_parameters()}
                 for one in group.fsdp_params:
                     whole, part = one._unsharded_param, one.sharded_param.detach()  # noqa: SLF001
                     if id(whole) not in names or not _is_part(part, whole.detach()):
-                        raise KaleDistError(_CHANGED.format(names.get(id(whole), f"a weight of {self.shown}")))
+                        name = names.get(id(whole), f"a weight of {self.shown}")
+                        raise KaleDistError(_CHANGED.format(self._called, name))
             return original(*given)
 
         return post_forward
