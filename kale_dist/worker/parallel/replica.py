@@ -23,6 +23,10 @@ from kale_dist.strategies import Layout, Settings
 from kale_dist.worker.parallel.agreement import Agreement, Numbers, local_part
 from kale_dist.worker.training.strategy import Parts, Strategy
 
+_LOOKED_AT = 3
+"""So many held passes show by their sums, too, whether a step changes gradients: `p.grad.data.mul_()` is not counted. A step's code is the same
+in all batches, and a sum waits for the GPU."""
+
 
 class Replica(Strategy):
     """One replica and its gradients. Strategies derive from it and exchange in `reduce`, or after steps.
@@ -56,6 +60,7 @@ class Replica(Strategy):
         self._is_cleared = False
         self._is_weighed = False
         self._is_held_back = False
+        self._held_passes = 0
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Put hooks on all parameters."""
@@ -227,6 +232,7 @@ class Replica(Strategy):
             self.has_pending = True
         if self._holding:
             self._is_held_back = True
+            self._held_passes += 1
             self._mark()
             return
         self._reduce()
@@ -284,10 +290,18 @@ class Replica(Strategy):
 
     def _mark(self) -> None:
         self._marks = {
-            key: (id(p.grad), _version_of(p.grad), _sum_of(p.grad) if self._is_held_back else "")
+            key: (id(p.grad), _version_of(p.grad), self._sum_of(p.grad) if self._is_held_back else "")
             for key, p in self.parameters.items()
             if p.grad is not None
         }
+
+    def _sum_of(self, gradient: Tensor) -> str:
+        """Return the sum of a gradient, as text, so that NaN equals NaN; empty for a whole one after the first passes.
+
+        What changes many parts at once, as torch's own clipping, is not counted by any of them.
+        """
+        part = local_part(gradient)
+        return "" if part is gradient and self._held_passes > _LOOKED_AT else str(float(part.sum()))
 
     def _is_unknown(self, parameter: torch.nn.Parameter) -> bool:
         """Whether a parameter's gradient is another object than at the last exchange."""
@@ -304,7 +318,7 @@ class Replica(Strategy):
             gradient, mark = parameter.grad, self._marks.get(key)
             if parameter is but or gradient is None is mark:
                 continue
-            if gradient is None or (id(gradient), _version_of(gradient), _sum_of(gradient)) != mark:
+            if gradient is None or (id(gradient), _version_of(gradient), self._sum_of(gradient)) != mark:
                 raise KaleDistError(
                     "train_step changed or dropped gradients while they are accumulated over several batches. Clip by"
                     " `clip_norm=` instead of inside the step, clear gradients by optimizer.zero_grad() only, and leave"
@@ -320,15 +334,6 @@ def backward_pass() -> int:
 def _version_of(gradient: Tensor) -> int:
     """Return how often a gradient was changed; of a part of one (`DTensor`), the part counts."""
     return times_changed(local_part(gradient))
-
-
-def _sum_of(gradient: Tensor) -> str:
-    """Return the sum of a part of a gradient, as text, so that NaN equals NaN; empty for a whole one.
-
-    What changes many parts at once, as torch's own clipping, is not counted by any of them.
-    """
-    part = local_part(gradient)
-    return "" if part is gradient else str(float(part.sum()))
 
 
 def refuse_gradients(parameters: Iterable[Tensor], word: str, stack: contextlib.ExitStack) -> None:

@@ -96,6 +96,15 @@ def clipping(model, loader, criterion, optimizer, device, args):
         optimizer.step()
 
 
+def halving_data(model, loader, criterion, optimizer, device, args):
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        for p in model.parameters():
+            p.grad.data.mul_(0.5)
+        optimizer.step()
+
+
 def dropping(model, loader, criterion, optimizer, device, args):
     for x, y in loader:
         for p in model.parameters():
@@ -137,6 +146,7 @@ def with_two_optimizers(model, loader, criterion, optimizer, device, args):
     ("step", "error", "remedy"),
     [
         (clipping, KaleDistError, "Clip by `clip_norm=`"),
+        (halving_data, KaleDistError, "Clip by `clip_norm=`"),
         (dropping, KaleDistError, r"optimizer.zero_grad\(\) only"),
         (closing, ConfigError, "accumulate=1 with this optimizer"),
         (scaling, ConfigError, "Use precision='bf16'"),
