@@ -340,6 +340,24 @@ def reads_whole_arrays(model, data, *_):
     assert found == (6, 6)
 
 
+class Caching(Stack):
+    """Its forward adds a buffer."""
+
+    def forward(self, x):
+        self.register_buffer("seen", torch.ones(1))
+        return super().forward(x)
+
+
+def fit_caching():
+    return fit(None, FSDP(), Caching())
+
+
+def test_a_model_whose_structure_changes_comes_back():
+    first, _ = launched(fit_caching)
+    assert type(first.model) is Caching
+    assert first.model.seen.tolist() == [1.0]
+
+
 class ShortRows(Stack):
     """Its forward shortens what it reads."""
 

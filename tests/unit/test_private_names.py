@@ -840,6 +840,14 @@ def test_fsdp_unit_agreed(sharded):
         )
 
 
+def test_fsdp_state_hooks(sharded):
+    from kale_dist.worker.parallel.fsdp import _STATE_HOOKS
+
+    check(sharded, *_STATE_HOOKS)
+    sharded(torch.ones(1, 2))
+    assert all(getattr(sharded, name) for name in _STATE_HOOKS), "FSDP hooks no longer to state_dict()"
+
+
 def test_fsdp_unit_compared(sharded):
     (first,), seen = groups_of(sharded), []
     original = first.post_forward

@@ -51,6 +51,9 @@ _DOING = {
     _EVALUATED: "has evaluated all of its batches",
 }
 
+_STATE_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+"""Where torch puts what holds process groups: a model with it could not be sent back, as one is whose structure has changed."""
+
 _CHANGED = (
     "The model's {}() changes {}, as max_norm= of an Embedding does, a first batch that sets weights, or a limit or an average"
     " that is written there. With fsdp, weights are whole while the model is called only, and such a change would be lost."
@@ -126,6 +129,10 @@ class FullySharded(Replica):
         )
         before = [(module, name, p) for module in modules.values() for name, p in parameters_of(module).items()]
         named_before = dict(model.named_parameters(remove_duplicate=False))
+        attributes = {module: set(vars(module)) for module in modules.values()}
+        for module in modules.values():
+            for name in _STATE_HOOKS:
+                stack.callback(_put_back, getattr(module, name), dict(getattr(module, name)))
         stack.callback(self._restore, modules, before, {module: type(module) for module in modules.values()})
         for name in names:
             # The outermost module, too: whole parameters of an evaluation would outlive a step of the optimizer.
@@ -135,6 +142,9 @@ class FullySharded(Replica):
             for old in (p for p in named_before.values() if id(p) not in used and parts.construction is None):
                 old.data = torch.full((), float("nan"), dtype=old.dtype, device=old.device).expand(old.shape)
                 old.grad = None
+        for module, its in attributes.items():
+            for name in module.__dict__.keys() - its:
+                stack.callback(module.__dict__.pop, name, None)
         now = dict(model.named_parameters(remove_duplicate=False))
         self._old_of = {id(now[name]): old for name, old in named_before.items()}
         new_of = {id(old): now[name] for name, old in named_before.items()}
@@ -474,6 +484,11 @@ def _read_scalars(stack: contextlib.ExitStack) -> None:
     scalar = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what `item()` is made of
     stack.callback(handlers.pop, scalar)
     handlers[scalar] = read
+
+
+def _put_back(entries: dict[Any, Any], before: dict[Any, Any]) -> None:
+    entries.clear()
+    entries.update(before)
 
 
 def _materialise(parts: Parts, construction: Construction, before: dict[str, Any], now: dict[str, Any]) -> None:
