@@ -42,6 +42,9 @@ _RANK_COLOURS = {
 _MONO = "font-family:var(--jp-code-font-family,ui-monospace,SFMono-Regular,Menlo,Consolas,monospace)"
 _SANS = "font-family:var(--jp-ui-font-family,system-ui,-apple-system,'Segoe UI',Roboto,sans-serif)"
 _LINE = "1px solid var(--jp-border-color2,rgba(128,128,128,.35))"
+_FADE = "padding-right:16px;margin-right:-16px;mask-image:linear-gradient(to right,#000 calc(100% - 16px),transparent)"
+"""Of a table: where it goes on to the right, it fades in the padding of its frame."""
+
 _WIDE = "overflow-wrap:anywhere;min-width:150px;width:60%"
 _VEIL = "rgba(128,128,128,.1)"
 _MUTED = "opacity:.72"
@@ -347,7 +350,7 @@ def table(
             "</tr>",
         ]
     return (
-        f'<div {_KEYS} role="group" aria-label="{label}" style="overflow:auto;max-height:{height}px">'
+        f'<div {_KEYS} role="group" aria-label="{label}" style="overflow:auto;max-height:{height}px;{_FADE}">'
         f'<table style="width:100%;margin:0;border-collapse:collapse;table-layout:auto;font-size:12px;{_FIGURES};color:inherit;background:none">'
         f'<thead style="border:0"><tr style="background:none">{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
     )

@@ -190,13 +190,6 @@ const AFTER = {
   download: "The download will start then.",
 };
 
-const TABLES = '[role="group"]:has(> table)';
-
-// Fade the right edge of a table that goes on there.
-function fade(table) {
-  table.classList.toggle("kd-cut", table.scrollLeft + table.clientWidth < table.scrollWidth - 1);
-}
-
 // All views of each job: a front end may remove a view and create another, which then reuses the removed one.
 const views = new Map();
 
@@ -228,8 +221,6 @@ class JobView {
     this.root = element("div", { class: "kd-job", role: "group" }, head, actions, ...Object.values(others), this.log.node);
     this.root.addEventListener("focusin", (event) => (this.focused = event.target));
     this.root.addEventListener("focusout", () => setTimeout(() => this.root.isConnected && !this.root.contains(document.activeElement) && (this.focused = null)));
-    this.root.addEventListener("scroll", (event) => event.target.querySelector?.(":scope > table") && fade(event.target), true);
-    new ResizeObserver(() => this.root.querySelectorAll(TABLES).forEach(fade)).observe(this.root);
     this.observer = new IntersectionObserver((entries) => {
       this.onScreen = entries[entries.length - 1].isIntersecting;
       // An element outside of the page cannot be scrolled.
@@ -369,7 +360,6 @@ class JobView {
     fresh.innerHTML = isFolded ? drawn.slice(0, drawn.indexOf("</summary>")) : drawn;
     fresh.hidden = !drawn;
     morph(place, fresh);
-    place.querySelectorAll(TABLES).forEach(fade);
     for (const fold of place.querySelectorAll("details")) {
       fold.open = this.open[part] ?? fold.open;
       fold.ontoggle = () => {
