@@ -430,6 +430,38 @@ def test_a_hook_that_computes_a_weight_of_a_stages_first_module_gives_it_a_gradi
     assert seen == [True] * 3
 
 
+class Caching(nn.Linear):
+    """Its forward adds a buffer, as rotary embeddings do."""
+
+    def __init__(self, persistent):
+        super().__init__(4, 4)
+        self.persistent = persistent
+
+    def forward(self, x):
+        if not hasattr(self, "factor"):
+            self.register_buffer("factor", torch.full((4,), 2.0), persistent=self.persistent)
+        return super().forward(x) * self.factor
+
+
+@pytest.mark.filterwarnings("ignore:.*gives a new model object")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_buffers_that_a_stages_forward_adds_come_back_with_all_weights(persistent):
+    torch.manual_seed(0)
+    model = nn.Sequential(Caching(persistent), Caching(persistent))
+    expected = copy.deepcopy(model)
+    data = TensorDataset(torch.randn(8, 4), torch.randn(8, 4))
+    options = {"strategy": "pipeline", "number_of_processes": 2, "timeout_s": 60}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = kd.distribute(model, DataLoader(data, 8), nn.MSELoss(), optimizer, **options)
+    try:
+        found = job.model.state_dict()
+    finally:
+        job.delete()
+    nn.functional.mse_loss(expected(data.tensors[0]), data.tensors[1]).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    torch.testing.assert_close(found, expected.state_dict())
+
+
 @pytest.mark.filterwarnings("ignore:.*has never run on GPUs")
 def test_a_skip_connection_ends_the_job_with_its_name():
     torch.manual_seed(0)

@@ -157,6 +157,7 @@ class PipelineParallel(DataParallel):
     def __init__(self, settings: Pipeline, layout: Layout) -> None:
         super().__init__(DDP(), layout)
         self._cutting = settings
+        self._full: FullState | None = None
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Cut the model, and free the parameters of other stages."""
@@ -171,6 +172,7 @@ class PipelineParallel(DataParallel):
         elsewhere = {id(p) for p in self._elsewhere.values()}
         self._shared = [p for name, p in named.items() if len(self._owners[name]) > 1]
         own = {name: tensor for name, tensor in parts.named.items() if id(tensor) not in elsewhere}
+        stack.callback(self._restore)
         for name, parameter in self._elsewhere.items():
             self._let_go(name, parameter, parts, stack)
         parts.move()
@@ -193,6 +195,12 @@ class PipelineParallel(DataParallel):
                 f" {total:,} parameters, {self._cutting.micro_batches} micro-batches"
             )
 
+    def _restore(self) -> None:
+        """Give rank 0's model the trained weights of all stages: it is sent itself where its structure has changed."""
+        if self._full is not None:
+            for name, parameter in self._elsewhere.items():
+                parameter.data = self._full.model[name]
+
     def _let_go(self, name: str, parameter: torch.nn.Parameter, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Free a parameter of another stage; a result that uses it is NaN, and a gradient of it raises an error."""
         parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), parts.group.device)
@@ -208,6 +216,11 @@ class PipelineParallel(DataParallel):
 
         if parameter.requires_grad:
             stack.callback(parameter.register_post_accumulate_grad_hook(refuse).remove)  # type: ignore[no-untyped-call]
+
+    def begin_batch(self, *, weight: float, due: bool) -> None:
+        """Free the states that a checkpoint has gathered, too."""
+        self._full = None
+        super().begin_batch(weight=weight, due=due)
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
         """Add new parameters, on every stage alike."""
@@ -443,14 +456,15 @@ class PipelineParallel(DataParallel):
         buffers = _buffers_of(model, home, self.stages - 1)
         for stage in range(1, self.stages):
             names = [name for name, owners in self._owners.items() if owners[0] == stage]
-            theirs = [buffer for buffer, at in buffers if at == stage]
+            theirs = {name: buffer for name, (buffer, at) in buffers.items() if at == stage}
             named = dict(model.named_parameters())
             if self.stage == stage:
                 states = [[_stripped(one.state.get(named[name], {})) for name in names] for one in optimizers]
                 self._links.send_note("states", states, 0)
+                self._links.send_note("buffers", _stripped(theirs), 0)
                 for tensor in (
                     *(named[name].detach() for name in names),
-                    *theirs,
+                    *theirs.values(),
                     *_tensors_of(optimizers, named, names),
                 ):
                     # Rank 0's GPU need not hold the whole model, and step counts are on the CPU anyway.
@@ -458,11 +472,12 @@ class PipelineParallel(DataParallel):
                 self._links.flush()
             elif not self.stage:
                 states, _ = self._links.receive_note("states", stage)
+                shapes, _ = self._links.receive_note("buffers", stage)
                 for name in names:
                     parameter = named[name]
                     parameter.data = self._links.receive(Shape(tuple(parameter.shape), parameter.dtype), stage, "cpu")
-                for buffer in theirs:
-                    buffer.copy_(self._links.receive(Shape(tuple(buffer.shape), buffer.dtype), stage, "cpu"))
+                for name, shape in shapes.items():
+                    _set_buffer(model, name, self._links.receive(shape, stage, "cpu").to(row.device))
                 for optimizer, described in zip(optimizers, states, strict=True):
                     for name, state in zip(names, described, strict=True):
                         if state:
@@ -473,7 +488,7 @@ class PipelineParallel(DataParallel):
         self._links.bytes_sent = sent
         if row.rank:
             return None
-        full = super().full_state()
+        self._full = full = super().full_state()
         for parameter in self._elsewhere.values():
             parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), row.device)
             for optimizer in optimizers:
@@ -490,19 +505,32 @@ def _tensors_of(optimizers: Sequence[Any], named: dict[str, Any], names: Sequenc
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
-def _buffers_of(model: torch.nn.Module, home: dict[int, int], last: int) -> list[tuple[Tensor, int]]:
-    """Return every buffer with the stage that changes it: its unit's, or the last for the parent's own buffers."""
-    found: dict[int, tuple[Tensor, int]] = {}
+def _buffers_of(model: torch.nn.Module, home: dict[int, int], last: int) -> dict[str, tuple[Tensor, int]]:
+    """Every buffer of the model's state with the stage that changes it: its unit's, or the last for the parent's own buffers."""
+    found: dict[int, tuple[str, tuple[Tensor, int]]] = {}
+    kept = model.state_dict(keep_vars=True)
 
-    def walk(module: torch.nn.Module, stage: int) -> None:
+    def walk(module: torch.nn.Module, name: str, stage: int) -> None:
         stage = home.get(id(module), stage)
-        for buffer in module.buffers(recurse=False):
-            found.setdefault(id(buffer), (buffer, stage))
-        for child in module.children():
-            walk(child, stage)
+        for own, buffer in module.named_buffers(name, recurse=False):
+            if own in kept:
+                found.setdefault(id(buffer), (own, (buffer, stage)))
+        for child_name, child in module.named_children():
+            walk(child, f"{name}.{child_name}" if name else child_name, stage)
 
-    walk(model, last)
-    return list(found.values())
+    walk(model, "", last)
+    return dict(found.values())
+
+
+def _set_buffer(model: torch.nn.Module, name: str, value: Tensor) -> None:
+    """Give a buffer the value of another stage, where forward may have added it or changed its shape."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    buffer = getattr(module, own, None)
+    if isinstance(buffer, Tensor) and buffer.shape == value.shape and buffer.dtype == value.dtype:
+        buffer.copy_(value)
+    else:
+        module.register_buffer(own, value)
 
 
 # -- micro-batches ---------------------------------------------------------------------------------------------------
