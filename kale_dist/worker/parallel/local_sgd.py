@@ -54,8 +54,12 @@ class OwnSteps(Replica):
         return list(self.parameters.values())
 
     def buffers(self) -> list[Tensor]:
-        """Return the floating-point buffers that are averaged with the weights; large ones are not."""
-        named = sorted(self.parts.model.named_buffers())
+        """Return the floating-point buffers that are averaged with the weights; large ones are not, nor those that no state has.
+
+        A table that grows with the longest sample, as of rotary embeddings, has another shape on each rank.
+        """
+        kept = self.parts.model.state_dict(keep_vars=True)
+        named = sorted((name, b) for name, b in self.parts.model.named_buffers() if name in kept)
         floats = [b for _, b in named if b.is_floating_point() and not torch.nn.parameter.is_lazy(b)]
         return [b for b in floats if b.numel() <= LARGE]
 

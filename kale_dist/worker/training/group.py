@@ -287,16 +287,22 @@ class Buffers:
     def synchronise(self) -> None:
         """Make buffers equal in all ranks: floating-point buffers by their mean, others by rank 0's value.
 
-        Large buffers (tables of positions, masks) are sent only where they differ.
+        Large buffers (tables of positions, masks) are sent only where they differ. Those whose shapes differ, as tables that
+        grow with a rank's longest sample do, stay each rank's own.
         """
         if self._group.is_alone or not self._average:
             return
-        named = sorted(self._model.named_buffers())
         # Sparse ones are tables (a graph's edges), which no step changes.
-        buffers = [b for _, b in named if not torch.nn.parameter.is_lazy(b) and b.layout is torch.strided]
+        own = {
+            (name, b.shape, b.dtype): b
+            for name, b in sorted(self._model.named_buffers())
+            if not torch.nn.parameter.is_lazy(b) and b.layout is torch.strided
+        }
+        everyone = self._group.meet(STEP_ENDS, list(own))
+        alike = set(own).intersection(*everyone)
+        buffers = [buffer for kind, buffer in own.items() if kind in alike]
         if not buffers:
             return
-        self._group.meet(STEP_ENDS)
         large = [b for b in buffers if b.numel() > LARGE]
         if large:
             prints = self._group.gather(fingerprint(large))

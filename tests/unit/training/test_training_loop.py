@@ -243,6 +243,27 @@ def test_buffers_of_whole_numbers_are_rank_0s_after_an_epoch(ranks, dtype):
     assert ranks(2, job) == [[[1, 1]] * 3] * 2
 
 
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(sync_every=1), Gossip()], ids=lambda one: type(one).__name__)
+def test_buffers_whose_shapes_differ_stay_each_ranks_own(ranks, strategy):
+    def job():
+        import torch.distributed as dist
+
+        model = net()
+
+        def step(model, loader, criterion, optimizer, device, args):
+            for x, y in loader:
+                # As a table for the longest sample so far.
+                model.register_buffer("table", torch.ones(2 + dist.get_rank()), persistent=False)
+                optimizer.zero_grad()
+                criterion(model(x), y).backward()
+                optimizer.step()
+
+        fit(model, loader=DataLoader(labelled(24), 4), train_step=step, strategy=strategy)
+        return len(model.table)
+
+    assert ranks(2, job) == [2, 3]
+
+
 def test_one_loader_for_both(ranks):
     def job():
         loader = DataLoader(labelled(24), 4)
