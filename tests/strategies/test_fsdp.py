@@ -1,5 +1,7 @@
 """Fully sharded data parallelism: equal to one process, whole states back, and errors in words where ranks differ."""
 
+import time
+
 import pytest
 import torch
 from one_process import Case, WithLoss, compare, compare_in_notebook
@@ -420,6 +422,40 @@ def test_torchs_errors_about_parts_get_a_remedy(step, remedy):
     with pytest.raises(JobFailedError) as caught:
         launched(fit, step, FSDP())
     assert remedy in str(caught.value)
+
+
+class Average:
+    """An average of weights, as many keep it in a notebook."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def state_dict(self):
+        return dict(self.kept)
+
+    def load_state_dict(self, state):
+        self.kept = dict(state)
+
+
+AVERAGE = Average()
+
+
+def reads_parts_by_the_way(model, data, criterion, optimizer, *_):
+    """Keeps an average of parts, and calls `backward()` of a sum over parts, at another pace on each rank."""
+    for x, y in data:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        (sum(p.pow(2).sum() for p in model.parameters() if p.grad is not None) * 1e-4).backward()
+        optimizer.step()
+        for name, p in model.named_parameters():
+            AVERAGE.kept[name] = AVERAGE.kept.get(name, 0.0) * 0.9 + p.detach() * 0.1
+        time.sleep(0.013 if kd.context().rank else 0.02)
+
+
+def test_notices_of_a_rank_wait_for_no_other_rank():
+    job = kd.launch(fit, reads_parts_by_the_way, FSDP(), epochs=20, number_of_processes=2, threads=1, timeout_s=60)
+    job.result()
+    assert "left behind in the ranks: AVERAGE" in "\n".join(map(str, job.logs()))
 
 
 def averages_by_callback():

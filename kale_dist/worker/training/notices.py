@@ -128,7 +128,7 @@ def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
 def _contents(value: Any) -> Any:
     """Return a mark of what a state dict contains, whose tensors may be new copies in each call."""
     if isinstance(value, Tensor):
-        return fingerprint([value])
+        return fingerprint([_own(value)])
     if isinstance(value, dict | list | tuple):
         return [_contents(one) for one in (value.values() if isinstance(value, dict) else value)]
     return value if isinstance(value, _PLAIN) else None
@@ -238,12 +238,12 @@ class Losses:
     @_harmless
     def _note(self, _module: Any, _inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.numel() == 1 and self._loaders.running.role.is_training:
-            self._latest = output.detach()
+            self._latest = _own(output.detach())
 
     @_harmless
     def _note_root(self, root: Tensor) -> None:
         if root.numel() == 1 and not self._has_warned:
-            self._root = root.detach()
+            self._root = _own(root.detach())
             if root.device.type == "cpu":
                 self._look(float(self._root))
 
@@ -275,14 +275,18 @@ class Losses:
         return is_nan and _hold_nan(tensors)
 
 
+def _own(tensor: Tensor) -> Tensor:
+    """Of a divided tensor this rank's part, so that nothing is exchanged: ranks look at different times, or rank 0 alone."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _hold_nan(tensors: Iterable[Tensor]) -> bool:
-    """Whether some of them hold nan in this rank; of a divided one its own part, so that nothing is exchanged.
+    """Whether some of them hold nan in this rank.
 
     Those of other stages of a pipeline have no memory of their own, and are passed over.
     """
-    made = (one for one in tensors if not torch.nn.parameter.is_lazy(one))
     with torch.no_grad():
-        own = (one.to_local() if isinstance(one, DTensor) else one for one in made)
+        own = (_own(one) for one in tensors if not torch.nn.parameter.is_lazy(one))
         return any(bool(one.isnan().any()) for one in own if 0 not in one.stride())
 
 
