@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,19 +51,21 @@ def train_epoch(
     for number, batch in enumerate(data_loader):
         optimizer.zero_grad()
         loss, outputs, targets = _forward(model, criterion, batch, device)
-        if is_divided and not number and isinstance(targets, Tensor) and bool((targets == _LEFT_OUT).any()):
-            _tell_left_out()
+        if is_divided and not number:
+            _note_left_out(criterion, targets)
         (loss if scale is None else scale(loss)).backward()
         optimizer.step()
         totals.add(loss, outputs, targets)
     return totals.means()
 
 
-@functools.cache
-def _tell_left_out() -> None:
-    if context.context().rank == 0:
-        context.log(
-            f"Targets of {_LEFT_OUT} are left out of the loss, which is the mean over the others of each rank: where ranks have"
+def _note_left_out(criterion: Any, targets: Any) -> None:
+    is_mean = getattr(criterion, "reduction", "mean") == "mean"
+    if not is_mean or not isinstance(targets, Tensor) or targets.is_floating_point() or context.context().rank:
+        return
+    if (targets == (left_out := getattr(criterion, "ignore_index", _LEFT_OUT))).any():
+        context.log_once(
+            f"Targets of {left_out} are left out of the loss, which is the mean over the others of each rank: where ranks have"
             " unequally many, the gradient is not that of one process."
         )
 

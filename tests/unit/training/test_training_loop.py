@@ -28,7 +28,7 @@ from kale_dist.snapshot import sources
 from kale_dist.strategies import DDP, FSDP, Gossip, LocalSGD, Mesh, Pipeline, Tensor
 from kale_dist.wire import RankStateName, StateName, context
 from kale_dist.worker.pod.prometheus import Gauges
-from kale_dist.worker.training import checkpoint
+from kale_dist.worker.training import checkpoint, supervised
 from kale_dist.worker.training.checkpoint import Checkpoint
 
 
@@ -597,6 +597,26 @@ def test_what_a_step_writes_into_a_dict_or_list_of_the_same_length_is_named(rank
         return 0.5
 
     assert "left behind in the ranks: records, tables, weights." in said_by(lambda: fit(train_step=step), ranks)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "values", "left_out"),
+    [
+        (nn.CrossEntropyLoss(), [0, -100] * 4, "Targets of -100 are left out"),
+        (nn.CrossEntropyLoss(ignore_index=1), [0, 1] * 4, "Targets of 1 are left out"),
+        (nn.CrossEntropyLoss(reduction="sum"), [0, -100] * 4, ""),
+        (nn.MSELoss(), [torch.full((2,), -100.0)] * 8, ""),
+    ],
+)
+def test_targets_that_the_loss_leaves_out_are_named_and_no_others(capsys, criterion, values, left_out):
+    context.log_once.cache_clear()
+    model, loader = net(), DataLoader([(torch.ones(3), value) for value in values], 4)
+    for _ in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        supervised.train_epoch(model, loader, criterion, optimizer, "cpu", is_divided=True)
+    said = capsys.readouterr().out
+    assert left_out in said
+    assert said.count("left out of the loss") == bool(left_out)
 
 
 class Warmup:
