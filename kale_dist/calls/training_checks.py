@@ -343,7 +343,7 @@ def _check_made_loader(argument: str, loader: Any) -> None:
         problem = f"{name} keeps an iterator of its own ({kept[0]!r}), whose data cannot be divided over processes"
         remedy = "Pass a plain DataLoader; persistent_workers=True keeps its workers from one epoch to the next"
         raise ConfigError(argument, problem, remedy)
-    if getattr(loader.dataset, _SPLIT_BY_NODE, None) is not None:
+    if type(getattr(loader.dataset, _SPLIT_BY_NODE, None)).__module__.startswith("datasets."):
         problem = (
             "split_dataset_by_node has given its dataset the part of one rank, and each rank would read a share of that"
         )

@@ -133,7 +133,7 @@ class Endless:
 class OneRanksPart(IterableDataset):
     """As `split_dataset_by_node` makes one."""
 
-    _distributed = object()
+    _distributed = type("DistributedConfig", (), {"__module__": "datasets.iterable_dataset"})()
 
     def __iter__(self):
         return iter([1, 2])
@@ -161,6 +161,15 @@ def prepared(kind, base):
 )
 def test_a_loader_that_cannot_be_divided_is_refused_with_a_remedy(make, refused_training):
     assert refused_training(train_data_loader=make()).argument == "train_data_loader"
+
+
+class OnOneMachine(TensorDataset):
+    _distributed = False
+
+
+def test_a_dataset_of_the_users_may_have_an_attribute_of_the_same_name():
+    data = OnOneMachine(*a_loader().dataset.tensors)
+    assert checked(train_data_loader=DataLoader(data, batch_size=2)).train_data_loader.dataset is data
 
 
 def test_an_optimizer_that_accelerate_has_prepared_is_refused(refused_training):
