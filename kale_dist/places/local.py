@@ -24,7 +24,7 @@ from kale_dist.job.status import JobStatus
 from kale_dist.places import agent_client
 from kale_dist.places.agent_client import AgentClient, Fingerprint
 from kale_dist.places.orders import order_of
-from kale_dist.wire import Op, Order, messages
+from kale_dist.wire import Op, Order, StateName, messages
 from kale_dist.wire.messages import ToAgent
 from kale_dist.worker.agent import processes
 from kale_dist.worker.rank import process_state
@@ -74,7 +74,7 @@ class LocalBackend(FolderBackend):
         """The status in the job's files, with the reason if they cannot be written, or if the job is long in coming."""
         status, client = self._reader(ref).status(), self._client
         problem = client.disk_problems.get(ref.name) if client is not None else ""
-        is_pending = status.started is None and not (status.attempt or problem or status.reason)
+        is_pending = status.state is StateName.PENDING and not (status.attempt or problem or status.reason)
         if is_pending and time.time() - (status.created or 0) > _LONG_S:
             problem = _IMPORTS
         return dataclasses.replace(status, reason=problem) if problem and not status.is_final else status

@@ -61,6 +61,23 @@ def test_a_job_that_is_long_in_coming_tells_a_person_what_it_waits_for(monkeypat
     assert not job.status.reason
 
 
+class Slow:
+    """Takes long to load."""
+
+    def __reduce__(self):
+        return time.sleep, (1.0,)
+
+
+def test_a_job_whose_input_takes_long_to_load_does_not_speak_of_imports(monkeypatch):
+    run().result(60)
+    monkeypatch.setattr(local, "_LONG_S", 0.5)
+    job, reasons = run(str, Slow()), set()
+    while not job.done():
+        reasons.add(job.status.reason)
+        time.sleep(0.02)
+    assert reasons == {""}
+
+
 def fail():
     raise ValueError("row 3 is bad")
 
