@@ -293,11 +293,13 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
             return dataclasses.replace(status, reason=str(event["problem"]))
         case EventKind.CHECKPOINT:
             return dataclasses.replace(status, checkpoint_epoch=event.get("epoch"))
-        case EventKind.NOTE if event.get("text") and event["text"] not in status.notes:
+        case EventKind.NOTE if event.get("text"):
             text = str(event["text"])
             if status.nan_since is None and event.get("nan"):
                 epoch, step = map(int, event["nan"])
                 status = dataclasses.replace(status, nan_since=(epoch, step))
+            if text in status.notes:
+                return status
             warnings = (*status.warnings, text) if event.get("warns") else status.warnings
             return dataclasses.replace(status, notes=(*status.notes, text), warnings=warnings)
         case EventKind.WAITING:

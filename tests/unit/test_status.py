@@ -95,6 +95,14 @@ def test_notes_are_kept_once_and_checkpoints_by_epoch():
     assert (status.notes, status.checkpoint_epoch) == (("x",), 3)
 
 
+def test_a_loss_that_is_nan_at_the_same_place_in_two_attempts_is_nan_in_both():
+    note = {"event": "note", "rank": 0, "text": "nan", "warns": True, "nan": [1, 2]}
+    status = status_of(note, {"event": "rank", "rank": 0, "state": "running", "attempt": 1})
+    assert status.nan_since is None
+    status = status_of(note, {**note, "attempt": 1})
+    assert (status.nan_since, status.notes, status.warnings) == ((1, 2), ("nan",), ("nan",))
+
+
 def test_who_waits_in_a_collective():
     status = status_of({"event": "waiting", "waiting": [0, 1], "busy": [2], "seconds": 300}, ranks=3)
     assert [replica.in_collective for replica in status.replicas] == [True, True, False]
