@@ -189,7 +189,7 @@ def test_debug_opens_a_job_of_another_terminal_and_ctrl_c_leaves_it(terminal, tm
 
 @pytest.mark.parametrize(
     ("lines", "result"),
-    [("p k\nk = 6\n", 7), ("", 3), ("for _ in range(2):\n    k += 10", 23), ("k = 8\nc\nk = 90\n", 9)],
+    [("p k\nk = 6\n", 7), ("", 3), ("for _ in range(2):\n    k += 10", 23), ("k = 8\nc\nk = 90\n", 9), ("k = (\n", 3)],
 )
 def test_debug_takes_the_lines_of_a_pipe_and_its_end_means_continue(terminal, tmp_path, lines, result):
     script = NOTEBOOKS_SCRIPT.replace("print(", "print(job.ref, flush=True); import time; time.sleep(6); print(")
