@@ -95,6 +95,9 @@ def test_the_last_lines_of_a_crash_are_those_before_pythons_stacks(written):
     cutter.feed(b"before\nterminate called\n  what(): 84 vs 72\nFatal Python error: Aborted\n\nThread 0x1:\n")
     cutter.feed(b"  File 1\nExtension modules: torch._C\n")
     assert cutter.tail == ("terminate called", "  what(): 84 vs 72", "Fatal Python error: Aborted")
+    # Another process may have crashed, after which the rank goes on.
+    cutter.feed(b"\nno license\n")
+    assert cutter.tail == ("  what(): 84 vs 72", "Fatal Python error: Aborted", "no license")
 
 
 def test_a_bar_shows_about_five_states_a_second(written):

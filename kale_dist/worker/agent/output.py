@@ -43,6 +43,7 @@ _LOOK_AGAIN_S = 0.1
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 _CRASH = b"Fatal Python error:"
+_AFTER_CRASH = re.compile(rb"\s*$|  |(Current t|T)hread 0x|Extension modules:|Python runtime state:")
 
 _GLOO_CONNECTED = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1"
@@ -195,6 +196,7 @@ class LineCutter:
         self._bar: bytes | None = None
         self._bar_kept_at = -1.0
         self._tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
+        self._is_crash = False
 
     @property
     def tail(self) -> tuple[str, ...]:
@@ -287,12 +289,10 @@ class LineCutter:
 
     def _keep(self, lines: list[bytes], *, has_crash: bool) -> None:
         """Keep the last lines, but not what Python says after a crash: stacks and modules, of which none tells the reason."""
-        if self._tail and self._tail[-1].startswith(_CRASH):
-            return
-        end = len(lines)
-        if has_crash:
-            end = next((number for number, line in enumerate(lines, 1) if line.startswith(_CRASH)), end)
-        self._tail.extend(lines[max(0, end - TAIL_LINES) : end])
+        for line in lines if has_crash or self._is_crash else lines[-TAIL_LINES:]:
+            if not (self._is_crash and _AFTER_CRASH.match(line)):
+                self._tail.append(line)
+                self._is_crash = line.startswith(_CRASH)
 
     def _parts(self, line: bytes, *, is_continued: bool = False) -> Body:
         """One line of any length, or the start of one."""
