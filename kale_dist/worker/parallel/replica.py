@@ -301,7 +301,7 @@ class Replica(Strategy):
         What changes many parts at once, as torch's own clipping, is not counted by any of them.
         """
         part = local_part(gradient)
-        return "" if part is gradient and self._held_passes > _LOOKED_AT else str(float(part.sum()))
+        return "" if part is gradient and self._held_passes > _LOOKED_AT else str(part.sum().item())
 
     def _is_unknown(self, parameter: torch.nn.Parameter) -> bool:
         """Whether a parameter's gradient is another object than at the last exchange."""

@@ -88,6 +88,23 @@ def test_a_window_left_early_is_applied():
     torch.testing.assert_close(model.weight, expected.weight, rtol=1e-4, atol=1e-6)
 
 
+class Waves(nn.Module):
+    """Its weights are complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2, dtype=torch.cfloat) * 1j)
+
+    def forward(self, x):
+        return (x.to(torch.cfloat) @ self.weight + 1).abs()
+
+
+def test_gradients_of_complex_weights_accumulate():
+    _, model = fit(zero_first, Waves(), accumulate=2)
+    _, expected = fit(zero_first, Waves(), loader=DataLoader(labelled(), 8))
+    torch.testing.assert_close(model.weight, expected.weight, rtol=1e-4, atol=1e-6)
+
+
 def clipping(model, loader, criterion, optimizer, device, args):
     for x, y in loader:
         optimizer.zero_grad()
