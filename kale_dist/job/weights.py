@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import importlib
@@ -173,7 +174,7 @@ def mismatch(module: torch.nn.Module, state: Mapping[str, Any]) -> str:
             continue
         if torch.nn.parameter.is_lazy(value):
             wrong.append(f"{name} has no shape yet in the notebook")
-        elif value.numel() > 1 and 0 in value.stride():
+        elif value.layout is torch.strided and value.numel() > 1 and 0 in value.stride():
             wrong.append(f"{name} is expanded in the notebook, and cannot be written")
         elif (tuple(value.shape), value.dtype) != (tuple(other.shape), other.dtype):
             wrong.append(f"{name} is {_describe(value)} in the notebook and {_describe(other)} in the job")
@@ -310,7 +311,10 @@ def _differs(before: tuple[str, int, int], now: tuple[str, int, int]) -> bool:
 
 
 def _is_nan(value: Any) -> bool:
-    return hasattr(value, "isnan") and bool(value.isnan().any())
+    # Tensors without a shape yet, and some layouts, cannot be asked.
+    with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+        return bool(value.isnan().any())
+    return False
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -237,3 +237,15 @@ def test_weights_that_are_nan_are_told_before_they_go_into_the_model():
     with pytest.warns(KaleDistWarning, match=r"Weights of local://j are nan \(a.bias\).*state_dict\(partial=True\)"):
         load(targets, result)
     assert targets.model.a.bias.isnan().any()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_a_sparse_buffer_goes_into_the_model_with_the_weights(layout):
+    model = Net()
+    model.register_buffer("graph", getattr(torch.eye(2), layout)())
+    targets, result = objects(model), trained(Net())
+    result.model_state["graph"] = getattr(torch.eye(2) * 3, layout)()
+    loaded = load(targets, result)
+    assert not loaded.warnings
+    assert model.graph.to_dense().equal(torch.eye(2) * 3)
