@@ -459,12 +459,16 @@ class Session:
                 f"The training replaced or renamed the parameter {gone[0]}, as pruning does, and each rank has a part of the"
                 " model as it was at the call. Do that before the call, or use strategy='ddp'"
             )
-        if gone:
-            self.named = named
+        self.named = named
 
     def _mend_drift(self, prints: Sequence[Any], epoch: int) -> None:
         """Make weights equal again where they drifted apart, or raise an error where no rank holds all of them."""
         replicas, when = self.setup.layout.replicas, f"after epoch {epoch}"
+        if len(set(map(len, prints))) > 1:
+            raise KaleDistError(
+                f"The model did not have the same parameters on all ranks {when}: the step or a forward makes or removes some on"
+                " some ranks only. Make them all before the call"
+            )
         if len(replicas) == len(self.setup.layouts):
             if not self.control.real_steps and (positions := differing(prints)):
                 raise KaleDistError(

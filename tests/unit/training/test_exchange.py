@@ -420,6 +420,36 @@ def test_parameters_that_a_step_replaces_are_made_equal_at_the_end_of_the_epoch(
     assert "Weights were not equal on all ranks after epoch 1 (spare.weight)" in log
 
 
+class Scaled(Net):
+    """Its forward makes a parameter of its first batch, on the ranks that `makes` takes."""
+
+    makes = staticmethod(lambda _rank: True)
+
+    def forward(self, x):
+        if self.makes(torch.distributed.get_rank()) and not hasattr(self, "scale"):
+            self.scale = nn.Parameter(x.std())
+        return super().forward(x)
+
+
+class ScaledOnOne(Scaled):
+    """Only rank 1 makes it."""
+
+    makes = staticmethod(lambda rank: rank == 1)
+
+
+def test_a_parameter_that_a_forward_makes_is_made_equal_at_the_end_of_the_epoch(ranks):
+    first, second = ranks(2, lambda: run(by_method, model=Scaled))
+    assert first["scale"].equal(second["scale"])
+
+
+def test_ranks_of_which_one_makes_a_parameter_are_refused(ranks):
+    def job():
+        with pytest.raises(KaleDistError, match="did not have the same parameters on all ranks after epoch 1"):
+            run(by_method, model=ScaledOnOne)
+
+    ranks(2, job)
+
+
 def test_parameters_that_a_step_replaces_are_refused_where_ranks_have_parts(ranks):
     def job():
         with pytest.raises(KaleDistError, match=r"replaced or renamed the parameter spare\.weight.*use strategy='ddp'"):
