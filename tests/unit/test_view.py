@@ -437,6 +437,14 @@ def losses(*values, epoch=1, steps=4):
     return tuple(BatchLoss(epoch=epoch, step=step, steps=steps, loss=value) for step, value in enumerate(values, 1))
 
 
+def test_points_have_no_steps_where_attempts_had_epochs_of_other_lengths():
+    batches = losses(2.0, 1.5, steps=2) + losses(1.4, 1.3, 1.2, 1.1, epoch=2)
+    rows = [row(epoch=epoch, loss=1.0) for epoch in (1, 2)]
+    status = running(started=61.0, metrics=tuple(rows), losses=batches)
+    (chart,) = json.loads(view.parts(status)["curves"])["charts"]
+    assert not any("step" in one.get("places", {}) for one in chart["series"])
+
+
 def test_an_epoch_that_runs_has_a_curve_and_stands_behind_those_of_whole_epochs_later():
     (curve,) = curves.collect((), losses(2.0, 1.5))
     assert [(one.points, one.is_faint) for one in curve.series] == [(((0.25, 2.0), (0.5, 1.5)), False)]

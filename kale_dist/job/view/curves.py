@@ -169,7 +169,8 @@ def collect(rows: Iterable[MetricRow], losses: Sequence[BatchLoss] = ()) -> tupl
             rank = row.rank if row.source == "report" else None
             found.setdefault(name, {}).setdefault((row.source, rank), []).append((row, value))
     order = sorted(found, key=lambda name: _FIRST.get(name, len(_FIRST)))
-    steps = losses[-1].steps if losses else None
+    # Another attempt may have fewer ranks, and so longer epochs: then no place has a number of steps.
+    steps = losses[0].steps if len({one.steps for one in losses}) == 1 else None
     curves = (_curve(name, found[name], losses if name == "loss" else (), steps) for name in order)
     return tuple(curve for curve in curves if curve.series)
 
@@ -406,7 +407,7 @@ def _curve(
 ) -> Curve:
     several = len({source for source, _ in groups}) > 1
     xs_of_losses, ends = _within_epochs(losses)
-    series = _each_batch(losses, xs_of_losses, "step" if ends else "epoch")
+    series = _each_batch(losses, xs_of_losses, "step" if ends else "epoch", steps)
     for source in dict.fromkeys(source for source, _ in groups):
         ranks = {rank: rows for (one, rank), rows in groups.items() if one == source}
         order = sorted(ranks, key=lambda rank: rank or 0)
@@ -528,7 +529,7 @@ def _within_epochs(losses: Sequence[BatchLoss]) -> tuple[list[float], dict[int, 
     return xs, ends
 
 
-def _each_batch(losses: Sequence[BatchLoss], xs: Sequence[float], axis: str) -> list[Series]:
+def _each_batch(losses: Sequence[BatchLoss], xs: Sequence[float], axis: str, steps: int | None) -> list[Series]:
     points: list[tuple[float, float]] = []
     for x, one in zip(xs, losses, strict=True):
         # Another attempt may have fewer ranks, and so longer epochs.
@@ -542,7 +543,7 @@ def _each_batch(losses: Sequence[BatchLoss], xs: Sequence[float], axis: str) -> 
             label=_EACH_BATCH, colour=_COLOUR_OF["train"], points=_thin(finite), last=losses[-1].loss,
             axis=axis, is_faint=True, gaps=_gaps(points),
             places={
-                "step": {x: x * (one.steps or 1) for x, one in zip(xs, losses, strict=True)},
+                "step": {x: x * steps for x in xs} if steps else {},
                 _TIME: {x: one.time for x, one in zip(xs, losses, strict=True)},
             },
         )
