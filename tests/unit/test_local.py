@@ -96,6 +96,18 @@ def test_an_error_stands_once_in_the_log(fn, error, last):
     assert str(job.logs()).splitlines()[-1] == f"[kale-dist] {last}"
 
 
+def fail_quietly():
+    with pathlib.Path(os.devnull).open("w") as nowhere:
+        sys.stdout = sys.stderr = nowhere
+        fail()
+
+
+def test_an_error_of_a_function_that_keeps_its_rank_quiet_stands_in_the_log():
+    job = run(fail_quietly)
+    assert job.exception(60) is not None
+    assert "ValueError: row 3 is bad" in str(job.logs())
+
+
 def test_a_jobs_folder_is_private_and_its_key_is_nowhere_else():
     job = run(environment={"A": "b"})
     job.wait()
