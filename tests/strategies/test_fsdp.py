@@ -360,6 +360,17 @@ def test_a_model_whose_structure_changes_comes_back():
     assert first.model.seen.tolist() == [1.0]
 
 
+def fit_with_whole_numbers():
+    model = Stack()
+    model.table = nn.Parameter(torch.arange(6), requires_grad=False)
+    return fit(None, FSDP(), model)
+
+
+def test_a_parameter_of_whole_numbers_comes_back():
+    first, _ = launched(fit_with_whole_numbers)
+    assert first.model_state["table"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
 class ShortRows(Stack):
     """Its forward shortens what it reads."""
 

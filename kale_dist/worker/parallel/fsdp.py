@@ -140,7 +140,8 @@ class FullySharded(Replica):
             # The unit was brought to the GPU whole, which need not hold the next one, too.
             used = {id(p) for module, own, p in before if parameters_of(module).get(own) is p}
             for old in (p for p in named_before.values() if id(p) not in used and parts.construction is None):
-                old.data = torch.full((), float("nan"), dtype=old.dtype, device=old.device).expand(old.shape)
+                value = float("nan") if old.is_floating_point() or old.is_complex() else 0
+                old.data = torch.full((), value, dtype=old.dtype, device=old.device).expand(old.shape)
                 old.grad = None
         for module, its in attributes.items():
             for name in module.__dict__.keys() - its:
