@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from kale_dist.errors import SnapshotDamagedError, StoreError
 from kale_dist.snapshot.identity import place_of
@@ -147,7 +148,7 @@ class _Keeper:
         if isinstance(value, str):
             # Of another class (an enumeration), the text alone.
             return str.__str__(value)
-        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
+        if isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_quantized or is_lazy(value)):
             # Tied weights are written once; of a view, the part that it shows.
             key = place_of(value) or len(self._copies)
             if key not in self._copies:
@@ -255,6 +256,6 @@ class Writing:
 def _bytes_of(tree: Any) -> int:
     """The memory of the tensors in dicts, lists and tuples; an optimizer's own `state_dict` may have any form."""
     if isinstance(tree, Tensor):
-        return tree.numel() * tree.element_size()
+        return 0 if is_lazy(tree) else tree.numel() * tree.element_size()
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
     return sum(map(_bytes_of, parts))

@@ -87,7 +87,7 @@ def load_state(value: Any, state: Any) -> None:
 def on_cpu(value: Any, copies: dict[Any, tuple[Tensor, Tensor]] | None = None) -> Any:
     """Return a state dict with its tensors detached and on the CPU; tied weights are copied once, and stay tied."""
     copies = {} if copies is None else copies
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not torch.nn.parameter.is_lazy(value):
         if value.device.type == "cpu" or value.layout is not torch.strided or (place := place_of(value)) is None:
             return value.detach().cpu()
         if place not in copies:

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import pathlib
 import re
 import sys
 import time
@@ -297,6 +298,23 @@ def test_a_model_that_got_its_shape_comes_back_itself():
     result = fit(model)
     assert result.model is model
     assert result.reason == "0.weight got its shape (2, 3) in the rank"
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_lazy_layer_that_no_batch_uses_stays_without_a_shape(ranks, tmp_path):
+    def job():
+        model, rank = net(), torch.distributed.get_rank()
+        model.spare = nn.LazyLinear(2)
+        with pathlib.Path(os.devnull).open("wb") as nowhere:
+            context.activate(
+                context.Context(job="j", in_job=True, folder=tmp_path, rank=rank, world_size=2),
+                os.dup(nowhere.fileno()),
+            )
+        state = fit(model, optimizer=torch.optim.SGD([model.weight, model.bias], lr=0.1)).model_state
+        return rank or nn.parameter.is_lazy(state["spare.weight"])
+
+    assert ranks(2, job, keep=False)[0]
+    assert set(checkpoint.read(tmp_path / "checkpoint").model) == {"weight", "bias"}
 
 
 def test_a_module_replaced_in_the_rank_comes_back_itself():
