@@ -22,7 +22,7 @@ from kale_dist.wording import closest, parse
 from kale_dist.worker.rank import script as on_a_rank
 
 _FAILED = 1
-_BY_SIGNAL = 128
+BY_SIGNAL = 128
 """Added to the number of the signal that ended a program, this is a shell's exit code for the program."""
 
 
@@ -114,7 +114,7 @@ def exit_code(job: Job[Any]) -> int:
     if rank is None:
         return _FAILED
     if rank.signal and rank.signal in signal.Signals.__members__:
-        return _BY_SIGNAL + signal.Signals[rank.signal]
+        return BY_SIGNAL + signal.Signals[rank.signal]
     return rank.exit_code or _FAILED
 
 

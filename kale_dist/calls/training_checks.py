@@ -344,13 +344,11 @@ def _check_made_loader(argument: str, loader: Any) -> None:
         remedy = "Pass a plain DataLoader; persistent_workers=True keeps its workers from one epoch to the next"
         raise ConfigError(argument, problem, remedy)
     if type(getattr(loader.dataset, _SPLIT_BY_NODE, None)).__module__.startswith("datasets."):
-        problem = (
-            "split_dataset_by_node has given its dataset the part of one rank, and each rank would read a share of that"
+        raise ConfigError(
+            argument,
+            "split_dataset_by_node has given its dataset the part of one rank, and each rank would read a share of that",
+            "Leave the split out: the data is divided over the ranks. Or make it in the ranks, of kd.context().rank",
         )
-        remedy = (
-            "Leave the split out: the data is divided over the ranks. Or make it in the ranks, of kd.context().rank"
-        )
-        raise ConfigError(argument, problem, remedy)
     if isinstance(loader.dataset, IterableDataset):
         return
     try:

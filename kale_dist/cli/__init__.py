@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from kale_dist import __version__
+from kale_dist import __version__, scripts
 from kale_dist.cli import doctor, image_commands, job_commands, launch_command, list_commands, run_command
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.job.view import facts
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KaleDistError as error:
         return _complain(error, _FAILURE)
     except KeyboardInterrupt as error:
-        return launch_command.BY_SIGNAL + (error.args[0] if error.args else signal.SIGINT)
+        return scripts.BY_SIGNAL + (error.args[0] if error.args else signal.SIGINT)
     except BrokenPipeError:
         # The interpreter flushes stdout at its end and would report the broken pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

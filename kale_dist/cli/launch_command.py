@@ -22,9 +22,6 @@ from kale_dist.job.handle import Job, inside
 from kale_dist.job.view import facts
 from kale_dist.wire import LogLine, StateName, Stream
 
-BY_SIGNAL = 128
-"""Added to the number of the signal that ended a command, this is its exit code."""
-
 _TORCHRUN = {
     "--nproc-per-node": "Say with --processes how many processes there are in all",
     "--nnodes": "Say with --processes how many processes there are in all, and with --set processes_per_pod N how many a pod has",
@@ -172,11 +169,11 @@ def follow(job: Job[Any], caught: list[int], *, as_json: bool, has_value: bool) 
                 time.sleep(0.05)
         except KeyboardInterrupt:
             print(f"kale-dist: {interrupts.goes_on(job.ref)}", file=sys.stderr)
-            return BY_SIGNAL + caught[0]
+            return scripts.BY_SIGNAL + caught[0]
         shown.show(job.logs(), known=job.status.reason)
         if kept := facts.kept_checkpoint(job.status):
             print(f"kale-dist: {kept}", file=sys.stderr)
-    code = BY_SIGNAL + caught[0] if caught else scripts.exit_code(job)
+    code = scripts.BY_SIGNAL + caught[0] if caught else scripts.exit_code(job)
     status = job.status
     value = job.result() if has_value and status.state is StateName.SUCCEEDED else None
     if as_json:

@@ -9,7 +9,7 @@ import pathlib
 import signal
 import sys
 
-from kale_dist import places, wording
+from kale_dist import places, scripts, wording
 from kale_dist.cli import launch_command
 from kale_dist.cli.arguments import Commands, add_pairs, add_parser
 from kale_dist.errors import ConfigError
@@ -67,5 +67,5 @@ def _run(options: argparse.Namespace) -> int:
         print(f"{options.notebook}, {result.failure}", file=sys.stderr)
     print(f"Executed notebook: {result.output}", file=sys.stderr if result.failure else sys.stdout)
     if result.interrupted:
-        return launch_command.BY_SIGNAL + (caught[0] if caught else signal.SIGINT)
+        return scripts.BY_SIGNAL + (caught[0] if caught else signal.SIGINT)
     return 1 if result.failure else 0

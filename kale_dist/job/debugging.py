@@ -131,10 +131,9 @@ class Prompts:
             # It may have left before a signal could end the prompt.
             return input(facts.clean(prompt)) if self._waits_at(there) else None
         except EOFError:
-            if prompt.startswith("..."):
-                # An empty line ends a statement; what goes on behind it, as an open bracket, is ended by what is no Python.
-                return "" if there.typed else "\0"
-            return "q" if interrupts.has_person() else "c"
+            # An empty line ends a statement; one that goes on behind it, as in an open bracket, is ended by what is no Python.
+            end = "" if there.typed else "\0"
+            return end if prompt.startswith("...") else "q" if interrupts.has_person() else "c"
         except KeyboardInterrupt:
             print(flush=True)  # noqa: T201 - the cursor is behind the prompt
             if self._waits_at(there):

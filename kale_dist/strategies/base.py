@@ -160,16 +160,12 @@ def refuse_all_weights(word: str, given: Conditions) -> None:
     """
     refuse_optimizers(given, ALL_WEIGHTS, "looks at all weights at once, and each rank has a part of them")
     for optimizer in given.optimizers:
+        kind, norm = type(optimizer).__name__, f"the norm of all gradients, and with {word!r} each rank has a part"
         if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
-            problem = (
-                f"{type(optimizer).__name__} takes the norm of all gradients, and with {word!r} each rank has a part"
-            )
-            raise ConfigError("strategy", problem, "Use strategy='ddp' or 'fsdp'")
+            raise ConfigError("strategy", f"{kind} takes {norm}", "Use strategy='ddp' or 'fsdp'")
         if any(group.get("max_grad_norm") for group in optimizer.param_groups):
-            problem = (
-                f"{type(optimizer).__name__} clips by the norm of all gradients, and with {word!r} each rank has a part"
-            )
-            raise ConfigError("strategy", problem, "Set max_grad_norm=0, and pass clip_norm= to the call")
+            remedy = "Set max_grad_norm=0, and pass clip_norm= to the call"
+            raise ConfigError("strategy", f"{kind} clips by {norm}", remedy)
 
 
 def refuse_closures(word: str, given: Conditions) -> None:

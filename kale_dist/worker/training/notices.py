@@ -114,12 +114,11 @@ def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
             [(name, _mark(part, depth - 1, known)) for name, part in parts] if is_looked_into else (),
         )
     mark: list[Any] = [id(value), getattr(value, "shape", ())]
-    if not isinstance(value, type | types.ModuleType) and callable(getattr(value, "load_state_dict", None)):
+    if isinstance(value, type | types.ModuleType):
+        return mark
+    if callable(getattr(value, "load_state_dict", None)):
         mark.append(_contents(value.state_dict()))
-    if (
-        not isinstance(value, type | types.ModuleType)
-        and type(value).__module__.partition(".")[0] not in _OF_NO_INTEREST
-    ):
+    if type(value).__module__.partition(".")[0] not in _OF_NO_INTEREST:
         mark.append(_mark(dict(getattr(value, "__dict__", {})), depth, known)[1:] if depth else ())
     return mark
 
