@@ -106,6 +106,8 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         torch = sys.modules.get("torch")
         if torch is None:
             return None
+        if kind is torch.Tensor:
+            return _reduce_tensor
         if issubclass(kind, torch.UntypedStorage):
             return self._reduce_storage
         if issubclass(kind, torch.storage.TypedStorage):
@@ -168,6 +170,14 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         if func.__closure__ is None:
             return None
         return tuple(self._token(cell, id(cell), lambda: (types.CellType, ())) for cell in func.__closure__)
+
+
+def _reduce_tensor(tensor: Any) -> Reduced:
+    make, args, *rest = tensor.__reduce_ex__(5)
+    if type(args[0]).__name__ == "UntypedStorage":
+        # Of uint16, float8 and others, torch reads only what its own files have in the place of a storage.
+        args = types.SimpleNamespace(_untyped_storage=args[0]), *args[1:]
+    return make, args, *rest
 
 
 def _view(storage: Any) -> memoryview:

@@ -45,6 +45,7 @@ def travel(store):
         lambda: torch.tensor([True, False]),
         lambda: torch.eye(3).to_sparse(),
         lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.ones(2, 3, dtype=torch.uint16).t(),
         lambda: torch.empty(2, 3, device="meta"),
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
     ],
