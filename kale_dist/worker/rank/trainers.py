@@ -58,9 +58,7 @@ def actions() -> dict[str, Callable[[ModuleType], None]]:
         return {"transformers.trainer": settle_in_trainers}
     if any(importlib.util.find_spec(package.partition(".")[0]) for package in _LIGHTNING):
         sys.meta_path.append(_EntryPoints())
-    found: dict[str, Callable[[ModuleType], None]] = {
-        f"{package}.strategies.launchers.multiprocessing": _refuse_processes for package in _LIGHTNING
-    }
+    found = {f"{package}.strategies.launchers.multiprocessing": _refuse_processes for package in _LIGHTNING}
     return found | {"transformers.trainer": _transformers, "accelerate.accelerator": _accelerate, "tqdm.std": _bars}
 
 

@@ -336,7 +336,7 @@ class Session:
             return
         text = f"Changed by a step, and left behind in the ranks: {listed(list(changed), _NAMED)}."
         if objects := [name for name, can_be_state in changed.items() if can_be_state]:
-            text += f" state=[{', '.join(objects)}] in the call brings back {'them' if len(objects) == len(changed) else 'these'}."
+            text += f" state=[{', '.join(objects)}] in the call brings {'it' if len(objects) == 1 else 'these'} back."
         if len(objects) < len(changed):
             text += " Keep what is no list, dict or set and has no state_dict in a dict, and name that in state=[...]."
         if context.context().max_restarts:
@@ -383,12 +383,6 @@ class Session:
         # First: the last row of `job.metrics` is what a step returned.
         self._report_strategy([numbers for _, numbers, *_ in outcome.extras], epoch)
         self._report_pace([rate for _, _, rate, *_ in outcome.extras], epoch)
-        if returned is None:
-            self.group.log(
-                "train_step returned nothing, so there are no metrics. Return a number or a dict of numbers, such as"
-                " {'loss': total / len(data_loader)}; they are averaged over the ranks.",
-                warns=True,
-            )
         if self.setup.first_print == prints and not self.control.real_steps:
             others = (
                 f", and {self.control.other_steps} of others, for other weights" if self.control.other_steps else ""
@@ -433,10 +427,10 @@ class Session:
         self, name: str, feed: Feed, epoch: int, returned: Any, prints: Sequence[float], numbers: Mapping[str, float]
     ) -> Averaged:
         """Average what a step returned over the ranks, and make learning rates equal."""
-        if isinstance(returned, list):
+        if isinstance(returned, list) or (returned is None and feed.role.is_training):
             self.group.log(
-                f"{name} returned a list, so there are no metrics of it. Return a number or a dict of numbers, such as"
-                " {'loss': sum(losses) / len(losses)}.",
+                f"{name} returned {'nothing' if returned is None else 'a list'}, so there are no metrics. Return a number or a dict of"
+                " numbers, such as {'loss': total / len(data_loader)}; they are averaged over the ranks.",
                 warns=True,
             )
         extra = prints, numbers, feed.rate, self.stops(), self._learning_rates()

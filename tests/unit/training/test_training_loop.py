@@ -661,7 +661,7 @@ def test_buffers_arrays_and_objects_of_packages_are_named_and_state_is_proposed_
         return 0.5
 
     said = said_by(lambda: fit(train_step=step), ranks)
-    assert "left behind in the ranks: a, b, noam, replay, stats. state=[a, b] in the call brings back these." in said
+    assert "left behind in the ranks: a, b, noam, replay, stats. state=[a, b] in the call brings these back." in said
 
     names = {f"list_{number}": [] for number in range(7)}
     source = "def step(model, loader, *_):\n    for _ in loader: pass\n" + "".join(
@@ -918,7 +918,7 @@ def test_a_step_that_returns_a_list_has_no_metric_and_is_told_so(ranks):
         return [0.5, 0.25]
 
     said = said_by(lambda: fit(train_step=losses, epochs=2), ranks)
-    assert said.count("train_step returned a list, so there are no metrics of it") == 1
+    assert said.count("train_step returned a list, so there are no metrics. Return") == 1
 
 
 def test_the_first_nan_is_told_with_its_rank_and_step(ranks):
