@@ -163,11 +163,12 @@ class JobStatus:
 
     @property
     def is_nan(self) -> bool:
-        """Whether the training's loss became nan, and no later epoch had a number again."""
+        """Whether the training's loss became nan, and no later epoch, or batch where steps return no `loss`, had a number again."""
         if self.nan_since is None:
             return False
         rows = [row for row in self.metrics if row.source == "train" and (row.epoch or 0) >= self.nan_since[0]]
         later = [value for row in rows for name, value in row.values if name == "loss"]
+        later = later or [one.loss for one in self.losses if (one.epoch, one.step) > self.nan_since]
         return not (later and math.isfinite(later[-1]))
 
     @property

@@ -103,6 +103,14 @@ def test_a_loss_that_is_nan_at_the_same_place_in_two_attempts_is_nan_in_both():
     assert (status.nan_since, status.notes, status.warnings) == ((1, 2), ("nan",), ("nan",))
 
 
+@pytest.mark.parametrize(("last", "is_nan"), [(math.nan, True), (0.5, False)])
+def test_a_loss_that_no_step_returns_is_judged_by_its_last_batches(last, is_nan):
+    losses = [{"event": "loss", "epoch": 1, "step": step, "loss": loss} for step, loss in ((1, 0.9), (8, last))]
+    note = {"event": "note", "rank": 0, "text": "nan", "nan": [1, 2]}
+    status = status_of(*losses, note, {"event": "metrics", "values": {"mse": 0.4}, "epoch": 1, "source": "train"})
+    assert status.is_nan == is_nan
+
+
 def test_who_waits_in_a_collective():
     status = status_of({"event": "waiting", "waiting": [0, 1], "busy": [2], "seconds": 300}, ranks=3)
     assert [replica.in_collective for replica in status.replicas] == [True, True, False]
