@@ -77,7 +77,7 @@ class FollowedBackend(FolderBackend):
             with contextlib.suppress(OSError, JobNotFoundError):
                 is_unheard = not events.exists() or not events.stat().st_size
                 if is_unheard and records.read_key(record.name) is not None and (status := self.status(ref)).is_final:
-                    log(f"{ref} {status.state}: {status.reason}")
+                    log(f"{ref} {status.state}{f': {status.reason}' if status.reason else ''}")
 
     def status(self, ref: JobRef) -> JobStatus:
         """The status that the job's heads have sent, with what its place reports about pods."""
