@@ -429,6 +429,16 @@ def test_an_ended_training_says_how_long_it_started_and_ran_and_where_its_evalua
     best = "Best evaluation: loss 0.5 after epoch 1, accuracy 0.875 after epoch 3"
     assert facts.sentence(ended, None) == f"Succeeded on 2 ranks, started in 7.0 s, ran 4.0 s. {best}"
     assert best not in facts.sentence(dataclasses.replace(ended, metrics=rows[:1]), None)
+    spoilt = (
+        row("eval", epoch=1, loss=0.5, accuracy=0.25), row("eval", epoch=2, loss=0.75, accuracy=0.5),
+        row("eval", epoch=3, loss=float("nan"), accuracy=0.75),
+    )  # fmt: skip
+    nan = dataclasses.replace(ended, metrics=spoilt, nan_since=(3, 1))
+    assert (
+        facts.best_evaluation(nan)
+        == "Best evaluation before the nan: loss 0.5 after epoch 1, accuracy 0.5 after epoch 2"
+    )
+    assert facts.best_evaluation(dataclasses.replace(nan, nan_since=(1, 2))) == ""
     trainer = (row("eval", epoch=None, step=20, loss=1.0), row("eval", epoch=None, step=10, loss=2.0))
     assert facts.best_evaluation(dataclasses.replace(ended, metrics=trainer)) == "Best evaluation: loss 1 at step 20"
 

@@ -202,15 +202,15 @@ def sentence(status: JobStatus, now: float | None, *, error: str = "") -> str:
 
 
 def best_evaluation(status: JobStatus) -> str:
-    """The best loss and accuracy of a training's evaluations, and where they were; empty before there are two."""
-    found = []
+    """The best loss and accuracy of a training's evaluations, before its weights were nan, and where they were; empty before there are two."""
+    found, limit = [], status.nan_since[0] if status.is_nan and status.nan_since else math.inf
+    rows = [row for row in status.metrics if row.source == "eval" and (row.epoch or 0) < limit]
     for name, choose in _BEST.items():
-        rows = [row for row in status.metrics if row.source == "eval"]
         pairs = [(value, row) for row in rows for key, value in row.values if key == name and math.isfinite(value)]
         if len(pairs) > 1:
             value, row = choose(pairs, key=operator.itemgetter(0))
             found.append(f"{name} {number(value)} {f'after epoch {row.epoch}' if row.epoch else f'at step {row.step}'}")
-    return f"Best evaluation: {', '.join(found)}" if found else ""
+    return f"Best evaluation{' before the nan' if status.is_nan else ''}: {', '.join(found)}" if found else ""
 
 
 def kept_checkpoint(status: JobStatus) -> str:
