@@ -44,10 +44,11 @@ def can_answer() -> bool:
 
 def can_read() -> bool:
     """Whether this thread gets lines from a person, a pipe or a file."""
-    if getattr(shell(), "kernel", None) is not None:
-        return can_answer()
+    if can_answer():
+        return True
+    is_alone = getattr(shell(), "kernel", None) is None and threading.current_thread() is threading.main_thread()
     with contextlib.suppress(AttributeError, ValueError):
-        return threading.current_thread() is threading.main_thread() and sys.stdin.readable()
+        return is_alone and sys.stdin.readable()
     return False
 
 

@@ -439,7 +439,7 @@ class Caching(nn.Linear):
 
     def forward(self, x):
         if not hasattr(self, "factor"):
-            self.register_buffer("factor", torch.full((4,), 2.0), persistent=self.persistent)
+            self.register_buffer("factor", torch.full((4,), 2.0, device=x.device), persistent=self.persistent)
         return super().forward(x) * self.factor
 
 
