@@ -268,11 +268,12 @@ def _data(one: Series, began: float | None) -> dict[str, Any]:
 def _places(one: Series, began: float | None) -> dict[str, Any]:
     """Where its points and gaps are on the other axes that know all of them."""
     found = {}
+    xs = {x for x, _ in one.points} | {x for gap in one.gaps for x in gap}
     for axis, known in one.places.items():
         start, unit = (began, 60) if axis == _TIME else (0, 1)
-        if start is not None and all(x in known for x in (*(x for x, _ in one.points), *itertools.chain(*one.gaps))):
+        if start is not None and xs <= known.keys():
             # A rank may report before it is known that all run.
-            there = {x: round(max(0.0, place - start) / unit, 4) for x, place in known.items()}
+            there = {x: round(max(0.0, known[x] - start) / unit, 4) for x in xs}
             gaps = [(there[first], there[last]) for first, last in one.gaps]
             found[axis] = {"points": [there[x] for x, _ in one.points], "gaps": gaps}
     return found

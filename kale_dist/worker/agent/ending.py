@@ -112,10 +112,9 @@ def _describe_error(rank: int, done: Done, fault: hardware_faults.Fault | None) 
 def log_line(verdict: Verdict) -> str:
     """What the log says of a verdict, where the error of a rank stands already, printed by the rank."""
     error = verdict.reason.removeprefix(f"Rank {verdict.rank} failed: ")
-    is_explained = error.startswith("SystemExit") or hardware_faults.find(error) is not None
-    return (
-        verdict.reason if error == verdict.reason or is_explained else f"Rank {verdict.rank} failed: its error is above"
-    )
+    if error == verdict.reason or error.startswith("SystemExit") or hardware_faults.find(error) is not None:
+        return verdict.reason
+    return f"Rank {verdict.rank} failed: its error is above"
 
 
 # -- a head's last words ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.worker.training.group import Group, differing, fingerprint
-from kale_dist.worker.training.result import Optimizers
+from kale_dist.worker.training.result import optimizers_of
 
 _STEPS = 2
 """A step's code is the same in all batches, and comparing has a cost."""
@@ -149,10 +149,9 @@ class Numbers:
 
     def _now(self) -> dict[tuple[int, str, str], float]:
         """The numbers of the groups, and of the state of each weight, with the class of their optimizer."""
-        each = self._optimizer.named.values() if isinstance(self._optimizer, Optimizers) else [self._optimizer]
         kept = [
             (type(one).__name__, values)
-            for one in each
+            for one in optimizers_of(self._optimizer)
             for group in one.param_groups
             for values in (group, *(one.state.get(p, {}) for p in group["params"]))
         ]

@@ -422,12 +422,16 @@ class _Unit:
             self.module.__dict__.pop(method, None)
 
 
+def _part_of(whole: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of a whole tensor that is divided as another one is; nothing is exchanged."""
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
 def _is_part(part: DTensor, whole: Tensor) -> bool:
     """Whether a part has the values of the whole tensor."""
     if whole.shape != part.shape:
         return False
-    same = distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)
-    return torch.allclose(same.to_local(), part.to_local(), rtol=0, atol=0, equal_nan=True)
+    return torch.allclose(_part_of(whole, part), part.to_local(), rtol=0, atol=0, equal_nan=True)
 
 
 class _Allocates:
@@ -512,9 +516,7 @@ def _materialise(parts: Parts, construction: Construction, before: dict[str, Any
         if not parts.are_weights_read or f"model.{name}" in lora
     }
     for new, old in made.values():
-        whole = construction.value(old)
-        part = distribute_tensor(whole, new.device_mesh, new.placements, src_data_rank=None)
-        new.detach().to_local().copy_(part.to_local())
+        new.detach().to_local().copy_(_part_of(construction.value(old), new))
 
 
 def _public_methods(kind: type) -> list[str]:

@@ -254,13 +254,16 @@ def _flush_output() -> None:
 
 def _print_error(error: BaseException, shown: Mapping[int, FrameLocals] | None = None) -> None:
     """The traceback into the rank's own output, as the notebook will show it; of `sys.exit`, what Python prints."""
+    text = ""
+    with contextlib.suppress(Exception):
+        if not isinstance(error, SystemExit):
+            text = sources.format_error(error, shown)
+        elif not isinstance(error.code, int):
+            text = f"{error.code}\n"
     # The function may have put another stream there, as one that keeps the ranks quiet.
     for stream in {id(one): one for one in (sys.stderr, sys.__stderr__)}.values():
         with contextlib.suppress(Exception):
-            if not isinstance(error, SystemExit):
-                stream.write(sources.format_error(error, shown))  # type: ignore[union-attr]
-            elif not isinstance(error.code, int):
-                stream.write(f"{error.code}\n")  # type: ignore[union-attr]
+            stream.write(text)  # type: ignore[union-attr]
 
 
 def _safe_text(error: BaseException) -> str:

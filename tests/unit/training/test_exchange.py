@@ -377,6 +377,14 @@ def test_a_second_optimizer_over_a_network_of_the_notebook(ranks):
         torch.testing.assert_close(bias, critic.bias.detach(), rtol=1e-4, atol=1e-6)
 
 
+def logged(body):
+    """The weights after a training of this rank, and its log."""
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        weights = run(body)
+    return weights, log.getvalue()
+
+
 def test_noise_of_each_ranks_own_is_found_at_the_end_of_the_epoch(ranks):
     def job():
         import torch.distributed as dist
@@ -390,10 +398,7 @@ def test_noise_of_each_ranks_own_is_found_at_the_end_of_the_epoch(ranks):
                 p.grad += torch.randn(p.shape, generator=noise)
             optimizer.step()
 
-        log = io.StringIO()
-        with contextlib.redirect_stdout(log):
-            weights = run(body)
-        return weights, log.getvalue()
+        return logged(body)
 
     (first, log), (second, _) = ranks(2, job)
     assert all(first[name].equal(second[name]) for name in first)
@@ -409,13 +414,7 @@ def replaces_weights(model, x, y, optimizer):
 
 
 def test_parameters_that_a_step_replaces_are_made_equal_at_the_end_of_the_epoch(ranks):
-    def job():
-        log = io.StringIO()
-        with contextlib.redirect_stdout(log):
-            weights = run(replaces_weights)
-        return weights, log.getvalue()
-
-    (first, log), (second, _) = ranks(2, job)
+    (first, log), (second, _) = ranks(2, lambda: logged(replaces_weights))
     assert all(first[name].equal(second[name]) for name in first)
     assert "Weights were not equal on all ranks after epoch 1 (spare.weight)" in log
 
