@@ -216,7 +216,7 @@ def best_evaluation(status: JobStatus) -> str:
 def kept_checkpoint(status: JobStatus) -> str:
     """How to resume a cancelled training from its last checkpoint; empty without one."""
     # A notebook that was executed in a pod has its saved state there, and makes no progress.
-    if status.state is not StateName.CANCELLED or status.checkpoint_epoch is None or status.fraction is None:
+    if status.state is not StateName.CANCELLED or not status.is_checkpoint_here or status.fraction is None:
         return ""
     return f"Its last checkpoint is kept: job.retry(resume=True) or `kale-dist retry --resume {clean(status.ref)}` resumes from it"
 

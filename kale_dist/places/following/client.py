@@ -10,6 +10,7 @@ import io
 import json
 import pathlib
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -28,8 +29,8 @@ _PIECE_BYTES = 1 << 20
 _ASK_FIRST_BYTES = 1 << 20
 """Before a larger blob is sent, the head is asked how much of it it has."""
 
-_TRIES = 3
-"""How often a request is sent whose connection is cut. After that the follower tries again, which also looks at the pod."""
+_PAUSES_S = 0.2, 1.0
+"""Pauses before a request is sent again whose connection was cut. After the last one the follower tries again, which also looks at the pod."""
 
 _ANSWER_S = 60.0
 """A head that sends no byte of an answer for so long counts as gone. A busy head answers within seconds."""
@@ -115,31 +116,46 @@ class HeadClient:
             self._upload_one(digest, view, _shifted(on_progress, done, total))
             done += len(view)
 
-    def fetch_file(self, name: str, target: pathlib.Path, on_progress: OnProgress | None = None) -> None:
-        """Bring a file of the head's folder here, whole or not at all.
+    def fetch_file(self, name: str, target: pathlib.Path, on_progress: OnProgress | None = None) -> bool:
+        """Bring a file of the head's folder here, whole or not at all. One that was cut is resumed where it broke.
 
         Args:
             name: Of an outcome, or `checkpoint`.
             target: Where to write it.
             on_progress: Called after each piece.
 
+        Returns:
+            Whether the head has such a file.
+
         Raises:
-            StoreError: The head has no such file, or it cannot be written here.
+            StoreError: It cannot be written here.
         """
+        with contextlib.suppress(_NotThereError), writing(target) as file:
+            version, total = "", -1
 
-        def fetch() -> None:
-            with self._request("GET", f"/files/{name}") as (answer, _), writing(target) as file:
-                total = int(answer.headers.get("Content-Length") or 0)
-                done = 0
-                while piece := answer.read(_PIECE_BYTES):
-                    file.write(piece)
-                    done += len(piece)
-                    if on_progress is not None:
-                        on_progress(done, total)
-                if done != total:
-                    raise ConnectionResetError(f"{done:,} of {total:,} bytes had come")
+            def fetch() -> None:
+                """Get the rest, or some of it."""
+                nonlocal version, total
+                begun = file.tell()
+                path = f"/files/{name}?offset={begun}&version={version}"
+                with contextlib.suppress(*_CUT), self._request("GET", path) as (answer, _):
+                    total = int(answer.headers[SIZE_HEADER])
+                    if answer.headers["ETag"] != version:
+                        version, begun = answer.headers["ETag"], 0
+                        file.seek(0)
+                        file.truncate()
+                    while piece := answer.read1(_PIECE_BYTES):
+                        with _stored(target):
+                            file.write(piece)
+                        if on_progress is not None:
+                            on_progress(file.tell(), total)
+                if file.tell() == begun != total:
+                    raise ConnectionResetError(f"{begun:,} of {total:,} bytes had come")
 
-        self._repeat(f"fetching {name}", fetch)
+            while file.tell() != total:
+                self._repeat(f"fetching {name}", fetch)
+            return True
+        return False
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -203,9 +219,8 @@ class HeadClient:
                 yield answer, functools.partial(connection.shutdown, socket.SHUT_RDWR)
 
     def _repeat(self, doing: str, act: Callable[[], Answer]) -> Answer:
-        attempt = 0
+        pauses_s = iter(_PAUSES_S)
         while True:
-            attempt += 1
             try:
                 return act()
             except StoreError:
@@ -213,10 +228,15 @@ class HeadClient:
             except (*_CUT, BackendError) as error:
                 if isinstance(error, BackendError) and not error.retryable:
                     raise
-                if attempt == _TRIES:
+                if (pause_s := next(pauses_s, None)) is None:
                     raise error if isinstance(error, BackendError) else _cut(doing, error) from error
+                time.sleep(pause_s)
             except (ValueError, KeyError, TypeError) as error:
                 raise BackendError(f"The head's answer while {doing} could not be read: {error}") from error
+
+
+class _NotThereError(StoreError):
+    """The head has no such file."""
 
 
 class HttpSocket:
@@ -254,9 +274,15 @@ def writing(target: pathlib.Path) -> Iterator[io.BufferedWriter]:
     Raises:
         StoreError: The disk is full or read-only.
     """
+    with _stored(target), fresh(target) as part, part.open("wb") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _stored(target: pathlib.Path) -> Iterator[None]:
+    """Name the disk where one is the reason."""
     try:
-        with fresh(target) as part, part.open("wb") as file:
-            yield file
+        yield
     except OSError as error:
         if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
             raise
@@ -279,7 +305,7 @@ def _check(answer: http.client.HTTPResponse, path: str) -> None:
     name = path.rpartition("/")[2].partition("?")[0]
     match answer.status:
         case http.client.NOT_FOUND:
-            raise StoreError(f"The head has no {name}")
+            raise _NotThereError(f"The head has no {name}")
         case http.client.FORBIDDEN:
             raise BackendError(
                 "The head refused the request: the key of this job here is not the one it was started with"

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from kale_dist.errors import BackendError, JobExistsError, KaleDistError, StoreError
+from kale_dist.errors import BackendError, JobExistsError, KaleDistError
 from kale_dist.job import records
 from kale_dist.job.backend import JobRef, Look, Part, Place, PlacedJob
 from kale_dist.job.reader import JobReader
@@ -130,7 +130,13 @@ class Follower:
 
     def fetch(self, name: str) -> bool:
         """Fetch a file of the job as it is now: see `HeadReach.fetch`."""
-        return self._reach.fetch(name, head_runs=self.sight.head_runs)
+        if self._job.status.status().is_final:
+            # Its head may run still, with what could not be fetched.
+            self.sight.take(self._reach.handle)
+        try:
+            return self._reach.fetch(name, head_runs=self.sight.head_runs)
+        finally:
+            self._show("")
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -239,8 +245,7 @@ class Follower:
         if verdict.state is StateName.FAILED:
             life.keep_last_words()
         if verdict.may_restart and self._may_renew(life):
-            self._renew(life, verdict)
-            return True
+            return self._renew(life, verdict)
         if (left := self._clear_up(life, verdict)) is None:
             return False
         # A command exits once the job has ended; the head, and in warm pods the next job, waits for this acknowledgement.
@@ -251,7 +256,7 @@ class Follower:
             if copy.verdict is None or verdict.reason not in copy.verdict.reason:
                 copy.log(verdict.reason)
             copy.release(closing_events(verdict, job.status.status(), copy.last_attempt, self._clock.time()), note=left)
-        if self.sight.head_runs:
+        if self.sight.head_runs and life.unreached is None:
             life.reach.ask(HeadClient.ack)
         atexit.unregister(self._thread.join)
         return False
@@ -281,20 +286,25 @@ class Follower:
         is_ours = job.key is not None and spec.version == VERSION
         return may_restart and is_ours and not records.canceller(job.files)
 
-    def _renew(self, life: FollowedLife, verdict: Verdict) -> None:
-        """Write down that the job is renewed: it is, even if this process ends before the next object is made."""
-        with contextlib.suppress(BackendError, StoreError):
-            self.fetch(self._job.files.checkpoint.name)
-        origin = ", from the last checkpoint" if self._job.files.checkpoint.exists() else ", from the beginning"
-        how = origin if self._job.record.spec.saves else ": its function is called again"
-        self._begin_next(life, f"{verdict.reason.rstrip('.')}. The job is renewed{how}")
+    def _renew(self, life: FollowedLife, verdict: Verdict) -> bool:
+        """Write down that the job is renewed: it is, even if this process ends before the next object is made.
+
+        Returns:
+            Whether it is; not if the thread is to end while the last checkpoint is waited for.
+        """
+        how: str | None = ": its function is called again"
+        if self._job.record.spec.saves:
+            how = next((f", {origin}" for _ in self._looks() if (origin := life.fetch_checkpoint())), None)
+        if how is not None:
+            self._begin_next(life, f"{verdict.reason.rstrip('.')}. The job is renewed{how}")
+        return how is not None
 
     def _begin_next(self, life: FollowedLife, text: str, head: Part | None = None) -> None:
         """Write the last events of a life, and the record of the next one."""
         copy, now = life.copy, self._clock.time()
         copy.log(text)
         common = {"time": now, "attempt": copy.last_attempt + 1, "rank": None}
-        note = {**common, "event": EventKind.NOTE, "text": text}
+        note = {**common, "event": EventKind.NOTE, "text": text, "warns": life.resumes_with_less}
         state = {**common, "event": EventKind.STATE, "state": StateName.PENDING, "reason": text, "cause": ""}
         copy.release([note, state])
         records.write_life(self._job.files, next_life(life, now, head=head))

@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kale_dist.errors import BackendError, KaleDistError, StoreError
+from kale_dist.errors import BackendError, KaleDistError, SnapshotDamagedError, StoreError
 from kale_dist.job import records
 from kale_dist.job.backend import JobRef, Look, Part, Place, PlacedJob
 from kale_dist.job.reader import JobReader
@@ -139,16 +139,10 @@ class HeadReach:
         target, unreached = job.files.folder / name, None
         if client is not None and head_runs:
             try:
-                client.fetch_file(handle.name_at_head(name), target, self._show_fetched)
+                if client.fetch_file(handle.name_at_head(name), target, self._show_fetched):
+                    return True
             except BackendError as error:
                 unreached = error
-            except StoreError:
-                if not job.files.folder.exists():
-                    raise
-            else:
-                return True
-            finally:
-                job.show("")
         came = job.place.fetch(handle, name, target)
         if unreached is not None and not came:
             # The head may have it still.
@@ -184,8 +178,12 @@ class FollowedLife:
         self._decided: Verdict | None = None
         self._with_last_words: set[str] = set()
         self._was_suspended = False
-        self._last_checkpoint: pathlib.Path | None = None
-        """The head's checkpoint that came after its end: there is no later one."""
+        self.unreached: BackendError | None = None
+        """Why a file that the head or its place may still have could not be fetched, at the last try."""
+        self.resumes_with_less = False
+        """Whether the next life begins before the last checkpoint that this one wrote."""
+        self._has_last_checkpoint = False
+        """Whether the head's checkpoint has come after its end: there is no later one."""
 
     def write(self, **changes: object) -> None:
         """Change the record."""
@@ -384,7 +382,7 @@ class FollowedLife:
         """Fetch the outcomes of a job that has ended, and the last checkpoint of one that has not succeeded.
 
         Returns:
-            Whether everything is here that will ever be.
+            Whether all is here that there is, or that is waited for.
         """
         spec, copy, files = self._job.record.spec, self.copy, self._job.files
         if self._job.key is None or spec.kind == WARM:
@@ -398,26 +396,67 @@ class FollowedLife:
         names = [files.outcome(copy.last_attempt, rank).name for rank in ranks]
         if status.checkpoint_epoch is not None and not is_success:
             names.append(files.checkpoint.name)
-        missing = [name for name in names if not self._is_here(name)]
-        if not missing or not is_success:
-            return True
-        if self._sight.head_runs:
-            # Results are worth waiting for: the head keeps them for `collect_wait_s`.
-            self._job.show("The results could not be fetched yet")
+        missing = self._fetch(names)
+        # The head writes no result after its verdict, but this user's other notebook may have had it end.
+        if missing and (self.unreached is not None or is_success) and self._waits_for(missing):
             return False
-        what = listed(missing, _NAMED)
-        copy.log(f"Results could not be fetched, because the head ended before they were fetched: {what}")
+        if missing and (self.unreached is not None or is_success):
+            why = self.unreached or "the head ended before they were fetched"
+            copy.log(f"Results could not be fetched: {listed(missing, _NAMED)} ({why})")
         return True
 
-    def _is_here(self, name: str) -> bool:
-        """Whether a file of the job is here, after an attempt to fetch it. A checkpoint that is here may be an earlier one."""
-        path = self._job.files.folder / name
-        is_earlier = path == self._job.files.checkpoint != self._last_checkpoint
-        if is_earlier or not path.exists():
-            with contextlib.suppress(BackendError):
-                if self.reach.fetch(name, head_runs=self._sight.head_runs) and is_earlier:
-                    self._last_checkpoint = path
-        return path.exists()
+    def fetch_checkpoint(self) -> str | None:
+        """Fetch the last checkpoint for the next life.
+
+        Returns:
+            From where the training resumes, as the end of a sentence; None while the checkpoint is waited for.
+        """
+        spec, files = self._job.record.spec, self._job.files
+        missing, last = self._fetch([files.checkpoint.name]), self._job.status.status().checkpoint_epoch
+        # A store has it, too, and the next head reads it there.
+        if missing and self.unreached is not None and self._waits_for(missing, also_ended=not spec.store):
+            return None
+        here = _epoch_of(files.checkpoint) if missing and last is not None else last
+        if last is None or here == last:
+            return "from the last checkpoint" if files.checkpoint.exists() else "from the beginning"
+        begins = "from the beginning" if here is None else f"from epoch {here}"
+        begins = "from the last checkpoint in its store" if spec.store else begins
+        self.resumes_with_less = not spec.store
+        return f"{begins}, because the checkpoint of epoch {last} could not be fetched"
+
+    def _fetch(self, names: Sequence[str]) -> list[str]:
+        """Fetch those files that are not here; returns the names of those that did not come, and notes why in `unreached`.
+
+        A checkpoint that is here may be an earlier one.
+        """
+        missing, self.unreached = list[str](), None
+        for name in names:
+            path = self._job.files.folder / name
+            is_checkpoint = path == self._job.files.checkpoint
+            if self._has_last_checkpoint if is_checkpoint else path.exists():
+                continue
+            try:
+                came = self.reach.fetch(name, head_runs=self._sight.head_runs)
+            except BackendError as error:
+                came, self.unreached = False, error
+            if not came:
+                missing.append(name)
+            elif is_checkpoint:
+                self._has_last_checkpoint = True
+        return missing
+
+    def _waits_for(self, missing: Sequence[str], *, also_ended: bool = False) -> bool:
+        """Whether to ask for files once more: for `collect_wait_s`, as long as the head keeps them.
+
+        Args:
+            missing: Their names.
+            also_ended: Whether the place is asked again if the head does not run.
+        """
+        is_kept = (self._sight.head_runs and self._decided is None) or also_ended
+        if not is_kept or self._sight.lasts("results", self._job.record.spec.cluster.collect_wait_s):
+            return False
+        self._job.show(f"{listed(missing, _NAMED)} could not be fetched yet")
+        return True
 
     def end_pods(self, verdict: Verdict) -> str | None:
         """Have the place end all pods of a job that has ended, so that none starts later. A head with a verdict ends by itself.
@@ -444,6 +483,15 @@ class FollowedLife:
                 return None
             return f"Some {noun}s of the job may still run or start, because they could not be ended: {error}"
         return f"Not started when the job ended, and removed: {listed(waiting, _NAMED)}" if waiting else ""
+
+
+def _epoch_of(path: pathlib.Path) -> int | None:
+    """The finished epochs of a checkpoint; None if there is none that can be read."""
+    from kale_dist.worker.training import checkpoint
+
+    with contextlib.suppress(SnapshotDamagedError, OSError):
+        return checkpoint.read(path).epoch
+    return None
 
 
 def next_life(life: FollowedLife, now: float, *, head: Part | None = None) -> Life:

@@ -60,8 +60,11 @@ def judge(reported: Verdict | None, look: Look, status: JobStatus, *, canceller:
     elif head is None and look.finished == "":
         reason = "The first pod of the job was deleted, and its last lines are lost"
         return Verdict(StateName.FAILED, FailureCause.LOST, reason, may_restart=True)
+    elif (part := lost_part(look, is_over=True)) is not None and part.lost in RETRIED:
+        # The object has failed for its lost pods, while the next head is only being prepared.
+        return Verdict(StateName.FAILED, FailureCause.LOST, _loss(part, look), may_restart=True)
     else:
-        reason = str(look.trouble or f"The job {look.finished or 'ended'} without a message from its ranks")
+        reason = str(_reason(look) or f"The job {look.finished or 'ended'} without a message from its ranks")
         return Verdict(StateName.FAILED, FailureCause.DIED, reason)
     if wish and verdict.cause in (FailureCause.SUSPENDED, FailureCause.LOST):
         # All the head knows is that it got SIGTERM.
@@ -219,8 +222,14 @@ def _explained(verdict: Verdict, look: Look, status: JobStatus) -> Verdict:
     return verdict
 
 
+def _reason(look: Look) -> Trouble | None:
+    """What the place reports on the whole job that can be the reason of its end: no trouble that ends by itself."""
+    trouble = look.trouble
+    return trouble if trouble is not None and (trouble.needs_action or not trouble.heals) else None
+
+
 def _loss(part: Part, look: Look) -> str:
-    trouble = part.trouble or look.trouble
+    trouble = part.trouble or _reason(look)
     if trouble is not None:
         return str(trouble)
     if part.lost:

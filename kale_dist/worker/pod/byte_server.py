@@ -323,12 +323,15 @@ class _Request(http.server.BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = _answer  # noqa: N815 - as the base class calls them
 
-    def _send_file(self, path: pathlib.Path, offset: int = 0, whole: int = 0) -> None:
+    def _send_file(self, path: pathlib.Path, offset: int = 0, whole: int = 0, version: str | None = None) -> None:
+        """Send a file from an offset on; from its beginning if it is another version than the one that the peer has a part of."""
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            found = os.fstat(file.fileno())
+            size, there = found.st_size, f"{found.st_ino:x}-{found.st_mtime_ns:x}"
+            offset = offset if version in (None, there) else 0
             if not 0 <= offset <= size:
                 raise ValueError(f"there are no bytes from {offset} on")
-            self._head(200, size - offset, whole or size)
+            self._head(200, size - offset, whole or size, there)
             self.wfile.flush()
             if offset < size:
                 self.connection.sendfile(file, offset, size - offset)
@@ -338,8 +341,9 @@ class _Request(http.server.BaseHTTPRequestHandler):
         self._head(code, len(data))
         self.wfile.write(data)
 
-    def _head(self, code: int, size: int, whole: int = 0) -> None:
+    def _head(self, code: int, size: int, whole: int = 0, version: str = "") -> None:
         self.send_response_only(code)
+        self.send_header("ETag", version)
         self.send_header("Content-Length", str(size))
         self.send_header(SIZE_HEADER, str(whole))
         self.end_headers()
@@ -372,7 +376,9 @@ class _JobRequest(_Request):
             case "PUT", "blobs", digest:
                 self._take(digest, int(query.get("offset", "0")))
             case "GET", "files", name if _OUTCOME.fullmatch(name) or name == owner.files.checkpoint.name:
-                self._send_file(owner.files.folder / name)
+                self._send_file(
+                    owner.files.folder / name, int(query.get("offset", "0")), version=query.get("version", "")
+                )
             case "POST", "ack":
                 self._reply(200, {})
                 owner.acknowledge()
@@ -403,7 +409,7 @@ class _JobRequest(_Request):
             for _ in range(event):
                 if not events.readline().endswith(b"\n"):
                     break
-            number, sent_progress = event, dict[str, bytes]()
+            number, sent_progress, is_current = event, dict[str, bytes](), False
             while True:
                 written = writer.written
                 for data in log.pieces(written.log):
@@ -422,9 +428,10 @@ class _JobRequest(_Request):
                     return
                 time.sleep(GATHER_S)
                 with owner.news:
-                    if writer.written == written and not owner.news.wait(SILENCE_LIMIT_S / 4):
-                        # So that both sides notice an end of the connection.
+                    if writer.written == written and not (is_current and owner.news.wait(SILENCE_LIMIT_S / 4)):
+                        # An empty line: there is no more by now. Both sides notice an end of the connection by it, too.
                         self.wfile.write(b"\n")
+                        is_current = True
 
     def _take(self, digest: str, offset: int) -> None:
         """Take the body of a PUT, append it, and answer."""

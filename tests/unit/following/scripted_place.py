@@ -71,6 +71,7 @@ class ScriptedHead:
         self.cancelled = threading.Event()
         self.streams = 0
         self.is_cut_off = False
+        self.cuts_files = False
         self.cuts = 0
         self.changed = threading.Condition()
 
@@ -117,9 +118,17 @@ class ScriptedHead:
             self.cuts += 1
             self.changed.notify_all()
 
+    def refuse(self):
+        """No new connection can be made before `mend`; those that are there stay."""
+        self.is_cut_off = True
+
+    def cut_files(self):
+        """Each answer with a file is cut in its middle before `mend`."""
+        self.cuts_files = True
+
     def mend(self):
         with self.changed:
-            self.is_cut_off = False
+            self.is_cut_off = self.cuts_files = False
 
     @property
     def part(self):
@@ -148,8 +157,10 @@ class ScriptedHead:
             elif path.startswith("/stream"):
                 self._stream(peer, path)
             elif path.startswith("/files/"):
-                data = self.files.get(path.removeprefix("/files/"))
-                self._answer(peer, 404 if data is None else 200, data or b"")
+                name, _, query = path.removeprefix("/files/").partition("?")
+                offset = int(query.partition("&")[0].removeprefix("offset="))
+                data = self.files.get(name)
+                self._answer(peer, 404 if data is None else 200, data or b"", offset, is_cut=self.cuts_files)
             elif path == "/ack":
                 self.acks += 1
                 self._answer(peer, 200, b"{}")
@@ -180,8 +191,12 @@ class ScriptedHead:
                     peer.sendall(block)
 
     @staticmethod
-    def _answer(peer, status, data):
-        peer.sendall(b"HTTP/1.1 %d x\r\nContent-Length: %d\r\n\r\n" % (status, len(data)) + data)
+    def _answer(peer, status, data, offset=0, *, is_cut=False):
+        rest = data[offset:]
+        head = (
+            f"HTTP/1.1 {status} x\r\nContent-Length: {len(rest)}\r\n{wire.SIZE_HEADER}: {len(data)}\r\nETag: 1\r\n\r\n"
+        )
+        peer.sendall(head.encode() + (rest[: len(rest) // 2] if is_cut else rest))
 
 
 @dataclasses.dataclass
@@ -360,9 +375,9 @@ class ScriptedPlace:
         pass
 
 
-def spec_of(processes=2, per_pod=1, pending_timeout_s=None, **policy):
+def spec_of(processes=2, per_pod=1, pending_timeout_s=None, collect_wait_s=600.0, **policy):
     return JobSpec(
-        cluster=ClusterOptions(pending_timeout_s=pending_timeout_s),
+        cluster=ClusterOptions(pending_timeout_s=pending_timeout_s, collect_wait_s=collect_wait_s),
         name=f"followed-{next(_numbers)}", label="train Net", kind="call", snapshot="00" * 32, blobs=(),
         topology=Topology(number_of_processes=processes, processes_per_pod=per_pod), policy=Policy(**policy),
     )  # fmt: skip

@@ -2,12 +2,16 @@
 
 import contextlib
 import dataclasses
+import functools
+import io
 import json
 import time
 
 import pytest
+import torch
 from scripted_place import (
     KEY,
+    LOST,
     FastClock,
     ScriptedHead,
     ScriptedPlace,
@@ -23,11 +27,13 @@ from kale_dist.job import records
 from kale_dist.job.backend import JobRef, Part, Trouble
 from kale_dist.job.spec.place_settings import PENDING_TIMEOUT_S
 from kale_dist.places.following import backend as followed
-from kale_dist.places.following import copy
+from kale_dist.places.following import client, copy
 from kale_dist.places.following.backend import FollowedBackend
 from kale_dist.places.following.follower import Follower
 from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName, Verdict
 from kale_dist.wire.messages import Interrupt, Restart
+from kale_dist.worker.training import checkpoint
+from kale_dist.worker.training.contents import Checkpoint
 
 
 @pytest.fixture
@@ -43,6 +49,7 @@ def place():
 @pytest.fixture
 def backend(place, clock, monkeypatch):
     monkeypatch.setattr(followed, "Follower", lambda **given: Follower(**given, clock=clock))
+    monkeypatch.setattr(client, "_PAUSES_S", (0.002, 0.01))
     backend = FollowedBackend(place)
     yield backend
     backend.close()
@@ -135,6 +142,58 @@ def test_results_that_are_lost_are_named(backend, submit):
     head.end(0)
     assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
     assert "outcome-0-0, outcome-0-1" in texts(backend, ref)[-1]
+
+
+FAULTS = ["cut_files", "refuse"]
+"""What keeps files at a head that runs, while its stream goes on: see `ScriptedHead`."""
+
+
+def end_badly(head, state, fault):
+    """A training with a checkpoint fails or is cancelled, and from then on no file comes from its head."""
+    head.run()
+    head.event(EventKind.CHECKPOINT, epoch=4, step=40, path="checkpoint", bytes=4)
+    head.files |= {"checkpoint": b"the weights of epoch 4", "outcome-0-1": b"the exception of rank 1"}
+    getattr(head, fault)()
+    failed = {} if state is StateName.CANCELLED else {"failed_rank": 1, "cause": FailureCause.ERROR}
+    head.verdict(state, "It ended", **failed)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("state", [StateName.FAILED, StateName.CANCELLED])
+def test_what_a_job_that_ended_badly_has_reached_is_waited_for(backend, submit, state, fault):
+    ref, head = submit()
+    end_badly(head, state, fault)
+    wait_for(lambda: "checkpoint could not be fetched yet" in backend.status(ref).reason)
+    assert (backend.status(ref).is_final, head.acks) == (False, 0)
+    head.mend()
+    assert wait_for_end(backend, ref).state is state
+    folder = records.files(ref.record_name).folder
+    assert (folder / "checkpoint").read_bytes() == b"the weights of epoch 4"
+    assert (folder / "outcome-0-1").exists() is (state is StateName.FAILED)
+    wait_for(lambda: head.acks)
+
+
+def test_what_could_not_be_fetched_is_named_not_acknowledged_and_asked_for_once_more(backend, submit):
+    ref, head = submit(collect_wait_s=20.0)
+    end_badly(head, StateName.CANCELLED, "refuse")
+    status = wait_for_end(backend, ref)
+    assert "checkpoint" in texts(backend, ref)[-1]
+    assert (status.is_checkpoint_here, head.acks) == (False, 0)
+    with pytest.raises(BackendError, match="No connection"):
+        backend.fetch(ref, "checkpoint")
+    head.mend()
+    backend.fetch(ref, "checkpoint")
+    assert records.files(ref.record_name).checkpoint.read_bytes() == b"the weights of epoch 4"
+    assert backend.status(ref).is_checkpoint_here
+
+
+def test_what_a_head_does_not_have_is_not_waited_for(backend, submit):
+    ref, head = submit()
+    head.run()
+    head.event(EventKind.CHECKPOINT, epoch=4, step=40, path="checkpoint", bytes=4)
+    head.verdict(StateName.FAILED, "It ended", FailureCause.ERROR, failed_rank=1)
+    assert wait_for_end(backend, ref).state is StateName.FAILED
+    wait_for(lambda: head.acks)
 
 
 def test_a_connection_that_is_cut_is_opened_again_at_the_next_line(backend, submit):
@@ -700,6 +759,66 @@ def test_a_job_is_renewed_after_a_pod_that_its_head_has_lost(backend, submit, pl
     place.head(2).succeed()
     assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
     assert "The node of pod-1 was lost. The job is renewed, from" in texts(backend, ref)[0]
+
+
+def lose_a_pod(head, run, epoch=4):
+    """A pod is lost that no controller makes again, while the head lives and has a checkpoint."""
+    head.run()
+    head.event(EventKind.CHECKPOINT, epoch=epoch, step=40, path="checkpoint", bytes=4)
+    head.files["checkpoint"] = stored_checkpoint(epoch)
+    run.others = [ended_part(exit_code=137, lost="deleted")]
+    head.verdict(StateName.FAILED, "The pod of rank 1 was lost", LOST)
+
+
+@functools.cache
+def stored_checkpoint(epoch):
+    with io.BytesIO() as file:
+        torch.save(checkpoint.collect(Checkpoint(epoch=epoch, model={"weight": torch.zeros(3)})), file)
+        return file.getvalue()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_renewal_waits_for_the_checkpoint_of_a_head_that_lives(backend, submit, place, fault):
+    ref, head = submit(max_restarts=1)
+    getattr(head, fault)()
+    lose_a_pod(head, place.runs[1])
+    wait_for(lambda: "checkpoint could not be fetched yet" in backend.status(ref).reason)
+    assert (list(place.runs), place.removed) == ([1], [])
+    head.mend()
+    wait_for(lambda: 2 in place.runs)
+    assert place.runs[2].checkpoint == stored_checkpoint(4)
+    place.head(2).succeed()
+    status = wait_for_end(backend, ref)
+    assert (status.state, status.warnings) == (StateName.SUCCEEDED, ())
+
+
+@pytest.mark.parametrize(("earlier", "origin"), [(2, "from epoch 2"), (None, "from the beginning")])
+def test_a_renewal_that_has_to_go_on_with_less_warns_and_names_both_epochs(backend, submit, place, earlier, origin):
+    ref, head = submit(max_restarts=1, collect_wait_s=20.0)
+    if earlier is not None:
+        records.files(ref.record_name).checkpoint.write_bytes(stored_checkpoint(earlier))
+    head.refuse()
+    lose_a_pod(head, place.runs[1])
+    wait_for(lambda: 2 in place.runs)
+    place.head(2).succeed()
+    (warning,) = wait_for_end(backend, ref).warnings
+    assert origin in warning
+    assert "of epoch 4 could not be fetched" in warning
+
+
+def test_a_job_whose_pods_are_all_lost_is_renewed_whatever_the_new_head_waits_for(backend, submit, place):
+    ref, head = submit(max_restarts=2)
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    run = place.runs[1]
+    run.replaced = [ended_part(number, 137, lost="deleted") for number in (0, 1)]
+    head.state, run.others = "waiting", []
+    run.trouble = Trouble(sentence="Pod pod-0 is being prepared on node-a", heals=True)
+    run.finished = "failed"
+    wait_for(lambda: 2 in place.runs)
+    place.head(2).succeed()
+    assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
+    assert "pod-0 was deleted. The job is renewed" in texts(backend, ref)[0]
 
 
 def test_a_head_that_was_terminated_is_explained_by_its_place(backend, submit, place):
