@@ -146,6 +146,9 @@ def _events(options: argparse.Namespace) -> int:
 
 def _fetch(options: argparse.Namespace) -> int:
     job = _job(options.ref)
+    if not options.partial and not job.done() and all(one.state.has_ended for one in job.status.replicas):
+        # Its results are on their way.
+        job.wait()
     if not options.partial and not job.done():
         remedy = "Wait for its end, or take its last checkpoint with --partial"
         raise BackendError(f"{job.ref} has not ended yet. {remedy}", retryable=True)

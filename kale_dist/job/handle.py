@@ -336,7 +336,7 @@ class Job(Generic[R]):
         if is_partial or self._spec.kind == "live":
             self._check_trains()
         if is_partial:
-            return self._outcomes.checkpoint_state()
+            return self._outcomes.checkpoint_state(self._checkpoint())
         self._succeed(None)
         return self._outcomes.model_state(self.status.attempt)
 
@@ -356,7 +356,7 @@ class Job(Generic[R]):
         """
         self._check_trains()
         if partial and self.status.state is not StateName.SUCCEEDED:
-            return self._outcomes.checkpoint_state(best=True)
+            return self._outcomes.checkpoint_state(self._checkpoint(), best=True)
         self._succeed(None)
         return self._outcomes.kept_state("best_state", self.status.attempt)
 

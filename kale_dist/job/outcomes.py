@@ -188,10 +188,11 @@ class OutcomeReader:
             )
         return _copy(state)
 
-    def checkpoint_state(self, *, best: bool = False) -> dict[str, Any]:
+    def checkpoint_state(self, path: pathlib.Path, *, best: bool = False) -> dict[str, Any]:
         """The weights of the last checkpoint.
 
         Args:
+            path: As `checkpoint` gives it.
             best: Those of the best epoch up to it.
 
         Raises:
@@ -199,7 +200,7 @@ class OutcomeReader:
         """
         from kale_dist.worker.training import checkpoint
 
-        last = checkpoint.read(self.checkpoint())
+        last = checkpoint.read(path)
         if last.parts:
             raise self._in_parts(last.parts)
         if not best:
@@ -227,7 +228,8 @@ class OutcomeReader:
                 with blobs.fresh(path) as part:
                     part.write_bytes(rest)
                 return path
-        self._bring(self.files.checkpoint)
+        if epoch is not None or self._spec.store:
+            self._bring(self.files.checkpoint)
         found = [path for path in (self.files.checkpoint, self.files.older_checkpoint) if path.exists()]
         from kale_dist.worker.training import checkpoint
 
@@ -245,7 +247,7 @@ class OutcomeReader:
         problem = f"{self._ref} has written no checkpoint. {why}"
         if epoch is not None:
             problem = (
-                f"The checkpoint of {self._ref} is gone with its pods, because it had no store=. After a success, the model "
+                f"The checkpoint of {self._ref} is gone with its pods{'' if self._spec.store else ', because it had no store='}. After a success, the model "
                 "and the optimizer that the notebook gave it have all that was learnt: another call continues with them"
             )
         raise ResultUnavailableError(problem, self._ref)

@@ -114,6 +114,11 @@ class RankStateName(enum.StrEnum):
     So it is with a parameter server that has a backup, and with a worker of asynchronous ones.
     """
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the rank's process is over."""
+        return self not in (RankStateName.PENDING, RankStateName.STARTING, RankStateName.RUNNING)
+
 
 class FailureCause(enum.StrEnum):
     """Why a job is `failed` or `cancelled`; decides which error `job.result()` raises."""

@@ -247,6 +247,10 @@ class Order:
     """Seconds that the head keeps what the notebook has not fetched yet."""
     outcomes_on_stdout: bool = True
     """Whether small outcomes ride in the head's stdout, so that they come back without a connection."""
+    ends_unfollowed: bool = False
+    """Whether the head ends at once where no notebook is connected at the job's end, once its stdout has small outcomes, and `left_in` others."""
+    left_in: str = ""
+    """Folder of a volume, as the head sees it, for results that nobody fetches; empty for none."""
     folders: tuple[str, ...] = ()
     """Paths of volumes that ranks may write into, as far as the call says."""
     metrics_port: int = 0

@@ -29,7 +29,7 @@ from plain_jobs import (
 )
 
 from kale_dist import wire
-from kale_dist.wire import BlockReader, EventBlock, EventKind, LineBlock, ProgressBlock, Source
+from kale_dist.wire import BlockReader, EventBlock, EventKind, LineBlock, OutcomePart, ProgressBlock, Source
 from kale_dist.worker.pod.relay_protocol import FRAME
 
 
@@ -522,6 +522,41 @@ def test_the_head_keeps_results_until_they_are_fetched(make_bare, on_stdout):
     assert head.process.poll() is None
     assert head.ask("POST", "/ack", b"")[0] == 200
     assert head.end() == 0
+
+
+# No job of these waits for a notebook: pods that would wait ten minutes do not end within a test.
+ALONE = {"ends_unfollowed": True, "outcomes_on_stdout": False, "collect_wait_s": 600.0}
+
+
+def test_without_a_notebook_small_results_are_in_the_log_and_the_head_ends(make_bare):
+    job = make_bare(rank, ranks=2, **ALONE).put_input().start_all()
+    assert job.end() == [0, 0]
+    assert [job.outcome(number).value for number in range(2)] == [0, 1]
+
+
+def test_without_a_notebook_larger_results_are_in_a_volume_and_the_head_ends(make_bare, tmp_path):
+    folder = tmp_path / "data" / ".kale-dist"
+    job = make_bare(large_result, ranks=2, left_in=str(folder), **ALONE).put_input().start_all()
+    assert job.end() == [0, 0]
+    for number in range(2):
+        data = (folder / "jobs" / job.order.job / f"outcome-0-{number}").read_bytes()
+        assert job.read_outcome(number, data).value == bytes([number]) * 800_000
+
+
+@pytest.mark.parametrize("fetches", [True, False])
+def test_results_are_in_the_log_of_a_connected_notebook_only_if_it_sleeps(make_bare, fetches):
+    job = make_bare(rank, ranks=1, **{**ALONE, "collect_wait_s": 3.0}).put_input().start_all()
+    reader = threading.Thread(target=job.pods[0].ask, args=("GET", "/stream?line=0&event=0"))
+    job.until(lambda: _missing(job.pods[0]) is not None)
+    reader.start()
+    job.until(lambda: job.state()["state"] == "succeeded")
+    assert not job.items(OutcomePart)
+    if fetches:
+        job.pods[0].ask("POST", "/ack", b"{}")
+    assert job.end() == [0]
+    reader.join()
+    assert bool(job.items(OutcomePart)) is not fetches
+    assert ("They are in this log" in job.text()) is not fetches
 
 
 def test_results_that_are_not_fetched_are_given_up_in_a_sentence(make_bare):

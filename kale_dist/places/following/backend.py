@@ -85,14 +85,14 @@ class FollowedBackend(FolderBackend):
         if (status := job.status()).is_final:
             return status
         follower = self._follow(ref)
-        follower.wait_for_look()
+        problem = follower.wait_for_look()
         return verdict.overlay(
             job.status(),
             follower.sight.look,
             job.record().spec,
             self.place.noun,
             activity=follower.activity,
-            problem=follower.sight.problem,
+            problem=problem,
         )
 
     def cancel(self, ref: JobRef, *, grace_s: float | None = None, save: bool = True) -> None:

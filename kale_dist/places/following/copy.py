@@ -336,7 +336,7 @@ class HeadReader:
         client: For requests to the head; None if this user has no key.
         copy: Appended to by this reader's thread alone until it has ended.
         has_ended: Whether the head's container has ended or is gone.
-        on_end: Called when the thread ends.
+        on_end: Called when the thread ends, and once when it is current.
         clock: The follower's.
     """
 
@@ -353,6 +353,8 @@ class HeadReader:
     ) -> None:
         self.is_drained = False
         """Whether the thread has read everything that the head and its place still had."""
+        self.is_current = False
+        """Whether all is here that the head had when it was asked."""
         self.error: StoreError | None = None
         """Why the thread gave up: the disk is full, or the job was deleted here."""
         self._place = place
@@ -406,6 +408,9 @@ class HeadReader:
         """Read until the stream ends, for any reason."""
         if self._client is None or self._only_stdout:
             with contextlib.suppress(BackendError):
+                if not self.is_current:
+                    self._read_stdout(follow=False, missing=self._only_stdout)
+                    self._note_current()
                 self._read_stdout(follow=True, missing=self._only_stdout)
             return
         try:
@@ -421,6 +426,11 @@ class HeadReader:
             elif now - self._failing_since > CONNECT_S:
                 with contextlib.suppress(BackendError, GapError):
                     self._read_stdout(follow=False, missing="")
+
+    def _note_current(self) -> None:
+        if not self.is_current:
+            self.is_current = True
+            self._on_end()
 
     def _read_connection(self, client: HeadClient) -> None:
         with client.stream(self._copy.next_line, self._copy.next_event, SILENCE_S) as (pieces, end):
@@ -443,6 +453,9 @@ class HeadReader:
             self._copy.take(blocks.feed(piece), missing=missing, is_last=is_last)
             if self._copy.is_complete:
                 return
+            # An empty line: the head has no more by now.
+            if piece == b"\n" or piece.endswith(b"\n\n"):
+                self._note_current()
         if not self._stopped.is_set():
             self._copy.take(blocks.finish(), missing=missing, is_last=is_last)
 

@@ -86,11 +86,17 @@ class Follower:
         """Whether the thread still follows the job."""
         return self._thread.is_alive()
 
-    def wait_for_look(self) -> None:
-        """Wait for the first look, and of a job that is over for the verdict: a new process then shows no outdated status first."""
-        self.sight.has_looked.wait(FIRST_LOOK_S)
-        # Only the first status waits: large results take a while.
+    def wait_for_look(self) -> str:
+        """Wait until the place, and a head that runs, have been asked, and of a job that is over for the verdict.
+
+        A new process then shows no outdated status first. Only its first status waits: large results take a while.
+
+        Returns:
+            Why the status may be outdated, as a sentence; empty if it is not.
+        """
+        is_current = self.sight.has_looked.wait(FIRST_LOOK_S)
         self.sight.has_looked.set()
+        return self.sight.problem or ("" if is_current else "The job's first pod has not answered yet.")
 
     def stop(self) -> None:
         """Have the thread end. The job runs on, and the next follower continues where this one stopped."""
@@ -165,6 +171,8 @@ class Follower:
             # This one only looks, for the status that it shows.
             self._reach = HeadReach(self._job, records.life(self._job.files))
             self.sight.take(self._reach.handle)
+            if self.sight.head_runs:
+                self.sight.has_looked.set()
             self._kill_if_due()
             if self._stopped.is_set() or self._job.status.status().is_final:
                 return False
@@ -195,6 +203,8 @@ class Follower:
                     return self._take_next_head(life)
                 continue
             life.attend()
+            if life.is_current:
+                self.sight.has_looked.set()
             verdict = life.find_verdict() if look.fresh else None
             if verdict is not None and not life.goes_on(verdict):
                 return self._end(life, verdict)
@@ -229,6 +239,7 @@ class Follower:
     def _show(self, activity: str) -> None:
         if activity != self.activity:
             self.activity = activity
+            self.sight.has_looked.set()
             self._job.on_change()
 
     # -- the end of a life --------------------------------------------------------------------------------------------

@@ -205,6 +205,11 @@ class FollowedLife:
         return head is not None and self.record.uid not in ("", head.uid)
 
     @property
+    def is_current(self) -> bool:
+        """Whether all is here that a head which runs had when it was asked."""
+        return self.reader is not None and self.reader.is_current
+
+    @property
     def is_read(self) -> bool:
         """Whether all is read that a head which is gone has left; if not, a connection that may wait for it is ended."""
         if self.reader is None or self.reader.is_drained:

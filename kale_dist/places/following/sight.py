@@ -55,7 +55,8 @@ class Sight:
         has_ended = self.look.head is not None and self.look.head.state == "ended"
         self.is_over = self.is_over or self.look.is_over_unheard
         ends = has_ended or (self.is_over and not self.head_runs and not self.look.suspended)
-        if self.problem or (self.look.fresh and not ends):
+        # What a head that runs has is read first.
+        if self.problem or (self.look.fresh and not ends and not self.head_runs):
             self.has_looked.set()
         if (self.look, self.problem) != before:
             self._on_change()

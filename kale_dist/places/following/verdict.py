@@ -23,8 +23,6 @@ RETRIED = frozenset(("evicted", "deleted", "node lost", "preempted", "killed"))
 _UNSURE = (FailureCause.AGENT_DIED, FailureCause.DIED, FailureCause.LEFT, FailureCause.LOST)
 """Causes of a head's verdict that only state that something was killed; the place may know by what."""
 
-_ENDED = (RankStateName.SUCCEEDED, RankStateName.FAILED, RankStateName.STOPPED, RankStateName.LOST)
-
 
 def judge(reported: Verdict | None, look: Look, status: JobStatus, *, canceller: str = "") -> Verdict:
     """Decide how a life ended.
@@ -190,7 +188,7 @@ def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float
             "signal": replica.signal, "state": RankStateName.FAILED if failed else RankStateName.STOPPED,
         }
         for replica in status.replicas
-        if (failed := replica.rank == verdict.rank) or replica.state not in _ENDED
+        if (failed := replica.rank == verdict.rank) or not replica.state.has_ended
     ]  # fmt: skip
     return [*ranks, {**common, "event": EventKind.STATE, "rank": None, **verdict.fields()}]
 
@@ -252,7 +250,7 @@ def _replica(replica: ReplicaStatus, part: Part | None) -> ReplicaStatus:
     if part is None:
         return replica
     replica = dataclasses.replace(replica, pod=part.name, node=part.node or replica.node)
-    if replica.state in _ENDED:
+    if replica.state.has_ended:
         return replica
     if part.state == "running" and replica.state is RankStateName.PENDING:
         return dataclasses.replace(replica, state=RankStateName.STARTING)

@@ -144,7 +144,8 @@ class WarmPlace:
         sets_order = self.inner.order(there.spec, FIRST_LIFE)
         order = dataclasses.replace(
             order, head=sets_order.head, port=sets_order.port, source=Source.STREAM,
-            blobs=(*order.blobs, *([checkpoint] if checkpoint else ())), outcomes_on_stdout=False, returns_head=False,
+            blobs=(*order.blobs, *([checkpoint] if checkpoint else ())), outcomes_on_stdout=False, ends_unfollowed=False,
+            returns_head=False,
             note=f"Runs in the warm {self.inner.noun}s {there.object}",
         )  # fmt: skip
         hidden = wire.hidden_key(sets_key, name, key).hex()

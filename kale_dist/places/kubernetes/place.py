@@ -157,12 +157,21 @@ class KubernetesPlace:
     # -- its end --------------------------------------------------------------------------------------------------------
 
     def fetch(self, handle: PlacedJob, name: str, target: pathlib.Path) -> bool:
-        """Copy an outcome or the checkpoint from the log of the head, or from the job's store."""
+        """Copy an outcome or the checkpoint from the log of the head, or from where it has put them."""
         if name.startswith("outcome-") and self._from_log(handle, name, target):
             return True
+        if not handle.spec.store and self._may_have_left(handle):
+            left = dataclasses.replace(handle.spec, store=manifests.left_results(handle.spec)[0])
+            handle = dataclasses.replace(handle, spec=left)
         if not handle.spec.store or not (name == "checkpoint" or name.startswith("outcome-")):
             return False
         return self._from_store(handle, name, target)
+
+    def _may_have_left(self, handle: PlacedJob) -> bool:
+        """Whether the head of a job without a store may have left results in a volume: it has ended in order, and the job is this user's."""
+        look = self.look(handle)
+        in_order = look.finished == "succeeded" if look.head is None else bool(look.head.message)
+        return in_order and records.read_key(handle.ref.record_name) is not None
 
     def _from_log(self, handle: PlacedJob, name: str, target: pathlib.Path) -> bool:
         """Copy small outcomes out of the head's log: all of them at once, as reading the log again for each would take long."""

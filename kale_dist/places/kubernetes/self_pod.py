@@ -16,7 +16,7 @@ from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.volumes import Volume, VolumeKind, hidden_by
 from kale_dist.places.kubernetes.client import Cluster, own_namespace
 from kale_dist.places.manifests import claim_of
-from kale_dist.places.manifests.settings import CLAIM_SCHEME
+from kale_dist.places.manifests.settings import CLAIM_SCHEME, LEFT_FOLDER
 
 NODE_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
@@ -179,7 +179,7 @@ def own_store(own: SelfPod | None) -> str:
     """A volume of the notebook's pod that other pods can write into, too."""
     for claim in own.claims if own is not None else ():
         if "ReadWriteMany" in claim.access_modes and not claim.read_only:
-            return f"{CLAIM_SCHEME}{claim.claim}/{claim.sub_path}".rstrip("/") + "/.kale-dist"
+            return f"{CLAIM_SCHEME}{claim.claim}/{claim.sub_path}".rstrip("/") + f"/{LEFT_FOLDER}"
     return ""
 
 

@@ -25,6 +25,7 @@ from kale_dist.job.records import FIRST_LIFE, Life
 from kale_dist.job.spec.job_spec import JobSpec, Request, Settled
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
+from kale_dist.job.view import facts
 from kale_dist.places import manifests, orders
 from kale_dist.places.kubernetes import client, errand, objects, preflight, roles, self_pod
 from kale_dist.places.kubernetes.client import Cluster
@@ -38,7 +39,6 @@ from kale_dist.worker.rank import process_state
 
 _SECRET_BYTES = 1_000_000
 _MIB = 1 << 20
-_LONG_S = 3600.0
 
 
 def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
@@ -114,9 +114,10 @@ def render(spec: JobSpec) -> str:
     has_policy = spec.cluster.network_policy is not False
     policies = (manifests.network_policy(spec, settings, {}),) if has_policy else ()
     without = "" if has_policy else f"# It gets no NetworkPolicy. {roles.POLICIES.without}.\n"
-    printed = f"# Results of up to 1 MB are printed into the first pod's log, {roles.WHO_READS_LOGS}.\n"
+    when = "" if spec.prints_results else " if no notebook is connected at the job's end"
+    printed = f"# Results of up to 1 MB are printed into the first pod's log{when}, {roles.WHO_READS_LOGS}.\n"
     return (
-        f"{recipe}{without}{printed * spec.prints_results}"
+        f"{recipe}{without}{printed * (spec.prints_results or not spec.store)}"
         f"# The {kind.name} becomes the owner of what follows it, once it has a uid. "
         f"The Secret also gets: {', '.join(files)}.\n"
         f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs.\n"
@@ -266,12 +267,10 @@ def _check(cluster: Cluster, spec: Settled, own: SelfPod | None, namespace: pref
         warn(str(item.trouble))
     if own is not None and own.image_warning and spec.image == own.image:
         warn(own.image_warning)
-    if spec.policy.timeout_s is not None and spec.policy.timeout_s > _LONG_S and not spec.store:
-        warn(
-            f"The job may run for {spec.policy.timeout_s / _LONG_S:.1f} hours, and its results are lost if this kernel "
-            f"does not fetch them within {spec.cluster.collect_wait_s:g} s of its end: give a store, such as "
-            "store='pvc://claim'"
-        )
+    if not spec.store and spec.keep_warm_s is None:
+        left, wait_s = manifests.left_results(spec)[0], spec.cluster.collect_wait_s
+        then = f"go to {left}" if left else f"are lost {facts.duration(wait_s)} later; store='pvc://claim' keeps them"
+        log(f"If no notebook is connected when the job ends, results over 1 MB and a failed job's checkpoint {then}")
 
 
 # -- what a job gets ----------------------------------------------------------------------------------------------------
@@ -332,6 +331,8 @@ def order(spec: JobSpec, source: Source, life: Life = FIRST_LIFE, *, torch_flags
         replaces_pods=kind_of(spec).replaces_pods(spec),
         returns_head=kind_of(spec).returns_head(spec),
         outcomes_on_stdout=spec.prints_results,
+        ends_unfollowed=not spec.store,
+        left_in=manifests.left_results(spec)[1],
         **kind_of(spec).order(spec),
     )
 

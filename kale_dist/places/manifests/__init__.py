@@ -16,7 +16,7 @@ from kale_dist.places.manifests.kind import (
     owner_of,
 )
 from kale_dist.places.manifests.kubeflow_jobs import MPIJob, PyTorchJob, TFJob
-from kale_dist.places.manifests.settings import ObjectSettings, claim_of, input_secret_name, object_name
+from kale_dist.places.manifests.settings import ObjectSettings, claim_of, input_secret_name, left_results, object_name
 from kale_dist.places.manifests.train_job import TrainJob
 from kale_dist.places.manifests.yaml_text import to_yaml
 
@@ -31,6 +31,7 @@ __all__ = [
     "input_secret",
     "input_secret_name",
     "kind_of",
+    "left_results",
     "network_policy",
     "object_name",
     "owner_of",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from kale_dist.job.spec.job_spec import Settled
+from kale_dist.job.spec.volumes import VolumeKind
 
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 """Label on every object of a job: the job's name."""
@@ -54,6 +55,8 @@ HOME_FOLDER = "/kale-dist/home"
 STORE_FOLDER = "/kale-dist/store"
 """Folder at which pods mount the claim that is the job's store."""
 
+LEFT_FOLDER = ".kale-dist"
+"""Folder of a claim that was mounted for something else."""
 
 CLAIM_SCHEME = "pvc://"
 """Begins the URL of a store that is a claim."""
@@ -96,6 +99,19 @@ def own_labels(job: str, *, is_errand: bool = False) -> dict[str, str]:
         INSTANCE_LABEL: job,
         "app.kubernetes.io/component": "training",
     }
+
+
+def left_results(spec: Settled) -> tuple[str, str]:
+    """Where the head leaves results that nobody fetches, of a job without a store: in a claim that it has mounted for writing.
+
+    Returns:
+        The folder as `store=` would name it, and its path in the pods; both empty if there is no such claim.
+    """
+    for volume in spec.volumes if not spec.store else ():
+        if volume.kind is VolumeKind.CLAIM and not volume.read_only:
+            source = f"{volume.source}/{volume.sub_path}".rstrip("/")
+            return f"{CLAIM_SCHEME}{source}/{LEFT_FOLDER}", f"{volume.mount_path}/{LEFT_FOLDER}"
+    return "", ""
 
 
 def claim_of(spec: Settled) -> tuple[str, str]:

@@ -132,6 +132,8 @@ class ByteServer(Served):
         self.missing = missing
         self.news = threading.Condition()
         """Notified when the files have grown, or a blob has come."""
+        self.followers = 0
+        """How many notebooks read the stream."""
         self.upload_locks: dict[str, threading.Lock] = {}
         self._within, self._prefix = within, prefix
         self.jobs: dict[str, ByteServer] = {}
@@ -149,6 +151,17 @@ class ByteServer(Served):
         """The files have grown."""
         with self.news:
             self.news.notify_all()
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Count a notebook that reads the stream."""
+        with self.news:
+            self.followers += 1
+        try:
+            yield
+        finally:
+            with self.news:
+                self.followers -= 1
 
     def received(self, digest: str) -> int:
         """Bytes of a blob that have come so far."""
@@ -405,7 +418,11 @@ class _JobRequest(_Request):
         self.send_response_only(200)
         self.send_header("Connection", "close")
         self.end_headers()
-        with contextlib.closing(_LogSender(writer, line)) as log, owner.files.events.open("rb") as events:
+        with (
+            owner.followed(),
+            contextlib.closing(_LogSender(writer, line)) as log,
+            owner.files.events.open("rb") as events,
+        ):
             for _ in range(event):
                 if not events.readline().endswith(b"\n"):
                     break

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import functools
 import os
 import signal
@@ -41,7 +43,7 @@ DRAIN_LIMIT_S = 60.0
 TERM_DRAIN_LIMIT_S = 8.0
 """The same when the pod got SIGTERM."""
 
-STDOUT_OUTCOMES_BYTES = 1_000_000
+STDOUT_OUTCOMES_BYTES = 1 << 20
 """Outcomes ride in stdout, rank 0's first, up to this much together."""
 
 KEPT_COLLECT_S = 60.0
@@ -116,6 +118,8 @@ class JobHead:
         self._is_acknowledged = False
         self._is_terminating = False
         self._on_stdout = False
+        self._is_alone = False
+        """Whether the results are left behind, as no notebook is connected to fetch them."""
 
     def _fail(self, cause: FailureCause, reason: str) -> None:
         self._job.fail(cause, reason)
@@ -141,6 +145,7 @@ class JobHead:
         self._serve_metrics()
         preparing = [asyncio.ensure_future(one) for one in (self._prepare(), self._look_at_folders())]
         verdict = await self._job.run()
+        self._is_alone = self._pod.order.ends_unfollowed and not self.server.followers
         self._copy_outcomes()
         self._job.write_end(verdict)
         self.writer.close(lambda: self._written.set_result(None))
@@ -265,8 +270,8 @@ class JobHead:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _copy_outcomes(self) -> None:
-        """Put small outcomes into stdout, before the verdict, after which it is not read."""
-        if not self._pod.order.outcomes_on_stdout:
+        """Put small outcomes into stdout, where no connection brings them."""
+        if not (self._pod.order.outcomes_on_stdout or self._is_alone):
             return
         left, paths = STDOUT_OUTCOMES_BYTES, sorted(self._pod.files.folder.glob("outcome-*"), key=_by_rank)
         self._on_stdout = True
@@ -281,6 +286,10 @@ class JobHead:
                 self.stdout.offer(block, always=True)
 
     async def _put_results(self) -> None:
+        if self._is_alone and self._pod.order.left_in:
+            left = copy.copy(self._pod)
+            left.order = dataclasses.replace(left.order, store=left.order.left_in)
+            self._kept = StoreCopy(left, self.writer, lambda: self._job.used_restarts)
         goes_on = self._is_terminating and self._pod.order.returns_head
         await asyncio.to_thread(functools.partial(self._kept.put_results, goes_on=goes_on))
 
@@ -291,12 +300,17 @@ class JobHead:
         while self._is_awaited(verdict):
             limit_s = min(order.collect_wait_s, KEPT_COLLECT_S) if self._kept.is_complete else order.collect_wait_s
             if time.monotonic() - ended_at >= limit_s:
+                if order.ends_unfollowed and not self._is_alone:
+                    # A notebook that sleeps, or whose network is gone, has looked as if it were connected.
+                    self._is_alone = True
+                    self._copy_outcomes()
+                    await self._put_results()
                 # The files are closed: this is for a reader of the pod's log.
-                kept = (
-                    f"They are in {order.store}/jobs/{order.job}"
-                    if self._kept.is_complete
-                    else ("They are lost; give a store with store='pvc://...' to keep them")
-                )
+                kept = "They are lost; give a store with store='pvc://...' to keep them"
+                if self._kept.is_complete:
+                    kept = f"They are in {order.store or order.left_in}/jobs/{order.job}"
+                elif self._on_stdout:
+                    kept = "They are in this log"
                 text = f"The results were not fetched within {limit_s:g} s (collect_wait_s). {kept}"
                 self.stdout.log(text)
                 return
@@ -311,7 +325,7 @@ class JobHead:
         notebook_sees_store = "://" in order.store or order.source is Source.FOLDER
         if self._is_acknowledged or self._is_terminating or order.work_is_kept:
             return False
-        if self._kept.is_complete and notebook_sees_store:
+        if self._kept.is_complete and (notebook_sees_store or self._is_alone):
             return False
         if verdict.state is not StateName.SUCCEEDED and self._pod.files.checkpoint.exists():
             return True

@@ -179,16 +179,20 @@ class ScriptedHead:
         self.streams += 1
         cuts = self.cuts
         peer.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
-        at = 0
+        at, is_first = 0, True
         while True:
             with self.changed:
-                self.changed.wait(0.02)
+                self.changed.wait(0.0 if is_first else 0.02)
                 if self.cuts > cuts or self.state == "ended":
                     return
                 fresh, at = self.blocks[at:], len(self.blocks)
             for kind, _, following, block in fresh:
                 if kind == "progress" or following > (line if kind == "line" else event):
                     peer.sendall(block)
+            if is_first:
+                # There is no more by now.
+                peer.sendall(b"\n")
+                is_first = False
 
     @staticmethod
     def _answer(peer, status, data, offset=0, *, is_cut=False):
@@ -349,7 +353,9 @@ class ScriptedPlace:
 
     def remove(self, handle):
         self.removed.append(handle.life)
-        self.runs.pop(handle.life, None)
+        run = self.runs.pop(handle.life, None)
+        for head in run.heads if run is not None else ():
+            head.end(137)
 
     def survey(self, namespace, labels):
         return []

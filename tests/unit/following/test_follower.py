@@ -27,7 +27,7 @@ from kale_dist.job import records
 from kale_dist.job.backend import JobRef, Part, Trouble
 from kale_dist.job.spec.place_settings import PENDING_TIMEOUT_S
 from kale_dist.places.following import backend as followed
-from kale_dist.places.following import client, copy
+from kale_dist.places.following import client, copy, follower
 from kale_dist.places.following.backend import FollowedBackend
 from kale_dist.places.following.follower import Follower
 from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName, Verdict
@@ -63,6 +63,8 @@ def backend(place, clock, monkeypatch):
 def submit(backend, place):
     def start(**given):
         ref = backend.submit(spec_of(**given), KEY)
+        # The first status waits longer than others.
+        backend.status(ref)
         return ref, place.head()
 
     return start
@@ -222,6 +224,34 @@ def test_a_notebook_that_slept_for_an_hour_goes_on_where_it_was(backend, submit,
     head.succeed()
     assert wait_for_end(backend, ref).state is StateName.SUCCEEDED
     assert len(texts(backend, ref)) == 1001
+
+
+@pytest.mark.parametrize("state", [None, StateName.SUCCEEDED, StateName.FAILED])
+def test_a_new_process_answers_with_what_the_head_has_by_now(backend, submit, place, state):
+    ref, head = submit()
+    head.run()
+    backend.close()
+    head.lines(0, *(f"line {number}" for number in range(20_000)))
+    head.event(EventKind.METRICS, rank=0, values={"loss": 0.25}, source="train", epoch=7)
+    head.event(EventKind.CHECKPOINT, epoch=7, step=70, path="checkpoint", bytes=4)
+    head.files["checkpoint"] = b"epoch 7"
+    if state is StateName.SUCCEEDED:
+        head.succeed()
+    elif state is StateName.FAILED:
+        head.verdict(state, "It ended", FailureCause.ERROR)
+    status = backend.status(ref)
+    assert (status.state, status.checkpoint_epoch) == (state or StateName.RUNNING, 7)
+    assert len(texts(backend, ref)) == 20_000
+
+
+def test_a_new_process_says_that_the_head_has_not_answered(backend, submit, place, monkeypatch):
+    monkeypatch.setattr(follower, "FIRST_LOOK_S", 0.3)
+    ref, head = submit()
+    head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
+    backend.close()
+    head.refuse()
+    assert "has not answered yet" in backend.status(ref).reason
 
 
 def test_two_notebooks_one_follows_and_the_other_takes_over(backend, submit, place, clock):
