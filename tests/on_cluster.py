@@ -111,12 +111,27 @@ class Network:
         host, _, port = config["clusters"][0]["cluster"]["server"].removeprefix("https://").partition(":")
         self._address = (host, int(port or 443))
         self._is_up = True
+        self._bytes_each = None
+        self._flows = threading.Event()
+        self._flows.set()
         self._sockets = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         server = f"https://127.0.0.1:{self._listener.getsockname()[1]}"
         config["clusters"][0]["cluster"] |= {"server": server, "tls-server-name": host}
         path.write_text(json.dumps(config))
         threading.Thread(target=self._serve, daemon=True).start()
+
+    def refuse(self):
+        """Refuse new connections; those that are there stay."""
+        self._is_up = False
+
+    def hang(self):
+        """Neither end connections nor carry anything."""
+        self._flows.clear()
+
+    def cut_each_after(self, size):
+        """Cut each new connection after so many bytes from afar."""
+        self._bytes_each = size
 
     def cut(self):
         self._is_up = False
@@ -129,9 +144,11 @@ class Network:
 
     def mend(self):
         self._is_up = True
+        self._flows.set()
 
     def close(self):
         self._listener.close()
+        self._flows.set()
         self.cut()
 
     def _serve(self):
@@ -145,17 +162,19 @@ class Network:
                 continue
             far = socket.create_connection(self._address)
             self._sockets += [near, far]
-            threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
+            threading.Thread(target=self._pump, args=(near, far, self._bytes_each), daemon=True).start()
 
-    @staticmethod
-    def _pump(near, far):
+    def _pump(self, near, far, left):
         try:
-            while True:
+            while left is None or left > 0:
                 for one in select.select([near, far], [], [])[0]:
                     data = one.recv(1 << 16)
+                    self._flows.wait()
                     if not data:
                         return
                     (far if one is near else near).sendall(data)
+                    if one is far and left is not None:
+                        left -= len(data)
         except OSError:
             return
         finally:

@@ -97,3 +97,18 @@ def eats_memory():
 
 def large(size):
     return os.urandom(size)
+
+
+def trains_and_fails(model, loader, criterion, optimizer, device, args):
+    """A slow epoch; fails in the one that `args` names. What the epochs are is in the state of the model."""
+    import torch
+
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        criterion(model(inputs), labels).backward()
+        optimizer.step()
+    time.sleep(0.5)
+    with torch.no_grad():
+        model.epochs += 1
+    if int(model.epochs) == args:
+        raise ValueError("the fault of the user's code")

@@ -7,17 +7,18 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import time
 import uuid
 
 import pytest
-from fault_work import counts, waits
+from fault_work import counts, trains_and_fails, waits
 from in_containers import check_counts, ctrl_c, cut_off
-from on_cluster import Network, grant, pods_in, run_kubectl, write_kubeconfig
+from on_cluster import IMAGE, Network, grant, make_claim, pods_in, run_kubectl, write_kubeconfig
 from on_this_machine import breaking_at
 
 import kale_dist as kd
-from kale_dist.errors import JobNotFoundError
+from kale_dist.errors import BackendError, JobNotFoundError
 from kale_dist.job import records
 from kale_dist.places.kubernetes import roles
 from kale_dist.places.manifests import KINDS
@@ -60,10 +61,7 @@ def network_is_cut(scene):
 
 
 def way_to_the_cluster_is_cut(scene):
-    path = scene.folder / "kubeconfig"
-    network = Network(os.environ["KUBECONFIG"], path)
-    scene.undone.callback(network.close)
-    scene.patch.setenv("KUBECONFIG", str(path))
+    network, _ = through_a_network(scene)
     job = scene.launch(counts, 200, 0.1, on=in_pods(scene))
     has_counted(scene, job)
     network.cut()
@@ -72,6 +70,99 @@ def way_to_the_cluster_is_cut(scene):
     network.mend()
     scene.succeeds(job, 200, 200)
     check_counts(job, 200)
+
+
+def through_a_network(scene):
+    """Have this process reach the cluster through a network of the test's; gives it, and how `kubectl` goes around it."""
+    original, path = os.environ["KUBECONFIG"], scene.folder / "kubeconfig"
+    network = Network(original, path)
+    scene.undone.callback(network.close)
+    scene.patch.setenv("KUBECONFIG", str(path))
+    return network, ("--kubeconfig", original)
+
+
+def reached_is_kept(scene, fault, ending):
+    """A training of 8 MB ends or is renewed while the way to its head is disturbed, and all that it has reached comes."""
+    import torch
+    from torch import nn
+
+    on = pods_in(namespace_of(scene), master=False)
+    network, around = through_a_network(scene)
+    model = nn.Sequential(nn.Linear(8, 200_000), nn.Linear(200_000, 2))
+    model.register_buffer("epochs", torch.zeros(()))
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(8, 8), torch.zeros(8, dtype=torch.long)), batch_size=8
+    )
+    job = scene.follow(
+        kd.distribute(
+            model, loader, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 1e-6), trains_and_fails,
+            train_args=6 if ending == "fails" else None, epochs=12, number_of_processes=2, max_restarts=1, on=on,
+        )
+    )  # fmt: skip
+    scene.until(lambda: (job.status.checkpoint_epoch or 0) >= 3, job)
+    getattr(network, fault)(*((1_000_000,) if fault == "cut_each_after" else ()))
+    if ending == "is cancelled":
+        with contextlib.suppress(BackendError):
+            job.cancel()
+    elif ending == "is renewed":
+        run_kubectl(
+            *around, "-n", scene.namespace, "delete", "pod", f"{job.name}-worker-1", "--force", "--grace-period=0"
+        )
+    if fault != "cut_each_after":
+        time.sleep(15)
+        network.mend()
+    status = scene.end_of(job)
+    if ending == "is renewed":
+        assert (status.state.value, status.warnings) == ("succeeded", ()), (status, [str(line) for line in job.logs()])
+        assert int(job.state_dict()["epochs"]) == 12
+        return
+    assert status.state.value == ("failed" if ending == "fails" else "cancelled"), status
+    assert int(job.state_dict(partial=True)["epochs"]) == status.checkpoint_epoch >= 3
+    with pytest.raises(kd.errors.JobError) as caught:
+        job.result()
+    if ending == "fails":
+        assert isinstance(caught.value.__cause__, ValueError)
+    else:
+        assert "Its last checkpoint is kept" in str(caught.value)
+
+
+def notebook_is_gone(scene, size):
+    """A notebook ends; a worker is lost; in the morning another process has the model."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    code = """
+        import torch
+        from torch import nn
+        model = nn.Linear(8, {size})
+        model.register_buffer("epochs", torch.zeros(()))
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8), torch.zeros(8, dtype=torch.long)), batch_size=8)
+        on = kd.Kubernetes(**{settings!r})
+        job = kd.distribute(model, loader, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 1e-6), trains_and_fails,
+            epochs=8, number_of_processes=2, max_restarts=1, name={name!r}, on=on)
+        while (job.status.checkpoint_epoch or 0) < 2:
+            time.sleep(0.1)
+        os._exit(0)
+    """
+    volumes = {}
+    if size > 100_000:
+        make_claim(namespace_of(scene), "data")
+        volumes = {"volumes": {"/data": "data"}}
+    on = {"namespace": namespace_of(scene), "image": IMAGE, "resources": {"cpu": 0.1, "memory": "1Gi"}, **volumes}
+    scene.said_by(scene.notebook(code.format(size=size, settings=on, name=name)))
+    run_kubectl("-n", scene.namespace, "delete", "pod", f"{name}-worker-0", "--force", "--grace-period=0")
+    path = "jsonpath={.status.conditions[-1:].type}"
+    scene.until(lambda: run_kubectl("-n", scene.namespace, "get", "pytorchjob", name, "-o", path) == "Succeeded")
+    reference, weights = f"kubernetes://{scene.namespace}/{name}", scene.folder / "model.pt"
+    command = [sys.executable, "-P", "-m", "kale_dist.cli"]
+    for words, expected in (
+        (["status", reference], "succeeded"),
+        (["fetch", reference, "-o", str(weights)], "model.pt"),
+    ):
+        ended = subprocess.run([*command, *words], capture_output=True, text=True, check=False, timeout=scene.bound_s)
+        assert expected in ended.stdout.lower(), ended
+    import torch
+
+    assert int(torch.load(weights)["epochs"]) == 8
+    scene.follow(kd.attach(reference))
 
 
 def namespace_is_deleted(scene):

@@ -76,6 +76,22 @@ FAULTS = (
     Fault("killed at each step of a submission", DOCKER, 60, "No container, or a job that is listed", docker.killed_at_each_step, NIGHTLY),
     Fault("the network between two pods is cut for ten seconds", PODS, 150, "The job goes on; no line is lost", pods.network_is_cut, NIGHTLY),
     Fault("the way from the notebook is cut for ten seconds", PODS, 150, "The job goes on; no line is lost", pods.way_to_the_cluster_is_cut, NIGHTLY),
+    *(
+        Fault(f"a job {ending} while {how}", PODS, 200, f"{outcome}", partial(pods.reached_is_kept, fault=fault, ending=ending), NIGHTLY)
+        for ending, outcome in {
+            "fails": "Its exception and last checkpoint come",
+            "is cancelled": "Its last checkpoint comes, and the error says so",
+            "is renewed": "It resumes from its last checkpoint",
+        }.items()
+        for fault, how in {
+            "cut_each_after": "each connection of the notebook is cut after 1 MB",
+            "refuse": "new connections of the notebook are refused for 15 seconds",
+            "cut": "the API server is away for 15 seconds",
+            "hang": "connections neither end nor carry anything for 15 seconds",
+        }.items()
+    ),
+    Fault("the notebook ends, then a worker is lost", PODS, 150, "The head ends; `kale-dist status` and `fetch` have the model, from its log", partial(pods.notebook_is_gone, size=2), NIGHTLY),
+    Fault("the same, with 4 MB of results and a claim", PODS, 200, "The head ends; `kale-dist status` and `fetch` have the model, from the claim", partial(pods.notebook_is_gone, size=500_000), NIGHTLY),
     Fault("their namespace is deleted", PODS, 150, "The job ends and says so", pods.namespace_is_deleted, NIGHTLY),
     Fault("a quota is lowered", PODS, 150, "What runs goes on; the next job waits and names the quota", pods.quota_is_lowered, NIGHTLY),
     Fault("two users in one namespace", PODS, 180, "Neither touches the other's; a name is taken once", pods.two_users, NIGHTLY),

@@ -75,6 +75,8 @@ class Follower:
         """What the place reports."""
         self._reach = HeadReach(self._job, records.life(self._job.files))
         self._kill_at: float | None = None
+        self._cancel: Callable[[HeadClient], None] | None = None
+        """What neither the head nor the place has got yet."""
         self._unsubscribe: Callable[[], None] = lambda: None
         self._woken = threading.Event()
         self._stopped = threading.Event()
@@ -119,8 +121,10 @@ class Follower:
         """
         records.mark_cancelled(self._job.files)
         self._kill_at = self._clock.monotonic() + grace_s + (CANCEL_GRACE_S if save else 0.0) + CANCEL_MARGIN_S
-        if not self._reach.ask(lambda head: head.cancel(grace_s, save=save)):
+        self._cancel = lambda head: head.cancel(grace_s, save=save)
+        if not self._reach.ask(self._cancel):
             self._job.place.kill(self._reach.handle, grace_s)
+        self._cancel = None
         self._woken.set()
 
     def send(self, rank: int, message: ToAgent, blobs: Iterable[str]) -> bool:
@@ -231,6 +235,9 @@ class Follower:
             self._unsubscribe = self._job.place.listen(self._reach.handle, self._woken.set)
 
     def _kill_if_due(self) -> None:
+        """Have a cancelled job end: its head, as soon as it can be reached, saves first."""
+        if self._cancel is not None and self.sight.head_runs and self._reach.ask(self._cancel):
+            self._cancel = None
         if self._kill_at is not None and self._clock.monotonic() > self._kill_at:
             self._kill_at = None
             with contextlib.suppress(BackendError):

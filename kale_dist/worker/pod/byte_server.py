@@ -29,6 +29,7 @@ import hashlib
 import http.server
 import io
 import json
+import math
 import os
 import pathlib
 import re
@@ -49,6 +50,9 @@ from kale_dist.worker.agent.writer import JobWriter, LogFile
 
 SILENCE_LIMIT_S = 60.0
 """A connection on which nothing moves for so long is closed."""
+
+ATTENDED_S = 30.0
+"""A notebook that wants something asks again within this time, however its network is."""
 
 GATHER_S = 0.02
 """What comes within this time of the last piece of a stream is sent together: each piece costs the notebook's processor alike."""
@@ -80,6 +84,25 @@ class Served:
     def __init__(self, key: bytes, store: FolderStore) -> None:
         self.key = key
         self.store = store
+        self._lock = threading.Lock()
+        self._requests = 0
+        self._asked_at = -math.inf
+
+    @property
+    def is_attended(self) -> bool:
+        """Whether somebody with the key is there: receives or sends something, or has done so a moment ago."""
+        return self._requests > 0 or time.monotonic() - self._asked_at < ATTENDED_S
+
+    @contextlib.contextmanager
+    def attended(self) -> Iterator[None]:
+        """Count a request while it is answered."""
+        with self._lock:
+            self._requests += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._requests, self._asked_at = self._requests - 1, time.monotonic()
 
     def find(self, path: str) -> tuple[Self, str]:
         """The job that a request is about, and the rest of its path."""
@@ -132,8 +155,6 @@ class ByteServer(Served):
         self.missing = missing
         self.news = threading.Condition()
         """Notified when the files have grown, or a blob has come."""
-        self.followers = 0
-        """How many notebooks read the stream."""
         self.upload_locks: dict[str, threading.Lock] = {}
         self._within, self._prefix = within, prefix
         self.jobs: dict[str, ByteServer] = {}
@@ -151,17 +172,6 @@ class ByteServer(Served):
         """The files have grown."""
         with self.news:
             self.news.notify_all()
-
-    @contextlib.contextmanager
-    def followed(self) -> Iterator[None]:
-        """Count a notebook that reads the stream."""
-        with self.news:
-            self.followers += 1
-        try:
-            yield
-        finally:
-            with self.news:
-                self.followers -= 1
 
     def received(self, digest: str) -> int:
         """Bytes of a blob that have come so far."""
@@ -317,7 +327,8 @@ class _Request(http.server.BaseHTTPRequestHandler):
                 return
         target = urllib.parse.urlsplit(path)
         try:
-            self._route(target.path.split("/")[1:], dict(urllib.parse.parse_qsl(target.query)), text)
+            with owner.attended():
+                self._route(target.path.split("/")[1:], dict(urllib.parse.parse_qsl(target.query)), text)
         except FileNotFoundError:
             self._reply(404, {"error": f"{self.path} is not there"})
         except StoreError as error:
@@ -419,7 +430,6 @@ class _JobRequest(_Request):
         self.send_header("Connection", "close")
         self.end_headers()
         with (
-            owner.followed(),
             contextlib.closing(_LogSender(writer, line)) as log,
             owner.files.events.open("rb") as events,
         ):

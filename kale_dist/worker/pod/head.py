@@ -145,7 +145,7 @@ class JobHead:
         self._serve_metrics()
         preparing = [asyncio.ensure_future(one) for one in (self._prepare(), self._look_at_folders())]
         verdict = await self._job.run()
-        self._is_alone = self._pod.order.ends_unfollowed and not self.server.followers
+        self._is_alone = self._pod.order.ends_unfollowed and not self.server.is_attended
         self._copy_outcomes()
         self._job.write_end(verdict)
         self.writer.close(lambda: self._written.set_result(None))
@@ -298,13 +298,14 @@ class JobHead:
         order = self._pod.order
         tried_at = ended_at
         while self._is_awaited(verdict):
+            if order.ends_unfollowed and not (self._is_alone or self.server.is_attended):
+                # Its network is gone, or it has just ended.
+                self._is_alone = True
+                self._copy_outcomes()
+                await self._put_results()
+                continue
             limit_s = min(order.collect_wait_s, KEPT_COLLECT_S) if self._kept.is_complete else order.collect_wait_s
             if time.monotonic() - ended_at >= limit_s:
-                if order.ends_unfollowed and not self._is_alone:
-                    # A notebook that sleeps, or whose network is gone, has looked as if it were connected.
-                    self._is_alone = True
-                    self._copy_outcomes()
-                    await self._put_results()
                 # The files are closed: this is for a reader of the pod's log.
                 kept = "They are lost; give a store with store='pvc://...' to keep them"
                 if self._kept.is_complete:

@@ -642,6 +642,19 @@ def test_cancel_kills_where_the_head_does_not_answer(backend, submit, place):
     assert place.killed == [(1, 2.0)]
 
 
+def test_a_cancel_that_reached_nobody_reaches_the_head_later(backend, submit, place):
+    ref, head = submit()
+    head.run()
+    head.refuse()
+    place.refusal = BackendError("The API server is away", retryable=True)
+    with pytest.raises(BackendError, match="is away"):
+        backend.cancel(ref)
+    assert not head.cancelled.is_set()
+    head.mend()
+    assert head.cancelled.wait(5)
+    assert not place.killed
+
+
 @pytest.mark.parametrize(("save", "grace_s"), [(True, 90.0), (False, 5.0)])
 def test_a_cancel_gives_ranks_the_grace_of_the_call_if_they_may_save(backend, submit, place, save, grace_s):
     ref, head = submit(grace_s=90.0)
