@@ -675,7 +675,7 @@ class Job(Generic[R]):
         self._check_trains()
         status = self.status
         succeeded = status.attempt if status.state is StateName.SUCCEEDED else None
-        return self._outcomes.checkpoint(status.checkpoint_epoch, succeeded)
+        return self._outcomes.checkpoint(status.checkpoint_epoch, succeeded, is_final=status.is_final)
 
     def _fill_notebook(self) -> None:
         """Write the weights into the notebook's objects, if the job trains some that are known here."""

@@ -210,15 +210,19 @@ class OutcomeReader:
             raise ResultUnavailableError(f"{problem}: that needs kd.callbacks.ModelCheckpoint(...)", self._ref)
         return _copy(kept)
 
-    def checkpoint(self, epoch: int | None = None, succeeded: int | None = None) -> pathlib.Path:
+    def checkpoint(
+        self, epoch: int | None = None, succeeded: int | None = None, *, is_final: bool = False
+    ) -> pathlib.Path:
         """The file of the last checkpoint, fetched if it is elsewhere.
 
         Args:
             epoch: The epoch of the last checkpoint, as far as the job's status shows it.
             succeeded: The attempt that has succeeded; None if none has.
+            is_final: Whether there is no later checkpoint than that of `epoch`.
 
         Raises:
             ResultUnavailableError: There is none.
+            BackendError: Its place cannot be reached.
         """
         self._spec.check_version(self._ref)
         path = self.files.checkpoint
@@ -228,11 +232,14 @@ class OutcomeReader:
                 with blobs.fresh(path) as part:
                     part.write_bytes(rest)
                 return path
-        if epoch is not None or self._spec.store:
-            self._bring(self.files.checkpoint)
-        found = [path for path in (self.files.checkpoint, self.files.older_checkpoint) if path.exists()]
         from kale_dist.worker.training import checkpoint
 
+        is_here = False
+        with contextlib.suppress(SnapshotDamagedError, OSError):
+            is_here = is_final and checkpoint.read(path).epoch == epoch
+        if not is_here and (epoch is not None or self._spec.store):
+            self._bring(path)
+        found = [path for path in (self.files.checkpoint, self.files.older_checkpoint) if path.exists()]
         for path in found:
             with contextlib.suppress(SnapshotDamagedError, OSError):
                 checkpoint.read(path)

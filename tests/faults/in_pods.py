@@ -96,10 +96,10 @@ def reached_is_kept(scene, fault, ending):
     job = scene.follow(
         kd.distribute(
             model, loader, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 1e-6), trains_and_fails,
-            train_args=6 if ending == "fails" else None, epochs=12, number_of_processes=2, max_restarts=1, on=on,
+            train_args=6 if ending == "fails" else None, epochs=12, checkpoint_every=1, number_of_processes=2, max_restarts=1, on=on,
         )
     )  # fmt: skip
-    scene.until(lambda: (job.status.checkpoint_epoch or 0) >= 3, job)
+    scene.until(lambda: (job.status.checkpoint_epoch or 0) >= 3 or job.done(), job)
     getattr(network, fault)(*((1_000_000,) if fault == "cut_each_after" else ()))
     if ending == "is cancelled":
         with contextlib.suppress(BackendError):
@@ -137,7 +137,7 @@ def notebook_is_gone(scene, size):
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8), torch.zeros(8, dtype=torch.long)), batch_size=8)
         on = kd.Kubernetes(**{settings!r})
         job = kd.distribute(model, loader, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 1e-6), trains_and_fails,
-            epochs=8, number_of_processes=2, max_restarts=1, name={name!r}, on=on)
+            epochs=8, checkpoint_every=1, number_of_processes=2, max_restarts=1, name={name!r}, on=on)
         while (job.status.checkpoint_epoch or 0) < 2:
             time.sleep(0.1)
         os._exit(0)
