@@ -122,9 +122,11 @@ class Follower:
         records.mark_cancelled(self._job.files)
         self._kill_at = self._clock.monotonic() + grace_s + (CANCEL_GRACE_S if save else 0.0) + CANCEL_MARGIN_S
         self._cancel = lambda head: head.cancel(grace_s, save=save)
-        if not self._reach.ask(self._cancel):
+        if self._reach.ask(self._cancel):
+            self._cancel = None
+        elif not (self._reach.may_answer and self.sight.head_runs):
             self._job.place.kill(self._reach.handle, grace_s)
-        self._cancel = None
+            self._cancel = None
         self._woken.set()
 
     def send(self, rank: int, message: ToAgent, blobs: Iterable[str]) -> bool:
@@ -236,12 +238,14 @@ class Follower:
 
     def _kill_if_due(self) -> None:
         """Have a cancelled job end: its head, as soon as it can be reached, saves first."""
-        if self._cancel is not None and self.sight.head_runs and self._reach.ask(self._cancel):
-            self._cancel = None
+        if self._cancel is not None and self.sight.head_runs:
+            is_sent = self._reach.ask(self._cancel)
+            self._cancel = None if is_sent else self._cancel
+            self._show("" if is_sent else "The job is told to end as soon as its first pod can be reached")
         if self._kill_at is not None and self._clock.monotonic() > self._kill_at:
-            self._kill_at = None
             with contextlib.suppress(BackendError):
                 self._job.place.kill(self._reach.handle, 0.0)
+                self._kill_at = self._cancel = None
 
     def _show(self, activity: str) -> None:
         if activity != self.activity:

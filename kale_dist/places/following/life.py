@@ -105,6 +105,8 @@ class HeadReach:
 
     def __init__(self, job: Followed, life: Life) -> None:
         self.handle = handle_of(job.place, job.record, life)
+        self.may_answer = False
+        """Whether the head, which has not got the last request, may get it later."""
         self._job = job
 
     def client(self) -> HeadClient | None:
@@ -114,11 +116,13 @@ class HeadReach:
 
     def ask(self, request: Callable[[HeadClient], None]) -> bool:
         """Send a request to the head; returns whether the head has it."""
-        client = self.client()
-        with contextlib.suppress(BackendError, StoreError):
+        client, self.may_answer = self.client(), False
+        try:
             if client is not None:
                 request(client)
                 return True
+        except (BackendError, StoreError) as error:
+            self.may_answer = isinstance(error, BackendError) and error.retryable
         return False
 
     def fetch(self, name: str, *, head_runs: bool) -> bool:
@@ -402,12 +406,12 @@ class FollowedLife:
         if status.checkpoint_epoch is not None and not is_success:
             names.append(files.checkpoint.name)
         missing = self._fetch(names)
-        # The head writes no result after its verdict, but this user's other notebook may have had it end.
-        if missing and (self.unreached is not None or is_success) and self._waits_for(missing):
+        if not missing or (self.unreached is None and not is_success):
+            return True
+        if self._waits_for(missing):
             return False
-        if missing and (self.unreached is not None or is_success):
-            why = self.unreached or "the head ended before they were fetched"
-            copy.log(f"Results could not be fetched: {listed(missing, _NAMED)} ({why})")
+        why = self.unreached or "the head ended before they were fetched"
+        copy.log(f"Results could not be fetched: {listed(missing, _NAMED)} ({why})")
         return True
 
     def fetch_checkpoint(self) -> str | None:

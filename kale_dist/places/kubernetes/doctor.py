@@ -33,6 +33,7 @@ def examine(namespace: str = "", context: str = "") -> tuple[Check, ...]:
     except BackendError as error:
         return (broken("connection", error, _REMEDY),)
     rows = [_configuration(configured), _connection(cluster), _image(configured, cluster)]
+    rows.append(_results(configured, cluster))
     try:
         there = [kind for kind in KINDS.values() if objects.is_served(cluster, kind)]
         kind = objects.choose(cluster, "")
@@ -74,6 +75,12 @@ def _image(configured: Config, cluster: Cluster) -> Check:
     if own.image_warning:
         return warning("image", own.image_warning, "Give image= with a digest, if that matters")
     return ok("image", f"That of this notebook: {own.image}")
+
+
+def _results(configured: Config, cluster: Cluster) -> Check:
+    store = configured.store or self_pod.own_store(self_pod.find(cluster))
+    kept = f"are kept in {store}" if store else "over 1 MB are kept if it has a claim in volumes= or a store="
+    return ok("results", f"If no notebook is connected when a job ends, its results {kept}")
 
 
 def _example(configured: Config, cluster: Cluster, namespace: Namespace, kind: Kind) -> Settled:

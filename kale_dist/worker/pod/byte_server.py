@@ -429,10 +429,7 @@ class _JobRequest(_Request):
         self.send_response_only(200)
         self.send_header("Connection", "close")
         self.end_headers()
-        with (
-            contextlib.closing(_LogSender(writer, line)) as log,
-            owner.files.events.open("rb") as events,
-        ):
+        with contextlib.closing(_LogSender(writer, line)) as log, owner.files.events.open("rb") as events:
             for _ in range(event):
                 if not events.readline().endswith(b"\n"):
                     break

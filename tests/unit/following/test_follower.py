@@ -630,11 +630,11 @@ def test_a_job_that_is_cancelled_while_it_is_renewed_leaves_no_pod_of_the_first_
     assert (1, 0.0) in place.killed
 
 
-def test_cancel_kills_where_the_head_does_not_answer(backend, submit, place):
+def test_cancel_kills_where_the_head_may_not_be_asked(backend, submit, place):
     ref, head = submit(max_restarts=3)
     head.run()
     wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
-    head.cut()
+    place.forbids_connections = True
     backend.cancel(ref, grace_s=2.0)
     status = wait_for_end(backend, ref)
     assert (status.state, status.cause) == (StateName.CANCELLED, FailureCause.USER)
@@ -642,17 +642,24 @@ def test_cancel_kills_where_the_head_does_not_answer(backend, submit, place):
     assert place.killed == [(1, 2.0)]
 
 
-def test_a_cancel_that_reached_nobody_reaches_the_head_later(backend, submit, place):
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_a_head_that_cannot_be_reached_is_told_to_end_as_soon_as_it_can(backend, submit, place, is_mended):
     ref, head = submit()
     head.run()
+    wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
     head.refuse()
-    place.refusal = BackendError("The API server is away", retryable=True)
-    with pytest.raises(BackendError, match="is away"):
-        backend.cancel(ref)
-    assert not head.cancelled.is_set()
-    head.mend()
-    assert head.cancelled.wait(5)
+    place.is_down = is_mended
+    backend.cancel(ref, grace_s=2.0)
     assert not place.killed
+    if is_mended:
+        head.mend()
+        place.is_down = False
+        assert head.cancelled.wait(5)
+        assert not place.killed
+    else:
+        wait_for(lambda: "as soon as its first pod can be reached" in backend.status(ref).reason)
+        assert wait_for_end(backend, ref).state is StateName.CANCELLED
+        assert place.killed == [(1, 0.0)]
 
 
 @pytest.mark.parametrize(("save", "grace_s"), [(True, 90.0), (False, 5.0)])
@@ -660,7 +667,7 @@ def test_a_cancel_gives_ranks_the_grace_of_the_call_if_they_may_save(backend, su
     ref, head = submit(grace_s=90.0)
     head.run()
     wait_for(lambda: backend.status(ref).state is StateName.RUNNING)
-    head.cut()
+    place.forbids_connections = True
     backend.cancel(ref, save=save)
     wait_for_end(backend, ref)
     assert place.killed == [(1, grace_s)]
