@@ -96,7 +96,7 @@ def reached_is_kept(scene, fault, ending):
     job = scene.follow(
         kd.distribute(
             model, loader, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 1e-6), trains_and_fails,
-            train_args=6 if ending == "fails" else None, epochs=12, checkpoint_every=1, number_of_processes=2, max_restarts=1, on=on,
+            train_args=6 if ending == "fails" else None, epochs=200 if ending == "is cancelled" else 12, checkpoint_every=1, number_of_processes=2, max_restarts=1, on=on,
         )
     )  # fmt: skip
     scene.until(lambda: (job.status.checkpoint_epoch or 0) >= 3 or job.done(), job)
