@@ -124,10 +124,9 @@ def _python(on: str) -> Check:
 
 def _torch() -> tuple[Check, Check]:
     """Check torch and the GPUs in one process that imports torch."""
+    command = [sys.executable, "-P", "-c", _ASK_TORCH]
     try:
-        asked = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False
-        )
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False)
         found = json.loads(asked.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         remedy = "Is the disk overloaded or on a slow network?"

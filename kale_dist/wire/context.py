@@ -28,6 +28,8 @@ MIN_INTERVAL_S = 0.1
 ALL_RANKS_PER_S = 1000
 """All ranks of a job together send them at most this often: their head reads each of them."""
 
+_MAX_NAME = 200
+
 ALIVE = "alive"
 """Kind of the record by which a rank reports to its agent that something moved. It goes no further."""
 
@@ -154,11 +156,16 @@ def report(**metrics: Any) -> None:
 
     Args:
         **metrics: Numbers by name: int, float, or tensors and arrays with one element. `epoch` and `step`, if they
-            are among them and whole, mark where the other values belong. Without others, nothing is sent.
+            are among them and whole, mark where the other values belong. Without others, nothing is sent. A name has
+            1 to 200 printable characters.
 
     Raises:
-        ConfigError: A value is not a number.
+        ConfigError: A value is not a number, or a name is too long or not printable.
     """
+    for name in metrics:
+        if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+            problem = f"the name {name[:40]!r} cannot be shown"
+            raise ConfigError("metrics", problem, f"Give 1 to {_MAX_NAME} printable characters")
     values = {name: _number(name, value) for name, value in metrics.items()}
     place = {
         name: int(values.pop(name)) for name in ("epoch", "step") if name in values and float(values[name]).is_integer()
@@ -179,7 +186,9 @@ def _number(name: str, value: Any) -> float | int:
     if isinstance(value, bool) or (isinstance(value, numbers.Integral) and abs(int(value)) <= 2**63):
         return int(value)
     if isinstance(value, numbers.Real):
-        return float(value)
+        with contextlib.suppress(OverflowError):
+            return float(value)
+        raise ConfigError(name, "is too large a number for a metric", "Report its logarithm, for example")
     item = getattr(value, "item", None)
     if item is not None and isinstance(item(), int | float):
         return float(item())

@@ -74,6 +74,17 @@ def test_what_is_not_a_number_is_refused_by_name(value):
         context.report(accuracy=value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("", 1.0), ("x" * 201, 1.0), ("two\nlines", 1.0), ("\x1b[2J", 1.0), ("a", 10**400)]
+)  # fmt: skip
+def test_names_and_numbers_that_no_curve_can_show_are_refused(rank, name, value):
+    with pytest.raises(ConfigError) as refused:
+        context.report(**{name: value})
+    assert refused.value.argument == (name if name == "a" else "metrics")
+    assert len(str(refused.value)) < 400
+    assert not rank()
+
+
 def test_a_report_of_nothing_is_nothing(rank):
     context.report()
     context.report(epoch=2)

@@ -110,6 +110,15 @@ def test_a_broken_torch_is_a_failure_and_the_exit_code_says_so(tmp_path, source,
     assert torch["remedy"]
 
 
+def test_no_file_of_the_folder_that_it_is_called_in_runs(tmp_path):
+    for name in ("json", "random", "queue", "torch"):
+        (tmp_path / f"{name}.py").write_text("import pathlib; pathlib.Path(__file__).with_suffix('.ran').touch()")
+    command = [str(pathlib.Path(sys.executable).parent / "kale-dist"), "doctor", "--json"]
+    asked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert {check["name"]: check["verdict"] for check in json.loads(asked.stdout)}["torch"] != "failed"
+    assert not list(tmp_path.glob("*.ran"))
+
+
 def test_a_state_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))

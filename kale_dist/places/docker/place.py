@@ -256,7 +256,7 @@ class DockerPlace(Place):
                 # The networks of rootless engines and of virtual machines cannot be reached from this machine.
                 self._bridged.add(engine.url)
         with explained(f"connecting to {name}"):
-            made = engine.api.exec_create(name, ["python3", "-c", _BRIDGE, str(PORT + 2)], stdin=True)["Id"]
+            made = engine.api.exec_create(name, ["python3", "-P", "-c", _BRIDGE, str(PORT + 2)], stdin=True)["Id"]
             return _Bridge(engine.api.exec_start(made, socket=True))
 
     def fetch(self, handle: PlacedJob, name: str, target: pathlib.Path) -> bool:

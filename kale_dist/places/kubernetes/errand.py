@@ -97,8 +97,8 @@ def read_store(cluster: Cluster, spec: Settled, name: str, target: pathlib.Path)
     kept = f"{folder}/jobs/{spec.name}".removeprefix("/")
     # With HTTP/1.0 http.client would close the connection when it has read the headers, and a tunnel ends with that.
     command = (
-        *("python3", "-m", "http.server", str(_PORT), "--bind", "127.0.0.1", "--directory", f"{STORE_FOLDER}/{kept}"),
-        *("--protocol", "HTTP/1.1"),
+        *("python3", "-P", "-m", "http.server", str(_PORT), "--bind", "127.0.0.1"),
+        *("--directory", f"{STORE_FOLDER}/{kept}", "--protocol", "HTTP/1.1"),
     )
     try:
         with _running(cluster, spec, spec.image, command, {}, store=spec.store) as (_, pod):

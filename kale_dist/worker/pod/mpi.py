@@ -241,7 +241,7 @@ class Mpirun:
         slots = ",".join(f"{hosts[member.agent]}:{member.processes}" for member in attempt.members)
         return [
             launcher, *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "--bind-to", "none", "--host", slots,
-            "-n", str(attempt.world_size), sys.executable, "-S", "-E", "-c", _HOLDER, str(attempt.number),
+            "-n", str(attempt.world_size), sys.executable, "-S", "-E", "-P", "-c", _HOLDER, str(attempt.number),
         ]  # fmt: skip
 
     def _read(self, attempt: int) -> None:
