@@ -12,10 +12,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from kale_dist import __version__, scripts
+from kale_dist import __version__, scripts, wire
 from kale_dist.cli import doctor, image_commands, job_commands, launch_command, list_commands, run_command
 from kale_dist.errors import ConfigError, KaleDistError
-from kale_dist.job.view import facts
 
 _FAILURE, _USAGE, _READER_LEFT = 1, 2, 141
 
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(error: KaleDistError, code: int) -> int:
-    print(f"kale-dist: {facts.clean_lines(str(error))}", file=sys.stderr)
+    print(f"kale-dist: {wire.visible(str(error))}", file=sys.stderr)
     return code
 
 

@@ -6,12 +6,11 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kale_dist import places, wording
+from kale_dist import places, wire, wording
 from kale_dist.calls import verbs
 from kale_dist.cli import launch_command
 from kale_dist.cli.arguments import Commands, add_parser
@@ -38,6 +37,7 @@ def add_commands(commands: Commands) -> None:
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing until the job has ended")
     logs.add_argument("--ranks", type=_counts, metavar="N,...", help="only the lines of these ranks")
     logs.add_argument("--tail", type=_count, metavar="N", help="only the last N lines")
+    logs.add_argument("--raw", action="store_true", help="with control characters, which can do much to a terminal")
     command("events", "print the cluster's events of a job and its pods", _events)
     fetch = command("fetch", "write the trained weights to a file, or what a function returned", _fetch)
     fetch.add_argument(
@@ -104,12 +104,12 @@ def _logs(options: argparse.Namespace) -> int:
     backend, ref = find_job(options.ref)
     ranks = check_lines(options.ranks, options.tail, len(backend.status(ref).replicas))
     with watch.Reasons(backend, ref).printed() if options.follow else contextlib.nullcontext():
-        _print_lines(backend.logs(ref, follow=options.follow, ranks=ranks, tail=options.tail), as_json=options.json)
+        lines = backend.logs(ref, follow=options.follow, ranks=ranks, tail=options.tail)
+        _print_lines(lines, as_json=options.json, is_raw=options.raw)
     return 0
 
 
-def _print_lines(lines: Iterator[LogLine], *, as_json: bool) -> None:
-    clean = sys.stdout.isatty()
+def _print_lines(lines: Iterator[LogLine], *, as_json: bool, is_raw: bool) -> None:
     for line in lines:
         if as_json:
             # One object a line, so that a program can read while the job runs.
@@ -117,8 +117,7 @@ def _print_lines(lines: Iterator[LogLine], *, as_json: bool) -> None:
                 {"rank": line.rank, "stream": line.stream.name.lower(), "time": line.time, "text": line.text}
             )
         else:
-            # Only a terminal interprets escape sequences, so only for it they are removed.
-            text = f"{line.prefix} {facts.clean(line.text)}" if clean else str(line)
+            text = f"{line.prefix} {line.text}" if is_raw else wire.visible(str(line))
         print(text, flush=True)
 
 
@@ -131,7 +130,7 @@ def _events(options: argparse.Namespace) -> int:
         (
             time.strftime("%H:%M:%S", time.localtime(event.time)),
             "warning" if event.is_warning else "",
-            *map(facts.clean, (event.about, event.reason, event.message)),
+            *map(wire.visible, (event.about, event.reason, event.message)),
         )
         for event in found
     ]

@@ -13,11 +13,11 @@ import signal
 import threading
 from collections.abc import Sequence
 
+from kale_dist import wire
 from kale_dist.errors import BackendError, log
 from kale_dist.job import interrupts, watch
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.status import Breakpoint, JobStatus
-from kale_dist.job.view import facts
 from kale_dist.wire.messages import Typed, Visit
 
 _WAKE = signal.SIGURG
@@ -114,7 +114,7 @@ class Prompts:
 
     def _ask(self, there: Breakpoint) -> str | None:
         """The line that the person types; None if the rank has left the prompt meanwhile."""
-        text, newline, prompt = facts.clean_lines(there.text, keeps_colours=True).rpartition("\n")
+        text, newline, prompt = wire.visible(there.text, keeps_colours=True).rpartition("\n")
         print(text, end=newline, flush=True)  # noqa: T201 - a debugger's output
         if interrupts.shell() is None:
             # The terminal's lines can then be edited.
@@ -129,7 +129,7 @@ class Prompts:
         try:
             self._asked = there
             # It may have left before a signal could end the prompt.
-            return input(facts.clean(prompt)) if self._waits_at(there) else None
+            return input(wire.visible(prompt)) if self._waits_at(there) else None
         except EOFError:
             # An empty line ends a statement; one that goes on behind it, as in an open bracket, is ended by what is no Python.
             end = "" if there.typed else "\0"

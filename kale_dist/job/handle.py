@@ -34,7 +34,6 @@ from kale_dist.job.profiles import Profile
 from kale_dist.job.spec.checks import whole
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus
-from kale_dist.job.view import facts
 from kale_dist.snapshot.folders import Folder, holds_folder
 from kale_dist.wire import MEASURED_SOURCES, JobFiles, LogLine, MetricRow, RankStateName, StateName
 from kale_dist.wire.blobs import fresh
@@ -232,7 +231,7 @@ class Job(Generic[R]):
         if status.state is StateName.SUCCEEDED:
             self._fill_notebook()
         else:
-            reason = facts.clean_lines(status.reason).rstrip(".")
+            reason = status.reason.rstrip(".")
             print(f"{self.ref} {status.state.value}: {reason}. job.result() raises the error.")  # noqa: T201 - for the user
         return status
 
@@ -471,7 +470,7 @@ class Job(Generic[R]):
 
         def log(line: object) -> None:
             # In one piece: another thread prints, too.
-            print(f"{facts.clean_lines(str(line), keeps_colours=True)}\n", end="", flush=True)  # noqa: T201 - this is what it is for
+            print(f"{line}\n", end="", flush=True)  # noqa: T201 - this is what it is for
 
         def show(status: JobStatus) -> None:
             nonlocal shown
@@ -753,7 +752,7 @@ class Log(Iterator[LogLine]):
             count += 1
         missing = count - len(last)
         before = [f"(and {missing:,} lines before these; `for line in job.logs()` gives all)"] if missing else []
-        return facts.clean_lines("\n".join([*before, *map(str, last)]), keeps_colours=True)
+        return "\n".join([*before, *map(str, last)])
 
 
 def state_of(status: JobStatus) -> str:

@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
+from kale_dist import wire
 from kale_dist.errors import CellError, ConfigError, JobFailedError, WaitTimeoutError, log, note, short_refusals, warn
 from kale_dist.job import interrupts, records
 from kale_dist.job.backend import JobRef
@@ -344,7 +345,7 @@ class LiveJob(Job[None]):
 
     def _show(self) -> None:
         for line in self._log.read():
-            print(facts.clean_lines(str(line), keeps_colours=True), flush=True)  # noqa: T201 - the ranks' output, in the cell
+            print(line, flush=True)  # noqa: T201 - the ranks' output, in the cell
         for callback in tuple(inside(self).after_wait):
             callback()
 
@@ -510,7 +511,7 @@ def _is_made_first(name: str, tree: ast.AST) -> bool:
 
 
 def _line(ranks: str, bundle: Mapping[str, str]) -> str:
-    text = facts.clean_lines(bundle["text/plain"], keeps_colours=True)
+    text = wire.visible(bundle["text/plain"], keeps_colours=True)
     return f"{ranks}:{chr(10) if chr(10) in text else ' '}{text}"
 
 

@@ -144,7 +144,7 @@ class OutcomeReader:
 
     def error(self, status: JobStatus) -> JobError:
         """The error of a job that has ended badly, with the first failing rank's own exception as its cause."""
-        sentence = f"{self._ref} {status.state.value}: {facts.clean_lines(status.reason) or 'no reason is known'}"
+        sentence = f"{self._ref} {status.state.value}: {status.reason or 'no reason is known'}"
         if status.state is StateName.CANCELLED:
             kept = facts.kept_checkpoint(status)
             return JobCancelledError(f"{sentence}. {kept}" if kept else sentence, self._ref)

@@ -21,20 +21,23 @@ from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events
 from kale_dist.wire import BlockReader, FailureCause, JobFiles, LineBlock, LogLine, RankStateName, StateName
 
 _PIECE_BYTES = 1 << 20
+_HEADER_BYTES = 100
 _TAIL_BYTES = 1 << 18
 """How much of a log's end is first searched for its last lines; then eight times more, and so on."""
 
 
 class LogReader:
-    """Reads a job's log, each line once.
+    """Reads a job's log, each line once. Of a log that has reached its limit, the newest part is there.
 
     Args:
         files: Of the job; they may not exist yet.
     """
 
     def __init__(self, files: JobFiles) -> None:
-        self._log = files.log
+        self._log, self._older_log = files.log, files.older_log
         self._offset = self._next = 0
+        self._begins = b""
+        """How the file begins that it has read last: another one may be in its place."""
 
     def read(self, ranks: Iterable[int] | None = None) -> Iterator[LogLine]:
         """Yield the lines that were written since the last call. Damaged parts (after a full disk) are left out.
@@ -79,25 +82,34 @@ class LogReader:
 
     def _records(self) -> Iterator[LineBlock]:
         with contextlib.suppress(FileNotFoundError), self._log.open("rb", buffering=0) as file:
-            file.seek(self._offset)
-            start, blocks = self._offset, BlockReader()
-            while piece := file.read(_PIECE_BYTES):
-                for block in blocks.feed(piece):
-                    self._offset = start + blocks.whole_bytes
-                    if not isinstance(block, LineBlock):
+            begins = file.readline(_HEADER_BYTES)
+            if begins != self._begins if self._begins else not self._offset:
+                with contextlib.suppress(FileNotFoundError), self._older_log.open("rb", buffering=0) as older:
+                    yield from self._blocks(older)
+                    self._offset = 0
+            self._begins = begins
+            yield from self._blocks(file)
+
+    def _blocks(self, file: io.FileIO) -> Iterator[LineBlock]:
+        file.seek(self._offset)
+        start, blocks = self._offset, BlockReader()
+        while piece := file.read(_PIECE_BYTES):
+            for block in blocks.feed(piece):
+                self._offset = start + blocks.whole_bytes
+                if not isinstance(block, LineBlock):
+                    continue
+                if block.first is not None:
+                    if block.first < self._next:
                         continue
-                    if block.first is not None:
-                        if block.first < self._next:
-                            continue
-                        self._next = block.first + block.count
-                    yield block
+                    self._next = block.first + block.count
+                yield block
 
     def _read_backwards(self) -> Iterator[list[LineBlock]]:
         """Yield the last records, each time more of them; leaves the reader at the end."""
         span = _TAIL_BYTES
         while True:
             self._offset, self._next = _record_before_end(self._log, span), 0
-            is_all = not self._offset
+            is_all, self._begins = not self._offset, b""
             yield list(self._records())
             if is_all:
                 return

@@ -18,6 +18,7 @@ from kale_dist.wire import (
     Moment,
     RankStateName,
     StateName,
+    visible,
 )
 
 
@@ -155,8 +156,7 @@ class JobStatus:
 
     def __repr__(self) -> str:
         """One line: a status is often the last value of a notebook's cell."""
-        shown = "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in self.reason)
-        return f"<JobStatus {self.ref} {self.state.value}{f': {shown}' if shown else ''}>"
+        return f"<JobStatus {self.ref} {self.state.value}{f': {self.reason}' if self.reason else ''}>"
 
     @property
     def is_final(self) -> bool:
@@ -214,6 +214,7 @@ def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobSta
     latest: dict[int, dict[str, RankProgress | Usage]] = {}
     for event in events:
         with contextlib.suppress(AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
+            event = _visible(event, keeps_colours=event.get("event") == EventKind.DEBUG)  # noqa: PLW2901 - as it is shown
             attempt = event.get("attempt") or 0
             if attempt < status.attempt:
                 continue
@@ -237,6 +238,18 @@ def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobSta
                     status, latest = _reduce_one(_with_latest(status, latest), event), {}
     status = dataclasses.replace(status, history=(*status.history, *history)) if history else status
     return _with_latest(_with_rows(status, rows, losses), latest)
+
+
+def _visible(value: Any, *, keeps_colours: bool) -> Any:
+    """A value of JSON whose texts control no terminal."""
+    if isinstance(value, str):
+        return visible(value, keeps_colours=keeps_colours)
+    if isinstance(value, dict):
+        return {
+            _visible(name, keeps_colours=False): _visible(one, keeps_colours=keeps_colours)
+            for name, one in value.items()
+        }
+    return [_visible(one, keeps_colours=keeps_colours) for one in value] if isinstance(value, list) else value
 
 
 def _with_rows(status: JobStatus, rows: list[MetricRow], losses: list[BatchLoss]) -> JobStatus:

@@ -21,7 +21,6 @@ from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, WaitT
 from kale_dist.job import interrupts
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.status import JobStatus
-from kale_dist.job.view import facts
 from kale_dist.wire import StateName
 from kale_dist.wording import show
 
@@ -195,7 +194,7 @@ class Reasons:
             for mark, text in new.items():
                 if mark not in self._logged:
                     self._logged.add(mark)
-                    log(f"{self._ref}: {facts.clean(text)}")
+                    log(f"{self._ref}: {text}")
 
     @contextlib.contextmanager
     def printed(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ import anywidget
 import traitlets
 from IPython import get_ipython
 
-from kale_dist import wording
+from kale_dist import wire, wording
 from kale_dist.errors import JobNotFoundError, KaleDistError
 from kale_dist.job import view
 from kale_dist.job.handle import Job, inside
@@ -248,7 +248,7 @@ class JobWidget(anywidget.AnyWidget):
             shows_history = self._status is None or status.history is not self._status.history
             found = view.parts(status, time.time(), shows_ranks=shows_ranks, shows_history=shows_history)
             with self.hold_sync():
-                self.ref = facts.clean(status.ref)
+                self.ref = wire.visible(status.ref)
                 self.name = facts.name(status)
                 self.state = status.state.value
                 self.world_size = len(status.replicas)

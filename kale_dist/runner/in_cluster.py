@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from kale_dist import config, places
+from kale_dist import config, places, wire
 from kale_dist.calls import request, verbs
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import records
@@ -122,10 +122,10 @@ def _follow(job: Job[Any], terminal: Terminal) -> bool:
             with contextlib.suppress(KaleDistError):
                 for line in job.logs(follow=True):
                     if line.rank is not None and line.stream is Stream.STDOUT:
-                        terminal.line(facts.clean(line.text))
+                        terminal.line(wire.visible(line.text))
                     # The failure of the process itself is reported at the end.
                     elif line.rank is None and not line.text.startswith("Rank 0 "):
-                        terminal.line(facts.clean(str(line)))
+                        terminal.line(wire.visible(str(line)))
         finally:
             ended.set()
 

@@ -151,7 +151,7 @@ class KernelJobs:
             for line in job.logs(follow=True):
                 if len(self._from_log) > _REMEMBERED_LINES:
                     self._from_log.clear()
-                self._show(facts.clean(str(line)), self._from_cell, self._from_log)
+                self._show(wire.visible(str(line)), self._from_cell, self._from_log)
             status = self._last[job] = job.status
             self._terminal.line(f"{job.ref}: {facts.sentence(status, None)}")
         except JobNotFoundError:

@@ -46,6 +46,7 @@ from kale_dist.wire.log import (
     encode_progress,
     lines_after,
     prefix_of,
+    visible,
 )
 from kale_dist.wire.order import (
     CANCEL_GRACE_S,

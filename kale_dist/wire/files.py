@@ -48,7 +48,7 @@ class JobFiles:
 
     @property
     def older_log(self) -> pathlib.Path:
-        """What a head's log had before `log`, where it keeps only the newest part of a long one."""
+        """What the log had before `log`, of which only the newest part is kept where it is long."""
         return self.folder / "log.1"
 
     @property

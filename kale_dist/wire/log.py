@@ -43,6 +43,13 @@ OUTCOME_PART_BYTES = 12_000
 """Bytes of an outcome file in one `OutcomePart`, for the same reason."""
 
 
+_ESCAPE_SEQUENCES = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|.?)"
+)
+_COLOURS = re.compile(r"(\x1b\[[\d;]*m)")
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
 class Stream(enum.StrEnum):
     """Where a line of the log came from: the mark before it."""
 
@@ -74,7 +81,7 @@ class LogLine(NamedTuple):
     """None for a line of the agent itself."""
     stream: Stream
     text: str
-    """Without the line end. Bytes that are not UTF-8 appear as `\\xNN`."""
+    """As it was written, with control characters, without the line end. Bytes that are not UTF-8 appear as `\\xNN`."""
     continued: bool = False
     """Whether the next line of the same rank and stream is a part of the same line."""
 
@@ -84,8 +91,8 @@ class LogLine(NamedTuple):
         return prefix_of(self.rank)
 
     def __str__(self) -> str:
-        """The text behind its prefix: `[0] text`."""
-        return f"{self.prefix} {self.text}"
+        """The text behind its prefix, `[0] text`, as a terminal may show it: of control characters colours are kept alone."""
+        return f"{self.prefix} {visible(self.text, keeps_colours=True)}"
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -162,6 +169,25 @@ def body_of(stream: Stream, lines: Sequence[bytes], *, continued: bool = False) 
         start = body.rfind(b"\n", 0, -1) + 1
         body = body[:start] + b"+" + body[start:]
     return body
+
+
+def visible(text: str, *, keeps_colours: bool = False) -> str:
+    r"""Text without characters that could control a terminal or change the reading direction.
+
+    Escape sequences are removed; other control characters, and halves of surrogate pairs, become `\xNN`.
+
+    Args:
+        text: Of a rank or a cluster, of one line or several.
+        keeps_colours: Whether the colours stay that a user's code has given it.
+    """
+    if text.isprintable():
+        return text
+    if keeps_colours and "\x1b" in text:
+        return "".join(part if at % 2 else visible(part) for at, part in enumerate(_COLOURS.split(text)))
+    lines = (_ESCAPE_SEQUENCES.sub("", line).rstrip("\r") for line in text.split("\n"))
+    # A progress bar overwrites its line: its final state follows the last carriage return.
+    shown = "\n".join(line.rpartition("\r")[2] for line in lines)
+    return _UNPRINTABLE.sub(lambda found: f"\\x{ord(found[0]):02x}", shown)
 
 
 def clean(data: bytes) -> bytes:

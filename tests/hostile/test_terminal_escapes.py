@@ -8,6 +8,7 @@ import pytest
 from fake_backend import FakeBackend
 
 import kale_dist as kd
+from kale_dist import cli, places
 from kale_dist.errors import JobFailedError
 from kale_dist.job.debugging import Prompts
 from kale_dist.job.live_job import Values
@@ -34,6 +35,7 @@ def job(tmp_path, monkeypatch):
     def script(run):
         run.event(EventKind.STATE, state=StateName.RUNNING)
         run.line(0, f"{EVIL}{COLOURED}")
+        run.event(EventKind.NOTE, text=f"A note {EVIL}", warns=True)
         run.event(EventKind.STATE, state=StateName.FAILED, cause=FailureCause.LOST, reason=f"The pod {EVIL} is gone")
 
     return kd.launch(nothing, number_of_processes=1, on=FakeBackend(script))
@@ -44,13 +46,15 @@ def test_the_reason_of_a_failure(job, capsys):
     out = capsys.readouterr().out
     with pytest.raises(JobFailedError) as failed:
         job.result()
-    for text in (out, repr(status), str(failed.value)):
+    for text in (out, repr(status), str(failed.value), status.reason, *status.notes, *status.warnings):
         assert "sudo password" in text
         assert not controls(text)
 
 
 @pytest.mark.parametrize(
-    "show", [lambda job: job.stream_logs(), lambda job: print(job.logs())], ids=["stream", "print"]
+    "show",
+    [lambda job: job.stream_logs(), lambda job: print(job.logs()), lambda job: [print(line) for line in job.logs()]],
+    ids=["stream", "print", "each line"],
 )
 def test_the_log_keeps_its_colours_and_nothing_else(job, capsys, show):
     job.wait()
@@ -61,6 +65,19 @@ def test_the_log_keeps_its_colours_and_nothing_else(job, capsys, show):
     assert "sudo password" in out
     assert controls(out) == {"\x1b"}
     assert not controls(out.replace("\x1b[31m", "").replace("\x1b[0m", ""))
+
+
+def test_the_command_line_prints_no_controls_behind_a_pipe_but_those_that_are_asked_for(job, capsys, monkeypatch):
+    job.wait()
+    monkeypatch.setattr(places, "NAMES", (*places.NAMES, "fake"))
+    monkeypatch.setattr(places, "get", lambda _: job._backend)
+    for command in ("logs", "status", "jobs"):
+        capsys.readouterr()
+        assert cli.main([command, *([job.ref] if command != "jobs" else ["--on", "local"])]) == 0
+        assert not controls(capsys.readouterr().out)
+    assert cli.main(["logs", job.ref, "--raw"]) == 0
+    assert f"[0] {EVIL}{COLOURED}\n" in capsys.readouterr().out
+    assert [line.text for line in job.logs() if line.rank == 0] == [f"{EVIL}{COLOURED}"]
 
 
 def test_the_value_of_a_cell_of_live_ranks():

@@ -57,7 +57,7 @@ class Agent:
 
 
 class Place:
-    def __init__(self, tmp_path, host="127.0.0.1", limit_bytes=None):
+    def __init__(self, tmp_path, host="127.0.0.1", limit_bytes=1 << 30):
         self.files = JobFiles(tmp_path / "job")
         self.files.folder.mkdir()
         self.store = FolderStore(tmp_path / "blobs")

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from kale_dist import wire
 from kale_dist.job import view
 from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus
 from kale_dist.job.view import curves, facts, markup, plain
@@ -571,7 +572,7 @@ def test_a_frozen_picture_does_not_look_alive():
 
 
 def test_carriage_returns_show_what_a_terminal_would():
-    assert facts.clean("10%\r50%\r100%\r") == "100%"
+    assert wire.visible("10%\r50%\r100%\r") == "100%"
 
 
 @pytest.mark.parametrize(

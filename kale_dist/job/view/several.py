@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from kale_dist import wire
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import curves, facts, markup, plain
 
@@ -90,7 +91,7 @@ def _compared(rows: Sequence[Row], last: Sequence[Mapping[str, str]]) -> tuple[f
     same = ", ".join(f"{name}={rows[0].arguments[name]}" for name in names if name not in differing)
     titles = ("", "job", "state", *differing, *metrics)
     numeric = {0, *range(3 + len(differing), len(titles))}
-    return facts.Table.of(titles, cells, numeric), f"The same in all: {facts.clean(same)}" if same else ""
+    return facts.Table.of(titles, cells, numeric), f"The same in all: {wire.visible(same)}" if same else ""
 
 
 def _series(status: JobStatus) -> list[tuple[str, curves.Series]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from kale_dist import wire
 from kale_dist.job.view import curves, facts, markup, plain
 
 MAX_ROWS = 40
@@ -85,7 +86,7 @@ def sentence(picture: SweepPicture) -> str:
     words += [f"{count} {state}" for state in ("running", "pruned", "failed") if (count := picture.count(state))]
     listed = ", ".join(words)
     best = picture.best
-    early = f"; ended early: {facts.clean(picture.error)}" if picture.error else ""
+    early = f"; ended early: {wire.visible(picture.error)}" if picture.error else ""
     if best is None:
         return f"{listed}; no {picture.metric}{early or ' yet'}"
     return f"{listed}; best {picture.metric} {facts.number(best.value)} (trial {best.number}: {_params(best)}){early}"
@@ -94,7 +95,7 @@ def sentence(picture: SweepPicture) -> str:
 def text(picture: SweepPicture) -> str:
     """Draw a sweep as text."""
     lines = plain.drawn(_table(picture))
-    return "\n".join([f"{facts.clean(picture.name)}: {sentence(picture)}", "", *lines, *_notes(picture)])
+    return "\n".join([f"{wire.visible(picture.name)}: {sentence(picture)}", "", *lines, *_notes(picture)])
 
 
 def html(picture: SweepPicture) -> str:
@@ -103,8 +104,8 @@ def html(picture: SweepPicture) -> str:
     table = markup.table(_table(picture), "Trials", bold=str(best.number) if best is not None else "", height=_HEIGHT)
     plot = markup.charts([curve for curve in (_curve(picture), *_by_parameter(picture)) if curve.drawn])
     return markup.frame(
-        f"Sweep {facts.clean(picture.name)}",
-        f"{markup.heading(facts.clean(picture.name))} "
+        f"Sweep {wire.visible(picture.name)}",
+        f"{markup.heading(wire.visible(picture.name))} "
         f"{'ended' if picture.is_over else 'is running'}"
         f'<div style="margin-top:6px;overflow-wrap:anywhere">{escape(sentence(picture))}</div>{plot}'
         f'<div style="margin-top:10px">{table}</div>{markup.small(_notes(picture))}',
@@ -142,7 +143,7 @@ def _notes(picture: SweepPicture) -> list[str]:
 
 
 def _params(row: TrialRow) -> str:
-    return facts.clean(", ".join(f"{name}={_param(value)}" for name, value in row.params.items()))
+    return wire.visible(", ".join(f"{name}={_param(value)}" for name, value in row.params.items()))
 
 
 def _param(value: Any) -> str:
@@ -185,8 +186,8 @@ def _by_parameter(picture: SweepPicture) -> Iterator[curves.Curve]:
         if xs and xs[0] < xs[-1]:
             one = curves.Series(
                 label="", colour=curves.COLOURS[1], points=tuple(points), last=points[-1][1],
-                axis=facts.clean(name), is_joined=False,
+                axis=wire.visible(name), is_joined=False,
             )  # fmt: skip
             is_log = xs[0] > 0 and xs[-1] > _LOG_FROM * xs[0]
-            title = facts.clean(f"{picture.metric} by {name}")
+            title = wire.visible(f"{picture.metric} by {name}")
             yield curves.Curve(name=title, series=(one,), vertical=picture.metric, is_log=is_log)

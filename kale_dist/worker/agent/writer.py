@@ -29,8 +29,8 @@ TICK_S = 0.02
 PROGRESS_INTERVAL_S = 0.25
 """`progress.json` is replaced at most this often."""
 
-POD_LOG_BYTES = 1 << 30
-"""How much of its log a head keeps in a pod."""
+LOG_BYTES = 1 << 30
+"""How much of a job's log is kept."""
 
 QUEUE_BYTES = 8 << 20
 """While more than this waits for the disk, no rank's pipes are read."""
@@ -90,7 +90,7 @@ class JobWriter:
         files: Names of the files; the folder has to be there.
         loop: The agent's loop.
         on_change: Called in the loop after anything was written, and when `disk_problem` has changed.
-        limit_bytes: How much of the log is kept, at least half of it; None: all of it.
+        limit_bytes: How much of the log is kept, at least half of it.
         stdout: Where a copy goes; None: nowhere.
         observe: Called with each event, in the loop's thread.
 
@@ -104,7 +104,7 @@ class JobWriter:
         loop: asyncio.AbstractEventLoop,
         on_change: Callable[[], None],
         *,
-        limit_bytes: int | None = None,
+        limit_bytes: int = LOG_BYTES,
         stdout: StdoutCopy | None = None,
         observe: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
@@ -309,7 +309,7 @@ class JobWriter:
         if self._stdout is not None:
             for one, block in zip(lines, blocks, strict=True):
                 self._stdout.offer(block, always=one.rank is None)
-        if self._limit_bytes is not None and log[-1].bytes > self._limit_bytes // 2:
+        if log[-1].bytes > self._limit_bytes // 2:
             self._begin_file()
 
     def _begin_file(self) -> None:

@@ -20,7 +20,7 @@ from kale_dist.wire.messages import ToAgent
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.attempt import Site
 from kale_dist.worker.agent.job_run import JobRun, open_port
-from kale_dist.worker.agent.writer import POD_LOG_BYTES, JobWriter, StdoutCopy
+from kale_dist.worker.agent.writer import JobWriter, StdoutCopy
 from kale_dist.worker.pod import transfers
 from kale_dist.worker.pod.byte_server import ByteServer
 from kale_dist.worker.pod.head_relays import HeadsRelays
@@ -86,7 +86,6 @@ class JobHead:
             pod.files,
             pod.loop,
             self._notify,
-            limit_bytes=POD_LOG_BYTES,
             # Blocks there do not name their job.
             stdout=stdout if within is None else None,
             observe=(lambda _: None) if self._gauges is None else self._gauges.note,
