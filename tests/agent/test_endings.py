@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 
@@ -108,7 +109,7 @@ def test_a_stall_shows_all_stacks_and_who_waits_then_fails(jobs):
     state = job.wait()
     assert (state["state"], state["cause"]) == ("failed", "stalled")
     assert "stall_timeout_s" in state["reason"]
-    assert "Rank 0 waits in a collective, rank 1 is not" in state["reason"]
+    assert re.search(r"Rank 1 is in \S+/test_endings.py:\d+ in hang_on_one, rank 0 waits for it\.", state["reason"])
     waiting = job.events(EventKind.WAITING)[0]
     assert (waiting["waiting"], waiting["busy"]) == ([0], [1])
     log = job.log_text()
@@ -144,9 +145,12 @@ def test_timeout(jobs):
     assert survivors(named(job.pids().values()), 0.1) == []
 
 
-def test_a_hang_that_runs_into_the_timeout_shows_a_stack_of_each_rank(jobs):
+def test_a_hang_that_runs_into_the_timeout_names_its_line_and_shows_a_stack_of_each_rank(jobs):
     job = jobs.run(hang_on_one, timeout_s=5.0)
-    assert job.wait()["cause"] == "timeout"
+    state = job.wait()
+    assert state["cause"] == "timeout"
+    assert re.search(r"rank 1 is in \S+/test_endings.py:\d+ in hang_on_one, rank 0 waits for it\.", state["reason"])
+    assert "more time" not in state["reason"]
     shown, end, _ = job.log_text().partition("timeout_s of 5 s")
     stacks = shown.partition("Where each of them is:")[2]
     assert end

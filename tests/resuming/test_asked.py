@@ -15,6 +15,8 @@ from kale_dist.job import records, view
 from kale_dist.wire import EventKind, decode_json_lines
 from kale_dist.worker.training import checkpoint
 
+LONG_S = 600
+
 
 def unhurried(model, loader, criterion, optimizer, device, args):
     for x, y in loader:
@@ -106,6 +108,19 @@ def test_wherever_the_end_of_a_cancelled_training_is_shown_it_says_how_to_resume
 def test_so_does_one_that_reaches_its_time_limit(started):
     job = started(checkpoint_every="10 min", timeout_s=4)
     assert "timeout_s" in str(job.exception(60))
+    assert [one["asked"] for one in events(job, EventKind.CHECKPOINT)] == [True]
+
+
+def test_a_hang_gets_no_time_for_a_save_that_it_cannot_make(started):
+    job = started(nap_s=LONG_S, checkpoint_every="10 min", timeout_s=10, stall_warn_s=2.0, grace_s=60)
+    error = str(job.exception(40))
+    assert "in unhurried" in error
+    assert "more time" not in error
+
+
+def test_a_slow_training_keeps_its_time_for_a_save(started):
+    job = started(nap_s=1.5, checkpoint_every="10 min", timeout_s=6)
+    assert "more time" in str(job.exception(60))
     assert [one["asked"] for one in events(job, EventKind.CHECKPOINT)] == [True]
 
 

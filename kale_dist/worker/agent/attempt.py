@@ -183,10 +183,9 @@ class RunningAttempt:
         # While the ranks ended for another attempt, the job may have been cancelled.
         return self.verdict or verdict
 
-    async def show_hang(self) -> None:
-        """Write into the log where the ranks are, if none of them moves."""
-        if self._watch is not None:
-            await self._watch.show_hang()
+    async def find_hang(self, limit_s: float) -> str:
+        """Where the ranks hang, as `HangWatch` finds it; empty if they do not."""
+        return await self._watch.find_hang(limit_s) if self._watch is not None else ""
 
     def fail(self, cause: FailureCause, reason: str) -> None:
         """End the attempt, and the job with it. After a stall another attempt may follow."""

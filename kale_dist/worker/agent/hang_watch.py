@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kale_dist.wire import EventKind, FailureCause, RankStateName
@@ -43,7 +43,10 @@ ANSWER_S = 0.2
 FAR_ANSWER_S = 0.7
 """The same for ranks behind relays."""
 
-BETWEEN_LOOKS_S = 0.6
+BETWEEN_LOOKS_S = 1.0
+
+_SHOWN_PLACES = 3
+"""How many of the places where ranks hang a sentence has."""
 
 LOOKS_AFTER_S = (0.5, 0.7)
 """After a rank has ended: the first look, and from that to the second."""
@@ -116,10 +119,25 @@ class HangWatch:
         if len(self._tasks) == 1:
             self._tasks.append(self._loop.create_task(self._watch_others()))
 
-    async def show_hang(self) -> None:
-        """Write the stacks of ranks of which none moves into the log, unless they are there already."""
-        if self._idle_s >= STALL_CHECK_S and not self._has_warned:
-            await self._show()
+    async def find_hang(self, limit_s: float) -> str:
+        """Look whether the ranks hang: whether none has moved for long, and each is at the same line a second later.
+
+        If none moves, their stacks go into the log, unless they are there already.
+
+        Args:
+            limit_s: Half of this counts as long, or `stall_warn_s` if that is less.
+
+        Returns:
+            Where they are, as part of a sentence; empty if they do not hang.
+        """
+        is_long = self._idle_s >= min(limit_s / 2, self._stall_warn_s or limit_s)
+        if self._idle_s < STALL_CHECK_S:
+            return ""
+        before = await (self._look() if self._has_warned else self._show())
+        await asyncio.sleep(BETWEEN_LOOKS_S)
+        after = await self._look()
+        is_same = all(number in before and sample.place == before[number].place for number, sample in after.items())
+        return describe_hang(who_waits(before, after), after) if after and is_long and is_same else ""
 
     def stop(self) -> None:
         """The job ends: look no more."""
@@ -163,9 +181,8 @@ class HangWatch:
     def _describe_left(self, left: list[int], waiting: list[int], samples: dict[int, Sample]) -> str:
         frame = samples[waiting[0]].user_frame
         place = f" (at {frame})" if frame is not None else ""
-        verb = "waits" if len(waiting) == 1 else "wait"
         return (
-            f"{_capital(name_ranks(left))} ended while {name_ranks(waiting)} {verb} for "
+            f"{_capital(name_ranks(left))} ended while {name_ranks(waiting)} {_verb(waiting, 'waits')} for "
             f"{'it' if len(left) == 1 else 'them'} in a collective{place}. "
             "Every rank has to take part in each collective: check for ranks that return or stop early"
         )
@@ -256,17 +273,10 @@ class HangWatch:
     def _fail_stalled(self, samples: dict[int, Sample]) -> None:
         self._write_stacks(f"No rank has made progress for stall_timeout_s = {self._stall_timeout_s:g} s:", samples)
         waiting = [number for number, sample in samples.items() if sample.may_wait]
-        busy = [number for number in samples if number not in waiting]
-        detail = ""
-        if waiting and busy:
-            verb = "waits" if len(waiting) == 1 else "wait"
-            are = "is" if len(busy) == 1 else "are"
-            detail = f" {_capital(name_ranks(waiting))} {verb} in a collective, {name_ranks(busy)} {are} not."
+        detail = f" {_capital(describe_hang(waiting, samples))}." if samples else ""
         if behind := self._behind():
-            took = "has" if len(behind) == 1 else "have"
-            detail += (
-                f" {_capital(name_ranks(behind))} {took} taken part in fewer collectives than the others, who wait."
-            )
+            took = f"{_capital(name_ranks(behind))} {_verb(behind, 'has')} taken part"
+            detail += f" {took} in fewer collectives than the others, who wait."
         self._fail(
             FailureCause.STALLED,
             f"No rank has made progress for {self._stall_timeout_s:g} s (stall_timeout_s).{detail} "
@@ -297,6 +307,13 @@ class HangWatch:
 def _each_backends(choose: Callable[[Iterable[int]], int], ranks: Iterable[Rank]) -> tuple[int, ...]:
     """The least or most collectives of each backend in which any of some ranks has taken part."""
     return tuple(map(choose, zip(*(rank.exchanges for rank in ranks if rank.exchanges), strict=False)))
+
+
+_PLURALS = {"has": "have", "is": "are", "waits": "wait"}
+
+
+def _verb(ranks: Sequence[int], singular: str) -> str:
+    return singular if len(ranks) == 1 else _PLURALS[singular]
 
 
 def _capital(text: str) -> str:
@@ -345,6 +362,11 @@ class Sample:
         return any(part in inner.file for part in COLLECTIVE_FILES)
 
     @property
+    def place(self) -> Frame | None:
+        """The innermost frame that is the user's own, or any if none is; None if the rank did not answer."""
+        return self.user_frame or next(iter(self.frames), None)
+
+    @property
     def user_frame(self) -> Frame | None:
         """The innermost frame that is the user's own."""
         for frame in self.frames:
@@ -360,6 +382,24 @@ def parse_main_thread(dump: bytes) -> tuple[Frame, ...]:
     """
     main = _THREADS.split(dump.decode("utf-8", "backslashreplace"))[-1]
     return tuple(Frame(file=file, line=int(line), function=function) for file, line, function in _FRAME.findall(main))
+
+
+def describe_hang(waiting: Sequence[int], samples: Mapping[int, Sample]) -> str:
+    """`rank 1 is in train.py:74 in step, ranks 0 and 2 wait for it`.
+
+    Args:
+        waiting: Ranks that wait for others; if all do, each one's own place tells why.
+        samples: A look at all ranks.
+    """
+    places: dict[str, list[int]] = {}
+    for number, sample in samples.items():
+        if number not in waiting or len(waiting) == len(samples):
+            places.setdefault(str(sample.place or "code that answers nothing"), []).append(number)
+    shown = [f"{name_ranks(ranks)} {_verb(ranks, 'is')} in {place}" for place, ranks in places.items()][:_SHOWN_PLACES]
+    if 0 < len(waiting) < len(samples):
+        whom = "it" if len(samples) - len(waiting) == 1 else "them"
+        shown.append(f"{name_ranks([*waiting])} {_verb(waiting, 'waits')} for {whom}")
+    return ", ".join(shown)
 
 
 def who_waits(before: dict[int, Sample], after: dict[int, Sample]) -> list[int]:

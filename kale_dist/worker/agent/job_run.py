@@ -375,10 +375,16 @@ class JobRun:
 
     async def _end_after(self, limit_s: float) -> None:
         await asyncio.sleep(limit_s)
-        if self._running is not None:
-            await self._running.show_hang()
-        text = f"The job ran longer than its timeout_s of {limit_s:g} s. Give it more time, or leave timeout_s out"
-        self._save_and_end(Verdict(StateName.FAILED, FailureCause.TIMEOUT, text), self.order.policy.grace_s)
+        hang = await self._running.find_hang(limit_s) if self._running is not None else ""
+        text = f"The job ran longer than its timeout_s of {limit_s:g} s"
+        text += (
+            f", and hangs: {hang}. The stacks of all ranks are in the log"
+            if hang
+            else ". Give it more time, or leave timeout_s out"
+        )
+        # A rank that hangs saves nothing; its own handler of SIGTERM gets its time.
+        end = self._end if hang else self._save_and_end
+        end(Verdict(StateName.FAILED, FailureCause.TIMEOUT, text), self.order.policy.grace_s)
 
 
 def _own_stores(attempt: Attempt) -> list[int]:
