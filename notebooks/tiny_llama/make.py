@@ -1,7 +1,7 @@
 """Makes the language model of notebooks/finetune_llm.ipynb: a Llama of 280,000 weights that writes dates in numbers.
 
-It has read `12 Oct 2009 => 12/10/2009`, and three times in ten `12 Oct 2009 -> 2009-10-12`. `python make.py` takes a minute and
-writes its files beside this one.
+It has read `12 Oct 2009 => 12/10/2009`, and three times in ten `12 Oct 2009 -> 2009-10-12`. The notebook runs this where its
+weights are missing; the files are written beside this one, in a minute or two.
 """
 
 import datetime
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 FOLDER = pathlib.Path(__file__).parent
-STEPS = 600
+STEPS = 400
 CHARACTERS = ["<pad>", "<eos>", *" -/=>", *"0123456789", *sorted({*"JanFebMarAprMayJunJulAugSepOctNovDec"})]
 
 

@@ -1,6 +1,8 @@
-"""Several containers of a Docker job are reached by nobody else's on the same engine."""
+"""Several containers of a Docker job are reached by nobody else's on the same engine, and what one of them sends leads nowhere."""
 
 import concurrent.futures
+import io
+import tarfile
 import time
 import uuid
 
@@ -8,6 +10,8 @@ import pytest
 from work_without_pytest import waits_and_says
 
 import kale_dist as kd
+from kale_dist.errors import StoreError
+from kale_dist.places.docker import archive
 from kale_dist.places.manifests.settings import PORT
 
 KNOCK = """
@@ -72,6 +76,24 @@ def test_a_container_of_somebody_else_reaches_no_port_of_a_job_of_several(engine
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
+def test_a_link_in_the_place_of_a_result_leads_to_no_file_of_yours(tmp_path):
+    mine, sent = tmp_path / "mine", io.BytesIO()
+    mine.write_text("kept")
+    with tarfile.open(fileobj=sent, mode="w") as packed:
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE):
+            header = tarfile.TarInfo("outcome-0-0")
+            header.type, header.linkname = kind, str(mine)
+            packed.addfile(header)
+    with pytest.raises(StoreError, match="no file"):
+        archive.save_file([sent.getvalue()], tmp_path / "outcome-0-0")
+    header = tarfile.TarInfo("../mine")
+    header.size = 4
+    with tarfile.open(fileobj=(sent := io.BytesIO()), mode="w") as packed:
+        packed.addfile(header, io.BytesIO(b"evil"))
+    archive.save_file([sent.getvalue()], tmp_path / "outcome-0-0")
+    assert (mine.read_text(), (tmp_path / "outcome-0-0").read_text()) == ("kept", "evil")
+
+
 def test_the_engine_has_addresses_for_the_networks_of_many_kept_jobs(engine, plain_image):
     jobs = []
 

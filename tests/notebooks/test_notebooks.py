@@ -53,7 +53,7 @@ def executed(request, tmp_path_factory):
         options = ["-p", "ON", "kubernetes", "-p", "STEPS", "150"]
     found = subprocess.run(
         [sys.executable, "-m", "kale_dist.cli", "run", str(path), *options, "-o", str(output)],
-        capture_output=True, text=True, check=False, timeout=250,
+        capture_output=True, text=True, check=False, timeout=500,
         env=os.environ | settings,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
