@@ -74,8 +74,6 @@ def test_a_container_of_somebody_else_reaches_no_port_of_a_job_of_several(engine
     assert not networks_of(engine, job.name)
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
 def test_a_link_in_the_place_of_a_result_leads_to_no_file_of_yours(tmp_path):
     mine, sent = tmp_path / "mine", io.BytesIO()
     mine.write_text("kept")
@@ -94,6 +92,8 @@ def test_a_link_in_the_place_of_a_result_leads_to_no_file_of_yours(tmp_path):
     assert (mine.read_text(), (tmp_path / "outcome-0-0").read_text()) == ("kept", "evil")
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_the_engine_has_addresses_for_the_networks_of_many_kept_jobs(engine, plain_image):
     jobs = []
 
