@@ -101,7 +101,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise importlib.import_module(f"{__name__}.wording").no_attribute(f"module {__name__!r}", name, __all__)
     # Without a home it is a module of the package itself.
     module = importlib.import_module(f"{__name__}.{home or name}")
     value = getattr(module, name) if home else module

@@ -15,6 +15,10 @@ from kale_dist.errors import ConfigError
 
 _SHOWN_CHARACTERS = 40
 
+_MEANT = {"k8s": "kubernetes", "list": "jobs", "loss": "metrics", "run": "launch", "train": "distribute"}
+_MEANT |= {"cluster": "kubernetes", "history": "metrics", "kill": "cancel", "stop": "cancel"}
+"""What other libraries call what has another name here."""
+
 EXTRAS = {
     "docker": ("docker<8",),
     "images": ("isal<2", "packaging", "urllib3<3", "uv<0.14"),
@@ -75,10 +79,17 @@ def shorten(text: str) -> str:
 
 
 def closest(word: Any, words: Iterable[str]) -> str:
-    """`Did you mean ...? ` for a word that is nearly one of `words`, else nothing."""
-    known = tuple(words)
-    near = difflib.get_close_matches(str(word), known, n=1) or difflib.get_close_matches(str(word).lower(), known, n=1)
+    """`Did you mean ...? ` for a word that is nearly one of `words`, or means one elsewhere; else nothing."""
+    known, text = tuple(words), str(word)
+    near = [_MEANT[text.lower()]] if _MEANT.get(text.lower()) in known else difflib.get_close_matches(text, known, n=1)
+    near = near or difflib.get_close_matches(text.lower(), known, n=1)
     return f"Did you mean {near[0]!r}? " if near else ""
+
+
+def no_attribute(what: str, name: str, words: Iterable[str]) -> AttributeError:
+    """The error of an attribute that something does not have, with the one that was probably meant."""
+    near = "" if name.startswith("_") else closest(name, words)
+    return AttributeError(f"{what} has no attribute {name!r}. {near}".strip(), name=name)
 
 
 def parse(text: str) -> Any:

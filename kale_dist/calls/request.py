@@ -260,6 +260,8 @@ def _word(on: Any) -> str:
         return config.load().on or "local"
     if isinstance(on, str) and on in places.NAMES:
         return on
+    if isinstance(on, type) and on in place_settings.KINDS.values():
+        raise ConfigError("on", f"{on.__name__} is a class", f"Make one: kd.{on.__name__}(...)")
     known = ", ".join(repr(name) for name in places.NAMES)
     remedy = f"{closest(on, places.NAMES)}Use one of: {known}, or kd.Local(), kd.Docker(...), kd.Kubernetes(...)"
     raise ConfigError("on", f"there is no place {on!r}", remedy)
@@ -338,7 +340,7 @@ def _on_machine(options: Options, there: Machine, rank_bytes: int, sizes: tuple[
             f"{world} processes take at least {world * each / _GIB:.1f} GiB of memory ({each / _MIB:.0f} MiB each), and "
             f"{there.memory_bytes / _GIB:.1f} GiB are free"
         )
-        remedy = f"Ask for at most {max(1, there.memory_bytes // each)}, or run on a cluster"
+        remedy = f"Ask for {min(there.cores, max(1, there.memory_bytes // each))}, or run on a cluster"
         raise ConfigError("number_of_processes", problem, remedy)
     if world > there.cores and not cuda:
         sentence = (

@@ -193,7 +193,7 @@ def _check_functions(given: Training) -> None:
     if not callable(optimizer):
         if isinstance(given.model, type):
             problem = f"{given.model.__name__} is a class"
-            remedy = f"Make one: {given.model.__name__}(), or give a function of its parameters as optimizer, too"
+            remedy = f"Make one, with its arguments: {given.model.__name__}(...)"
             raise ConfigError("model", problem, remedy)
         problem = f"{show(optimizer)} has no parameters of the model, which the processes make"
         remedy = "Give a function of them: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
@@ -311,7 +311,8 @@ def _check_loader(argument: str, loader: Any) -> None:
         raise ConfigError(argument, f"{loader.__name__} is a class", _A_LOADER)
     if hasattr(loader, "__next__"):
         problem = f"{show(loader)} is an iterator, which can be read only once and on one process"
-        raise ConfigError(argument, problem, "Pass the DataLoader itself, without iter() or enumerate()")
+        remedy = "Pass the DataLoader itself, without iter(); make a generator of your own an IterableDataset in one"
+        raise ConfigError(argument, problem, remedy)
     if isinstance(loader, Dataset) or type(loader).__module__.startswith("datasets."):
         raise ConfigError(argument, f"{show(loader)} is a dataset", "Wrap it: DataLoader(dataset, batch_size=32)")
     arrays = loader if isinstance(loader, list | tuple) else [loader]

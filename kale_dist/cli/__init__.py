@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from kale_dist import __version__, scripts, wire
 from kale_dist.cli import doctor, image_commands, job_commands, launch_command, list_commands, run_command
+from kale_dist.cli.arguments import Parser
 from kale_dist.errors import ConfigError, KaleDistError
 
 _FAILURE, _USAGE, _READER_LEFT = 1, 2, 141
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options, unknown = parser.parse_known_args(words)
             if unknown:
                 launch_command.refuse(options, unknown)
-                parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+                options.parser.refuse(unknown[0])
             options.arguments = after
             code: int = options.command(options)
         finally:
@@ -59,9 +60,7 @@ def _complain(error: KaleDistError, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kale-dist", description="Manage jobs, here and elsewhere, and execute notebooks."
-    )
+    parser = Parser(prog="kale-dist", description="Manage jobs, here and elsewhere, and execute notebooks.")
     parser.add_argument("--version", action="version", version=f"kale-dist {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from kale_dist import places
+from kale_dist import places, wording
+from kale_dist.errors import ConfigError
 
 
 class Commands(Protocol):
@@ -38,8 +40,30 @@ def add_parser(
     description = " ".join(filter(None, (f"{what[:1].upper()}{what[1:]}.", more)))
     made = commands.add_parser(name, help=what, description=description, **settings)
     if run is not None:
-        made.set_defaults(command=run)
+        made.set_defaults(command=run, parser=made)
     return made
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers words that no command has with those that were probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message, and exit."""
+        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += f". {wording.closest(found[1], re.findall(r'[a-z]+', found[2]))}"
+        super().error(message.rstrip())
+
+    def refuse(self, word: str) -> NoReturn:
+        """Refuse an argument that the command does not have.
+
+        Raises:
+            ConfigError: Always.
+        """
+        known = re.findall(r"--[\w-]+", self.format_help())
+        name, equals, value = word.partition("=")
+        is_value = equals and not word.startswith("-") and "--parameters" in known
+        near = f"Write it as -p {name} {value}" if is_value else wording.closest(name, known).rstrip()
+        raise ConfigError(word, f"{self.prog} has no such argument", near or f"See {self.prog} --help")
 
 
 def add_place(made: argparse.ArgumentParser, on: str, namespace: str, default: str | None = None) -> None:

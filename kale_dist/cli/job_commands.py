@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kale_dist import places, wire, wording
+from kale_dist import places, wording
 from kale_dist.calls import verbs
 from kale_dist.cli import launch_command
 from kale_dist.cli.arguments import Commands, add_parser
@@ -20,7 +20,7 @@ from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.handle import Job, check_lines
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts, plain
-from kale_dist.wire import LogLine
+from kale_dist.wire import LogLine, visible
 
 
 def add_commands(commands: Commands) -> None:
@@ -117,7 +117,7 @@ def _print_lines(lines: Iterator[LogLine], *, as_json: bool, is_raw: bool) -> No
                 {"rank": line.rank, "stream": line.stream.name.lower(), "time": line.time, "text": line.text}
             )
         else:
-            text = f"{line.prefix} {line.text}" if is_raw else wire.visible(str(line))
+            text = f"{line.prefix} {line.text}" if is_raw else visible(str(line))
         print(text, flush=True)
 
 
@@ -130,7 +130,7 @@ def _events(options: argparse.Namespace) -> int:
         (
             time.strftime("%H:%M:%S", time.localtime(event.time)),
             "warning" if event.is_warning else "",
-            *map(wire.visible, (event.about, event.reason, event.message)),
+            *map(visible, (event.about, event.reason, event.message)),
         )
         for event in found
     ]

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import re
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ from kale_dist.job.view import facts
 from kale_dist.wire import LogLine, StateName, Stream
 
 _TORCHRUN = {
-    "--nproc-per-node": "Say with --processes how many processes there are in all",
+    "--nproc": "Say with --processes how many processes there are in all",
     "--nnodes": "Say with --processes how many processes there are in all, and with --set processes_per_pod N how many a pod has",
     "--standalone": "Leave it out",
     "--max-restarts": "Write it as --set max_restarts N",
@@ -74,14 +75,15 @@ def refuse(options: argparse.Namespace, unknown: Sequence[str]) -> None:
     if options.command is not _launch:
         return
     word = unknown[0]
-    option = word.partition("=")[0].replace("_", "-")
+    option = word.partition("=")[0].replace("_", "-").removesuffix("-per-node")
     if option.startswith("--rdzv") or option in ("--node-rank", "--master-addr", "--master-port"):
         raise ConfigError(word, "processes find each other by themselves", "Leave it out")
     setting = option.lstrip("-").replace("-", "_")
     own = f"To set it for the job, write --set {setting} VALUE. " if setting in verbs.SETTABLE else ""
+    near = wording.closest(option, re.findall(r"--[a-z]+", options.parser.format_help()))
     remedy = (
         _TORCHRUN.get(option)
-        or f"{own}Arguments of the script follow --: launch {options.script} -- {' '.join(unknown)}"
+        or f"{near or own}Arguments of the script follow --: launch {options.script} -- {' '.join(unknown)}"
     )
     raise ConfigError(word, "kale-dist launch has no such option", remedy)
 

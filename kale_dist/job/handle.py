@@ -37,6 +37,7 @@ from kale_dist.job.status import JobStatus
 from kale_dist.snapshot.folders import Folder, holds_folder
 from kale_dist.wire import MEASURED_SOURCES, JobFiles, LogLine, MetricRow, RankStateName, StateName
 from kale_dist.wire.blobs import fresh
+from kale_dist.wording import no_attribute
 
 if TYPE_CHECKING:
     import torch
@@ -190,7 +191,7 @@ class Job(Generic[R]):
             else:
                 rows.append(measured | place | dict(row.values))
                 measured = {}
-        return [*rows, measured] if measured and self.done() else rows
+        return Rows([*rows, measured] if measured and self.done() else rows)
 
     @property
     def usage(self) -> list[dict[str, Any]]:
@@ -601,6 +602,12 @@ class Job(Generic[R]):
         """Call `callback` with every new status, in a thread of the library. Returns a function that ends the subscription."""
         return self._watcher.subscribe(self._ref, callback)
 
+    def __getattr__(self, name: str) -> Any:
+        # A property whose own error is an AttributeError comes here, too.
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)
+        raise no_attribute("a job", name, dir(type(self)))
+
     def __repr__(self) -> str:
         """One line: reference, state, and the reason if there is one."""
         try:
@@ -727,6 +734,18 @@ class Job(Generic[R]):
     def _passed_on(self, lines: Iterator[LogLine]) -> Iterator[LogLine]:
         with self._interruptible():
             yield from lines
+
+
+class Rows(list[dict[str, Any]]):
+    """Rows of metrics, which answer a name with what to write instead."""
+
+    def __getitem__(self, at: Any) -> Any:
+        """A row by its number."""
+        if isinstance(at, str):
+            raise TypeError(
+                f"job.metrics is a list of rows. Write [row[{at!r}] for row in job.metrics if {at!r} in row]"
+            )
+        return super().__getitem__(at)
 
 
 class Log(Iterator[LogLine]):

@@ -26,7 +26,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from kale_dist import wire
 from kale_dist.errors import CellError, ConfigError, JobFailedError, WaitTimeoutError, log, note, short_refusals, warn
 from kale_dist.job import interrupts, records
 from kale_dist.job.backend import JobRef
@@ -39,7 +38,7 @@ from kale_dist.snapshot.capture import capture
 from kale_dist.snapshot.pickler import CapturePickler
 from kale_dist.snapshot.reducers import References
 from kale_dist.snapshot.sources import cell_label
-from kale_dist.wire import EventKind, StateName, decode
+from kale_dist.wire import EventKind, StateName, decode, visible
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.messages import Answer, Cell, EndLive, Give, Interrupt, Load, Repair, Restart, Typed
 
@@ -511,7 +510,7 @@ def _is_made_first(name: str, tree: ast.AST) -> bool:
 
 
 def _line(ranks: str, bundle: Mapping[str, str]) -> str:
-    text = wire.visible(bundle["text/plain"], keeps_colours=True)
+    text = visible(bundle["text/plain"], keeps_colours=True)
     return f"{ranks}:{chr(10) if chr(10) in text else ' '}{text}"
 
 

@@ -21,7 +21,6 @@ from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events
 from kale_dist.wire import BlockReader, FailureCause, JobFiles, LineBlock, LogLine, RankStateName, StateName
 
 _PIECE_BYTES = 1 << 20
-_HEADER_BYTES = 100
 _TAIL_BYTES = 1 << 18
 """How much of a log's end is first searched for its last lines; then eight times more, and so on."""
 
@@ -82,7 +81,7 @@ class LogReader:
 
     def _records(self) -> Iterator[LineBlock]:
         with contextlib.suppress(FileNotFoundError), self._log.open("rb", buffering=0) as file:
-            begins = file.readline(_HEADER_BYTES)
+            begins = file.readline(100)
             if begins != self._begins if self._begins else not self._offset:
                 with contextlib.suppress(FileNotFoundError), self._older_log.open("rb", buffering=0) as older:
                     yield from self._blocks(older)

@@ -245,10 +245,7 @@ def _visible(value: Any, *, keeps_colours: bool) -> Any:
     if isinstance(value, str):
         return visible(value, keeps_colours=keeps_colours)
     if isinstance(value, dict):
-        return {
-            _visible(name, keeps_colours=False): _visible(one, keeps_colours=keeps_colours)
-            for name, one in value.items()
-        }
+        return {visible(key): _visible(one, keeps_colours=keeps_colours) for key, one in value.items()}
     return [_visible(one, keeps_colours=keeps_colours) for one in value] if isinstance(value, list) else value
 
 

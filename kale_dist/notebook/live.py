@@ -12,12 +12,11 @@ import time
 import uuid
 from typing import Any
 
-from kale_dist import wire
 from kale_dist.errors import JobNotFoundError
 from kale_dist.job import interrupts, view
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.reader import EventReader
-from kale_dist.wire import EventKind
+from kale_dist.wire import EventKind, visible
 
 
 def show(job: Job[Any]) -> None:
@@ -83,6 +82,6 @@ class Pictures:
             data = event.get("data") if event.get("event") == EventKind.DISPLAY else None
             if isinstance(data, dict) and not self._is_own:
                 found = {kind: data[kind] for kind in _HARMLESS if isinstance(data.get(kind), str)}
-                data = {kind: wire.visible(text, keeps_colours=True) for kind, text in found.items()}
+                data = {kind: visible(text, keeps_colours=True) for kind, text in found.items()}
             if isinstance(data, dict) and data:
                 display(data, raw=True)  # type: ignore[no-untyped-call]

@@ -22,11 +22,10 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from traitlets import default
 from traitlets.config import Config
 
-from kale_dist import wire
 from kale_dist.errors import ConfigError
 from kale_dist.runner import documents
 from kale_dist.runner.kernel_jobs import JobEnd, KernelJobs, Terminal
-from kale_dist.wire import prefix_of
+from kale_dist.wire import prefix_of, visible
 from kale_dist.wording import show
 
 ON_VARIABLE = "KALE_DIST_ON"
@@ -231,7 +230,7 @@ class _Client(NotebookClient):
         try:
             asyncio.run(self.async_execute(env=dict(environment)))
         except CellExecutionError as error:
-            return f"{self._where()} failed:\n{wire.visible(error.traceback).strip()}"
+            return f"{self._where()} failed:\n{visible(error.traceback).strip()}"
         except DeadKernelError:
             return f"{self._where()} failed: the kernel died"
         except CellTimeoutError:
@@ -266,7 +265,7 @@ class _Client(NotebookClient):
             trace = (
                 problem.traceback if isinstance(problem, CellExecutionError) else f"{type(problem).__name__}: {problem}"
             )
-            error = wire.visible(trace)
+            error = visible(trace)
             raise
         finally:
             self._results[cell_index] = CellResult(
@@ -285,7 +284,7 @@ class _Client(NotebookClient):
             stream, text = msg["content"]["name"], msg["content"]["text"]
             *lines, rest = (self._unfinished.pop(stream, "") + text).split("\n")
             self._unfinished[stream] = rest
-            for line in map(wire.visible, lines):
+            for line in map(visible, lines):
                 # The library's own messages, such as why a job waits.
                 is_own = stream == "stderr" and line.startswith(prefix_of(None))
                 (self._errors.line if is_own else self.jobs.cell_line)(line)
@@ -307,7 +306,7 @@ class _Client(NotebookClient):
     def _flush(self) -> None:
         for rest in self._unfinished.values():
             if rest:
-                self._terminal.line(wire.visible(rest))
+                self._terminal.line(visible(rest))
         self._unfinished.clear()
 
     def _save(self) -> None:

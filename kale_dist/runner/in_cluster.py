@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from kale_dist import config, places, wire
+from kale_dist import config, places
 from kale_dist.calls import request, verbs
 from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import records
@@ -27,7 +27,7 @@ from kale_dist.job.view import facts
 from kale_dist.runner import documents, execution
 from kale_dist.runner.execution import Execution
 from kale_dist.runner.kernel_jobs import Terminal
-from kale_dist.wire import StateName, Stream, decode, payload, prefix_of
+from kale_dist.wire import StateName, Stream, decode, payload, prefix_of, visible
 from kale_dist.wording import closest
 from kale_dist.worker.rank import notebook_rank
 
@@ -122,10 +122,10 @@ def _follow(job: Job[Any], terminal: Terminal) -> bool:
             with contextlib.suppress(KaleDistError):
                 for line in job.logs(follow=True):
                     if line.rank is not None and line.stream is Stream.STDOUT:
-                        terminal.line(wire.visible(line.text))
+                        terminal.line(visible(line.text))
                     # The failure of the process itself is reported at the end.
                     elif line.rank is None and not line.text.startswith("Rank 0 "):
-                        terminal.line(wire.visible(str(line)))
+                        terminal.line(visible(str(line)))
         finally:
             ended.set()
 

@@ -162,10 +162,6 @@ def report(**metrics: Any) -> None:
     Raises:
         ConfigError: A value is not a number, or a name is too long or not printable.
     """
-    for name in metrics:
-        if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
-            problem = f"the name {name[:40]!r} cannot be shown"
-            raise ConfigError("metrics", problem, f"Give 1 to {_MAX_NAME} printable characters")
     values = {name: _number(name, value) for name, value in metrics.items()}
     place = {
         name: int(values.pop(name)) for name in ("epoch", "step") if name in values and float(values[name]).is_integer()
@@ -175,7 +171,10 @@ def report(**metrics: Any) -> None:
 
 
 def _number(name: str, value: Any) -> float | int:
-    """A metric as a plain number."""
+    """A metric as a plain number, whose name can be shown."""
+    if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+        problem = f"{name[:40]!r} cannot be shown"
+        raise ConfigError("metrics", problem, f"Name it by 1 to {_MAX_NAME} printable characters")
     item = getattr(value, "item", None)
     if item is not None and not isinstance(value, numbers.Number):
         try:

@@ -247,3 +247,23 @@ def test_delete_finished_leaves_what_runs(endless, capsys):
     assert f"{done.ref} deleted" in capsys.readouterr().out
     assert not records.exists(done.name)
     assert records.exists(endless.name)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["log", "x"], "Did you mean 'logs'?"),
+        (["list"], "Did you mean 'jobs'?"),
+        (["stop", "x"], "Did you mean 'cancel'?"),
+        (["jobs", "--on", "k8s"], "Did you mean 'kubernetes'?"),
+        (["run", "nb.ipynb", "epochs=2"], "Write it as -p epochs 2"),
+        (["run", "nb.ipynb", "--paramters", "a", "1"], "Did you mean '--parameters'?"),
+        (["launch", "train.py", "--nproc", "2"], "Say with --processes"),
+        (["launch", "train.py", "--procesess", "2"], "Did you mean '--processes'?"),
+        (["launch", "train.py", "--lr", "0.1"], "launch train.py -- --lr 0.1"),
+    ],
+)
+def test_words_that_it_does_not_have_are_answered_with_what_was_meant(capsys, words, meant):
+    with contextlib.suppress(SystemExit):
+        assert main(words) == 2
+    assert meant in capsys.readouterr().err

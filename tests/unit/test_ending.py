@@ -125,6 +125,19 @@ def test_a_connection_that_a_dead_loader_worker_cut_is_named_after_it():
     assert str(stand_ins.clearer(raised.value)).startswith("A DataLoader worker died")
 
 
+class Corrupt(Unreachable):
+    def __getitem__(self, index):
+        raise ValueError("corrupt file 37.png")
+
+
+def test_what_a_loader_worker_raised_begins_with_its_own_words():
+    with pytest.raises(ValueError, match="Caught ValueError") as raised:
+        next(iter(torch.utils.data.DataLoader(Corrupt(), num_workers=1)))
+    headline, _, more = str(stand_ins.clearer(raised.value)).partition("\n")
+    assert headline == "corrupt file 37.png (in a DataLoader worker)"
+    assert "in __getitem__" in more
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_connection_that_the_dataset_lost_keeps_its_error(num_workers):
     with pytest.raises(ConnectionResetError) as raised:

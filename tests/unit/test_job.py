@@ -23,6 +23,7 @@ from kale_dist.errors import (
 )
 from kale_dist.job.handle import inside
 from kale_dist.wire import EventKind, FailureCause, StateName
+from kale_dist.worker.training.result import TrainingResult
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,29 @@ def test_a_job_is_a_future_of_rank_0s_value():
     assert job.wait() == job.status
     assert job.status.state is StateName.SUCCEEDED
     assert job.result() is job.result()
+
+
+@pytest.mark.parametrize(
+    ("ask", "meant"),
+    [
+        (lambda job: job.stop(), "Did you mean 'cancel'?"),
+        (lambda job: job.kill(), "Did you mean 'cancel'?"),
+        (lambda job: job.loss, "Did you mean 'metrics'?"),
+        (lambda job: job.history, "Did you mean 'metrics'?"),
+        (lambda job: job.metrics["loss"], "[row['loss'] for row in job.metrics if 'loss' in row]"),
+        (lambda job: TrainingResult(metrics={}, epochs=1)["loss"], "result.metrics['loss']"),
+        (lambda job: kd.train, "Did you mean 'distribute'?"),
+        (lambda job: kd.run, "Did you mean 'launch'?"),
+        (lambda job: kd.launch(nothing, on="k8s"), "Did you mean 'kubernetes'?"),
+        (lambda job: kd.launch(nothing, on="cluster"), "Did you mean 'kubernetes'?"),
+        (lambda job: kd.launch(nothing, on=kd.Kubernetes), "Kubernetes is a class. Make one: kd.Kubernetes(...)"),
+    ],
+)
+def test_names_of_other_libraries_are_answered_with_what_was_meant(ask, meant):
+    with pytest.raises((AttributeError, TypeError, kd.KaleDistError)) as refused:
+        ask(start(returning))
+    assert meant in str(refused.value)
+    assert not hasattr(start(returning), "_repr_latex_")
 
 
 def test_it_knows_its_name():

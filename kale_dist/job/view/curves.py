@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from kale_dist import wire
 from kale_dist.job.view import facts
-from kale_dist.wire import MEASURED_SOURCES, BatchLoss, MetricRow, Moment
+from kale_dist.wire import MEASURED_SOURCES, BatchLoss, MetricRow, Moment, visible
 
 MAX_CURVES = 6
 """Curves in a job's picture; `job.metrics` has all metrics."""
@@ -366,7 +365,7 @@ def _numbers(curve: Curve, boxes: Mapping[str, _Box], ticks: Sequence[tuple[floa
         for value, text in ticks
     ]
     if curve.vertical:
-        vertical = escape(wire.visible(curve.vertical))
+        vertical = escape(visible(curve.vertical))
         parts.append(
             f'<span {style}left:{2 - margin:.0f}px;top:0;writing-mode:vertical-rl;transform:rotate(180deg)">{vertical}</span>'
         )
@@ -424,7 +423,7 @@ def _curve(
     ]
     if not any(len(one.points) > 1 for one in series if not one.is_faint):
         series = [dataclasses.replace(one, is_faint=False) for one in series]
-    return Curve(name=wire.visible(name), series=tuple(series))
+    return Curve(name=visible(name), series=tuple(series))
 
 
 def _of_rank(
@@ -436,7 +435,7 @@ def _of_rank(
     *,
     several: bool,
 ) -> Series:
-    word = wire.visible(source)
+    word = visible(source)
     label = word if rank is None else (f"{word} rank {rank}" if several else f"rank {rank}")
     rows = _newest(rows)
     # Beside lines of training and evaluation, those of ranks begin with the third colour.

@@ -9,9 +9,8 @@ import statistics
 import time
 from collections.abc import Callable, Container, Sequence
 
-from kale_dist import wire
 from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus, values_of
-from kale_dist.wire import PHASES, LogLine, RankStateName, StateName
+from kale_dist.wire import PHASES, LogLine, RankStateName, StateName, visible
 
 _CLEARLY = 1.1
 """A rank is marked as the slowest if it computes this many times as long as the mean of the others."""
@@ -59,9 +58,9 @@ class Table:
         """
         kept = [index for index in range(len(titles)) if not rows or any(row[index] for row in rows)]
         return cls(
-            titles=tuple(wire.visible(titles[index]) for index in kept),
+            titles=tuple(visible(titles[index]) for index in kept),
             numeric=tuple(index in numeric for index in kept),
-            rows=tuple(tuple(wire.visible(row[index]) for index in kept) for row in rows),
+            rows=tuple(tuple(visible(row[index]) for index in kept) for row in rows),
             left_out=left_out,
         )
 
@@ -69,7 +68,7 @@ class Table:
 def log_text(line: LogLine) -> str:
     """A log line's text, cleaned and cut to `MAX_LINE_CHARACTERS`."""
     cut = line.text[: 4 * MAX_LINE_CHARACTERS]
-    text = wire.visible(cut)
+    text = visible(cut)
     if len(cut) < len(line.text) or len(text) > MAX_LINE_CHARACTERS:
         return f"{text[:MAX_LINE_CHARACTERS]} [{len(line.text):,} characters]"
     return text
@@ -118,7 +117,7 @@ def duration(seconds: float) -> str:
 
 def name(status: JobStatus) -> str:
     """The job's name without its backend."""
-    return wire.visible(status.ref.rpartition("://")[2] or status.ref)
+    return visible(status.ref.rpartition("://")[2] or status.ref)
 
 
 def state(status: JobStatus) -> str:
@@ -152,7 +151,7 @@ def sentence(status: JobStatus, now: float | None, *, error: str = "") -> str:
     after = f" after {duration(elapsed)}" if elapsed is not None else ""
     ranks = len(status.replicas)
     on = f" on {ranks} rank{'' if ranks == 1 else 's'}" if ranks else ""
-    reason = "" if error and wire.visible(status.reason).endswith(error) else wire.visible(status.reason)
+    reason = "" if error and visible(status.reason).endswith(error) else visible(status.reason)
     match status.state:
         case StateName.PENDING:
             return reason or "Waiting for its ranks to be started"
@@ -193,7 +192,7 @@ def kept_checkpoint(status: JobStatus) -> str:
     # A notebook that was executed in a pod has its saved state there, and makes no progress.
     if status.state is not StateName.CANCELLED or not status.is_checkpoint_here or status.fraction is None:
         return ""
-    return f"Its last checkpoint is kept: job.retry(resume=True) or `kale-dist retry --resume {wire.visible(status.ref)}` resumes from it"
+    return f"Its last checkpoint is kept: job.retry(resume=True) or `kale-dist retry --resume {visible(status.ref)}` resumes from it"
 
 
 # -- progress --------------------------------------------------------------------------------------------------------
@@ -261,7 +260,7 @@ def first_error(status: JobStatus) -> tuple[int, str] | None:
         return None
     for replica in status.replicas:
         if replica.error and status.failed_rank in (None, replica.rank):
-            return replica.rank, wire.visible(replica.error)
+            return replica.rank, visible(replica.error)
     return None
 
 
@@ -311,16 +310,16 @@ def profile(status: JobStatus, limit: int) -> Table:
 def _remark(replica: ReplicaStatus, above: tuple[int, str] | None) -> str:
     """The remark on a rank: its error unless it stands `above`, the signal that ended it, or that it waits for the others."""
     remarks = []
-    if replica.error and above is not None and above[1] == wire.visible(replica.error):
+    if replica.error and above is not None and above[1] == visible(replica.error):
         remarks += [] if replica.rank == above[0] else ["the same error"]
     elif replica.error:
-        remarks.append(wire.visible(replica.error.split("\n", 1)[0])[:200])
+        remarks.append(visible(replica.error.split("\n", 1)[0])[:200])
     if replica.signal:
-        remarks.append(f"ended by {wire.visible(replica.signal)}")
+        remarks.append(f"ended by {visible(replica.signal)}")
     elif replica.exit_code and not replica.error:
         remarks.append(f"exit code {replica.exit_code}")
     if replica.breakpoint is not None:
-        remarks.append(f"in breakpoint() at {wire.visible(replica.breakpoint.where)}")
+        remarks.append(f"in breakpoint() at {visible(replica.breakpoint.where)}")
     elif replica.in_collective is not None and replica.state is RankStateName.RUNNING:
         remarks.append("waits for the others" if replica.in_collective else "the others wait for it")
     return "; ".join(remarks)
@@ -354,14 +353,14 @@ def _gpu(replica: ReplicaStatus) -> str:
 
 def _node(replica: ReplicaStatus) -> str:
     reported = replica.usage.node if replica.usage is not None and replica.pod else None
-    return " ".join(wire.visible(replica.node or reported or "").split())
+    return " ".join(visible(replica.node or reported or "").split())
 
 
 def _step(progress: RankProgress | None) -> str:
     if progress is None or not (progress.step or progress.steps):
         return ""
     count = f"{progress.step:,}/{progress.steps:,}" if progress.steps else f"{progress.step:,}"
-    return count if progress.phase == "train" else f"{wire.visible(progress.phase)} {count}"
+    return count if progress.phase == "train" else f"{visible(progress.phase)} {count}"
 
 
 def _doing(status: JobStatus) -> str:
@@ -371,12 +370,10 @@ def _doing(status: JobStatus) -> str:
     count = _step(progress).rpartition(" ")[2].replace("/", " of ")
     if not progress.epochs:
         # A bar, or a training of steps.
-        what = {"train": "step", "eval": "evaluation"}.get(progress.phase, f"{wire.visible(progress.phase)}:")
+        what = {"train": "step", "eval": "evaluation"}.get(progress.phase, f"{visible(progress.phase)}:")
         doing = f"{what} {count}".strip()
     else:
-        where = {"train": "step ", "eval": "evaluation, step "}.get(
-            progress.phase, f"{wire.visible(progress.phase)}, step "
-        )
+        where = {"train": "step ", "eval": "evaluation, step "}.get(progress.phase, f"{visible(progress.phase)}, step ")
         doing = f"epoch {progress.epoch} of {progress.epochs}{f', {where}{count}' if count else ''}"
     doing = f"training {progress.training}, {doing}" if progress.training > 1 else doing
     return doing[:1].upper() + doing[1:]
@@ -386,7 +383,7 @@ def _debugged(status: JobStatus) -> str:
     """Which rank waits in `breakpoint()`, and how to get there."""
     for replica in status.at_breakpoints[:1]:
         if replica.breakpoint is not None:
-            return f"Rank {replica.rank} waits in breakpoint() at {wire.visible(replica.breakpoint.where)}: job.debug(rank={replica.rank})"
+            return f"Rank {replica.rank} waits in breakpoint() at {visible(replica.breakpoint.where)}: job.debug(rank={replica.rank})"
     return ""
 
 

@@ -6,10 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from kale_dist import wire
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import curves, facts
-from kale_dist.wire import LogLine, Moment, RankStateName, StateName
+from kale_dist.wire import LogLine, Moment, RankStateName, StateName, visible
 
 _MAX_NOTES = 8
 _HEIGHT = 300
@@ -162,7 +161,7 @@ def _head(status: JobStatus, now: float | None, *, is_frozen: bool) -> str:
     )
     again = (
         f'<div style="margin-top:6px">As it was when it was last drawn. <code style="{_MONO};font-size:12px;'
-        f'background:none;color:inherit">kd.attach(&quot;{_text(wire.visible(status.ref))}&quot;)</code> shows the job again.</div>'
+        f'background:none;color:inherit">kd.attach(&quot;{_text(visible(status.ref))}&quot;)</code> shows the job again.</div>'
         if is_frozen
         else ""
     )
@@ -208,8 +207,8 @@ def _error(status: JobStatus) -> str:
         return ""
     rank, message = error
     replica = next(replica for replica in status.replicas if replica.rank == rank)
-    shown = wire.visible(replica.locals)
-    where, _, line = wire.visible(replica.where).partition("\n")
+    shown = visible(replica.locals)
+    where, _, line = visible(replica.where).partition("\n")
     place = f' <span style="font-weight:400;{_MUTED}">in {_text(where)}</span>' if where else ""
     source = f'<pre style="{_PRE};{_MUTED}">    {_text(line)}</pre>' if line else ""
     variables = (
@@ -375,7 +374,7 @@ def _notes(status: JobStatus) -> str:
     if not status.notes:
         return ""
     items = "".join(
-        f'<li style="margin:0;overflow-wrap:anywhere">{_text(wire.visible(note))}</li>'
+        f'<li style="margin:0;overflow-wrap:anywhere">{_text(visible(note))}</li>'
         for note in status.notes[-_MAX_NOTES:]
     )
     return f'<ul aria-label="Notes" style="margin:12px 0 0;padding:0 0 0 18px;{_MUTED}">{items}</ul>'

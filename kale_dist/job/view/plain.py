@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from kale_dist import wire
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import curves, facts
-from kale_dist.wire import LogLine, MetricRow, StateName
+from kale_dist.wire import LogLine, MetricRow, StateName, visible
 
 _BAR_CELLS = 24
 _PARTS = " ▏▎▍▌▋▊▉"
@@ -29,7 +28,7 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     """
     error = facts.first_error(status)
     sentence = facts.sentence(status, now, error="" if error is None else error[1])
-    lines = [f"{wire.visible(status.ref)}  {facts.state(status)}", sentence]
+    lines = [f"{visible(status.ref)}  {facts.state(status)}", sentence]
     progress = progress_line(status, now)
     if progress:
         lines.append(progress)
@@ -43,7 +42,7 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     lines += profile(status)
     if error is not None:
         lines.append(f"error of rank {error[0]}: {error[1]}")
-    lines += [f"note: {wire.visible(note)}" for note in status.notes[-_MAX_NOTES:]]
+    lines += [f"note: {visible(note)}" for note in status.notes[-_MAX_NOTES:]]
     if tail:
         lines += ["", *(f"{line.prefix} {facts.log_text(line)}".rstrip() for line in tail)]
     return "\n".join(lines)
@@ -65,7 +64,7 @@ def progress_line(status: JobStatus, now: float | None) -> str:
 
 def metrics_line(row: MetricRow) -> str:
     """The metrics of an epoch's training or evaluation in a line: `epoch 3, eval: loss 0.412, accuracy 0.91`."""
-    values = ", ".join(f"{wire.visible(name)} {facts.number(value)}" for name, value in row.values)
+    values = ", ".join(f"{visible(name)} {facts.number(value)}" for name, value in row.values)
     return f"{f'epoch {row.epoch}, ' if row.epoch is not None else ''}{row.source}: {values}"
 
 

@@ -45,9 +45,6 @@ FAR_ANSWER_S = 0.7
 
 BETWEEN_LOOKS_S = 1.0
 
-_SHOWN_PLACES = 3
-"""How many of the places where ranks hang a sentence has."""
-
 LOOKS_AFTER_S = (0.5, 0.7)
 """After a rank has ended: the first look, and from that to the second."""
 
@@ -395,7 +392,7 @@ def describe_hang(waiting: Sequence[int], samples: Mapping[int, Sample]) -> str:
     for number, sample in samples.items():
         if number not in waiting or len(waiting) == len(samples):
             places.setdefault(str(sample.place or "code that answers nothing"), []).append(number)
-    shown = [f"{name_ranks(ranks)} {_verb(ranks, 'is')} in {place}" for place, ranks in places.items()][:_SHOWN_PLACES]
+    shown = [f"{name_ranks(ranks)} {_verb(ranks, 'is')} in {place}" for place, ranks in places.items()][:3]
     if 0 < len(waiting) < len(samples):
         whom = "it" if len(samples) - len(waiting) == 1 else "them"
         shown.append(f"{name_ranks([*waiting])} {_verb(waiting, 'waits')} for {whom}")

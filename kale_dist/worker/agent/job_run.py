@@ -376,12 +376,8 @@ class JobRun:
     async def _end_after(self, limit_s: float) -> None:
         await asyncio.sleep(limit_s)
         hang = await self._running.find_hang(limit_s) if self._running is not None else ""
-        text = f"The job ran longer than its timeout_s of {limit_s:g} s"
-        text += (
-            f", and hangs: {hang}. The stacks of all ranks are in the log"
-            if hang
-            else ". Give it more time, or leave timeout_s out"
-        )
+        why = f", and hangs: {hang}. The log has all stacks" if hang else ". Give it more time, or leave timeout_s out"
+        text = f"The job ran longer than its timeout_s of {limit_s:g} s{why}"
         # A rank that hangs saves nothing; its own handler of SIGTERM gets its time.
         end = self._end if hang else self._save_and_end
         end(Verdict(StateName.FAILED, FailureCause.TIMEOUT, text), self.order.policy.grace_s)

@@ -189,7 +189,8 @@ def clearer(error: BaseException) -> BaseException:
 
     The error of `.to(0)` on a machine without a GPU, which torch raises where nothing can be put in place, in our words. A note
     to a name that is not registered, and, in a container, to a write that was refused: torch's own names neither file nor user.
-    pdb's `q` has no words at all. A connection that a DataLoader worker's death has cut is named after the worker.
+    pdb's `q` has no words at all. A connection that a DataLoader worker's death has cut is named after the worker. What a worker raised begins
+    with its own words.
     """
     if type(error).__name__ == "BdbQuit" and not error.args:
         error.args = ("`q` at a breakpoint has ended the rank",)
@@ -204,6 +205,9 @@ def clearer(error: BaseException) -> BaseException:
         death = RuntimeError("A DataLoader worker died while it passed a batch on (often because memory ran out)")
         death.__cause__ = error
         return death.with_traceback(error.__traceback__)
+    if " in DataLoader worker process " in str(error).partition("\n")[0]:
+        said = str(error).rstrip().rpartition("\n")[2]
+        error.args = (f"{said.partition(': ')[2] or said} (in a DataLoader worker)\n{error}",)
     if type(error).__name__.endswith("NotFound"):
         # As gymnasium's of an environment whose package nothing of the call refers to.
         error.add_note(

@@ -243,6 +243,10 @@ class TrainingResult:
     trace: bytes | None = dataclasses.field(default=None, repr=False)
     """This rank's Chrome trace, compressed by gzip, if `profile` was given; `job.profile().trace()` writes it to a file."""
 
+    def __getitem__(self, name: str) -> Any:
+        """Refuse a name that is asked of the result itself."""
+        raise TypeError(f"The result is no mapping. Its metrics are: write result.metrics[{name!r}]")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Structure:
