@@ -74,22 +74,15 @@ def test_a_container_of_somebody_else_reaches_no_port_of_a_job_of_several(engine
     assert not networks_of(engine, job.name)
 
 
-def test_a_link_in_the_place_of_a_result_leads_to_no_file_of_yours(tmp_path):
-    mine, sent = tmp_path / "mine", io.BytesIO()
-    mine.write_text("kept")
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_a_link_in_the_place_of_a_result_leads_to_no_file_of_yours(tmp_path, kind):
+    (tmp_path / "mine").write_text("kept")
+    header, sent = tarfile.TarInfo("../mine"), io.BytesIO()
+    header.type, header.linkname = kind, str(tmp_path / "mine")
     with tarfile.open(fileobj=sent, mode="w") as packed:
-        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE):
-            header = tarfile.TarInfo("outcome-0-0")
-            header.type, header.linkname = kind, str(mine)
-            packed.addfile(header)
+        packed.addfile(header)
     with pytest.raises(StoreError, match="no file"):
-        archive.save_file([sent.getvalue()], tmp_path / "outcome-0-0")
-    header = tarfile.TarInfo("../mine")
-    header.size = 4
-    with tarfile.open(fileobj=(sent := io.BytesIO()), mode="w") as packed:
-        packed.addfile(header, io.BytesIO(b"evil"))
-    archive.save_file([sent.getvalue()], tmp_path / "outcome-0-0")
-    assert (mine.read_text(), (tmp_path / "outcome-0-0").read_text()) == ("kept", "evil")
+        archive.save_file([sent.getvalue()], tmp_path / "result")
 
 
 @pytest.mark.nightly

@@ -74,9 +74,7 @@ def test_what_is_not_a_number_is_refused_by_name(value):
         context.report(accuracy=value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("", 1.0), ("x" * 201, 1.0), ("two\nlines", 1.0), ("\x1b[2J", 1.0), ("a", 10**400)]
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "value"), [("", 1.0), ("x" * 201, 1.0), ("\x1b[2J\n", 1.0), ("a", 10**400)])
 def test_names_and_numbers_that_no_curve_can_show_are_refused(rank, name, value):
     with pytest.raises(ConfigError) as refused:
         context.report(**{name: value})

@@ -114,8 +114,8 @@ def test_no_file_of_the_folder_that_it_is_called_in_runs(tmp_path):
     for name in ("json", "random", "queue", "torch"):
         (tmp_path / f"{name}.py").write_text("import pathlib; pathlib.Path(__file__).with_suffix('.ran').touch()")
     command = [str(pathlib.Path(sys.executable).parent / "kale-dist"), "doctor", "--json"]
-    asked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert {check["name"]: check["verdict"] for check in json.loads(asked.stdout)}["torch"] != "failed"
+    asked = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+    assert b"torch 2" in asked.stdout
     assert not list(tmp_path.glob("*.ran"))
 
 

@@ -133,9 +133,7 @@ class Corrupt(Unreachable):
 def test_what_a_loader_worker_raised_begins_with_its_own_words():
     with pytest.raises(ValueError, match="Caught ValueError") as raised:
         next(iter(torch.utils.data.DataLoader(Corrupt(), num_workers=1)))
-    headline, _, more = str(stand_ins.clearer(raised.value)).partition("\n")
-    assert headline == "corrupt file 37.png (in a DataLoader worker)"
-    assert "in __getitem__" in more
+    assert str(stand_ins.clearer(raised.value)).startswith("corrupt file 37.png (in a DataLoader worker)\nCaught")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -1,5 +1,6 @@
 """Jobs over a fake backend: what the handle makes of what a backend says."""
 
+import re
 import threading
 import time
 
@@ -73,23 +74,16 @@ def test_a_job_is_a_future_of_rank_0s_value():
     ("ask", "meant"),
     [
         (lambda job: job.stop(), "Did you mean 'cancel'?"),
-        (lambda job: job.kill(), "Did you mean 'cancel'?"),
-        (lambda job: job.loss, "Did you mean 'metrics'?"),
         (lambda job: job.history, "Did you mean 'metrics'?"),
         (lambda job: job.metrics["loss"], "[row['loss'] for row in job.metrics if 'loss' in row]"),
-        (lambda job: TrainingResult(metrics={}, epochs=1)["loss"], "result.metrics['loss']"),
-        (lambda job: kd.train, "Did you mean 'distribute'?"),
-        (lambda job: kd.run, "Did you mean 'launch'?"),
-        (lambda job: kd.launch(nothing, on="k8s"), "Did you mean 'kubernetes'?"),
-        (lambda job: kd.launch(nothing, on="cluster"), "Did you mean 'kubernetes'?"),
-        (lambda job: kd.launch(nothing, on=kd.Kubernetes), "Kubernetes is a class. Make one: kd.Kubernetes(...)"),
+        (lambda _: TrainingResult(metrics={}, epochs=1)["loss"], "result.metrics['loss']"),
+        (lambda _: kd.train, "Did you mean 'distribute'?"),
+        (lambda _: kd.launch(nothing, on="cluster"), "Did you mean 'kubernetes'?"),
     ],
 )
 def test_names_of_other_libraries_are_answered_with_what_was_meant(ask, meant):
-    with pytest.raises((AttributeError, TypeError, kd.KaleDistError)) as refused:
+    with pytest.raises((AttributeError, TypeError, kd.KaleDistError), match=re.escape(meant)):
         ask(start(returning))
-    assert meant in str(refused.value)
-    assert not hasattr(start(returning), "_repr_latex_")
 
 
 def test_it_knows_its_name():
