@@ -11,6 +11,8 @@ import nbformat
 import pytest
 from on_cluster import IMAGE, make_claim
 
+# The one of the tiny Llama makes its weights first, once in a checkout.
+pytestmark = pytest.mark.timeout(600)
 ROOT = pathlib.Path(__file__).parents[2]
 # The tour and the strategies have outputs, and tests of their own; those on debugging and on live ranks ask for input.
 NOTEBOOKS = sorted(
