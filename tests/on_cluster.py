@@ -97,29 +97,36 @@ def write_kubeconfig(path, original, *, token=None, user=None, namespace="", **c
 
 
 class Network:
-    """Stands between a process and the API server, and can be cut.
+    """Stands between a process and an API server or a Docker engine, and can be cut.
 
     Args:
-        original: A kubeconfig.
-        path: Where to write one that leads through this network.
+        family: Of the server's address.
+        address: The server's.
     """
 
-    def __init__(self, original, path):
-        import yaml
-
-        config = yaml.safe_load(pathlib.Path(original).read_text())
-        host, _, port = config["clusters"][0]["cluster"]["server"].removeprefix("https://").partition(":")
-        self._address = (host, int(port or 443))
+    def __init__(self, family, address):
+        self._family, self._address = family, address
         self._is_up = True
         self._bytes_each = None
         self._flows = threading.Event()
         self._flows.set()
         self._sockets = []
         self._listener = socket.create_server(("127.0.0.1", 0))
-        server = f"https://127.0.0.1:{self._listener.getsockname()[1]}"
-        config["clusters"][0]["cluster"] |= {"server": server, "tls-server-name": host}
-        path.write_text(json.dumps(config))
+        self.here = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        """Where this network is entered."""
         threading.Thread(target=self._serve, daemon=True).start()
+
+    @classmethod
+    def of_cluster(cls, original, path):
+        """One before the server of a kubeconfig, with a kubeconfig that leads through it."""
+        import yaml
+
+        config = yaml.safe_load(pathlib.Path(original).read_text())
+        host, _, port = config["clusters"][0]["cluster"]["server"].removeprefix("https://").partition(":")
+        made = cls(socket.AF_INET, (host, int(port or 443)))
+        config["clusters"][0]["cluster"] |= {"server": f"https://{made.here}", "tls-server-name": host}
+        path.write_text(json.dumps(config))
+        return made
 
     def refuse(self):
         """Refuse new connections; those that are there stay."""
@@ -160,7 +167,8 @@ class Network:
             if not self._is_up:
                 near.close()
                 continue
-            far = socket.create_connection(self._address)
+            far = socket.socket(self._family)
+            far.connect(self._address)
             self._sockets += [near, far]
             threading.Thread(target=self._pump, args=(near, far, self._bytes_each), daemon=True).start()
 

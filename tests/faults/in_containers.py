@@ -3,12 +3,14 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 import uuid
 
 import pytest
-from fault_work import counts, eats_memory, waits, waits_the_first_time
+from fault_work import counts, eats_memory, trains_and_fails, waits, waits_the_first_time
+from on_cluster import IMAGE, Network
 from on_this_machine import an_hour_behind, breaking_at
 
 import kale_dist as kd
@@ -46,6 +48,42 @@ def container_is_lost(scene, number):
     assert job.status.attempt == 1
     found = {item["Names"][0] for item in containers_of(scene, job.name)}
     assert found == {f"/kale-dist-{job.name}.2-{number}" for number in (0, 1)}
+
+
+def trains(scene, on, fails_in=None, epochs=12):
+    """A training of two ranks, whose model has 8 MB, once its third epoch is in a checkpoint."""
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(8, 200_000), nn.Linear(200_000, 2))
+    model.register_buffer("epochs", torch.zeros(()))
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(8, 8), torch.zeros(8, dtype=torch.long)), batch_size=8
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    how = {"epochs": epochs, "checkpoint_every": 1, "number_of_processes": 2, "max_restarts": 1, "on": on}
+    job = scene.follow(
+        kd.distribute(model, loader, nn.CrossEntropyLoss(), optimizer, trains_and_fails, train_args=fails_in, **how)
+    )
+    scene.until(lambda: (job.status.checkpoint_epoch or 0) >= 3 or job.done(), job)
+    return job
+
+
+def container_is_lost_while_the_engine_refuses(scene):
+    engine, address = scene.part("engine"), os.environ.get("DOCKER_HOST", "")
+    if not address.startswith("unix://"):
+        pytest.skip("the engine is on another machine")
+    network = Network(socket.AF_UNIX, address.removeprefix("unix://"))
+    scene.undone.callback(network.close)
+    scene.patch.setenv("DOCKER_HOST", f"tcp://{network.here}")
+    job = trains(scene, kd.Docker(image=IMAGE))
+    network.refuse()
+    engine.api.remove_container(container(job, 1), force=True)
+    time.sleep(15)
+    network.mend()
+    status = scene.end_of(job)
+    assert (status.state.value, status.warnings) == ("succeeded", ()), (status, [str(line) for line in job.logs()])
+    assert int(job.state_dict()["epochs"]) == 12
 
 
 def containers_are_removed(scene):

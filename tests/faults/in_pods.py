@@ -12,8 +12,8 @@ import time
 import uuid
 
 import pytest
-from fault_work import counts, trains_and_fails, waits
-from in_containers import check_counts, ctrl_c, cut_off
+from fault_work import counts, waits
+from in_containers import check_counts, ctrl_c, cut_off, trains
 from on_cluster import IMAGE, Network, grant, make_claim, pods_in, run_kubectl, write_kubeconfig
 from on_this_machine import breaking_at
 
@@ -75,31 +75,17 @@ def way_to_the_cluster_is_cut(scene):
 def through_a_network(scene):
     """Have this process reach the cluster through a network of the test's; gives it, and how `kubectl` goes around it."""
     original, path = os.environ["KUBECONFIG"], scene.folder / "kubeconfig"
-    network = Network(original, path)
+    network = Network.of_cluster(original, path)
     scene.undone.callback(network.close)
     scene.patch.setenv("KUBECONFIG", str(path))
     return network, ("--kubeconfig", original)
 
 
 def reached_is_kept(scene, fault, ending):
-    """A training of 8 MB ends or is renewed while the way to its head is disturbed, and all that it has reached comes."""
-    import torch
-    from torch import nn
-
+    """A training ends or is renewed while the way to its head is disturbed, and all that it has reached comes."""
     on = pods_in(namespace_of(scene), master=False)
     network, around = through_a_network(scene)
-    model = nn.Sequential(nn.Linear(8, 200_000), nn.Linear(200_000, 2))
-    model.register_buffer("epochs", torch.zeros(()))
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.randn(8, 8), torch.zeros(8, dtype=torch.long)), batch_size=8
-    )
-    job = scene.follow(
-        kd.distribute(
-            model, loader, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 1e-6), trains_and_fails,
-            train_args=6 if ending == "fails" else None, epochs=200 if ending == "is cancelled" else 12, checkpoint_every=1, number_of_processes=2, max_restarts=1, on=on,
-        )
-    )  # fmt: skip
-    scene.until(lambda: (job.status.checkpoint_epoch or 0) >= 3 or job.done(), job)
+    job = trains(scene, on, {"fails": 6}.get(ending), epochs=200 if ending == "is cancelled" else 12)
     getattr(network, fault)(*((1_000_000,) if fault == "cut_each_after" else ()))
     if ending == "is cancelled":
         with contextlib.suppress(BackendError):

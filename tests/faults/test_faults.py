@@ -67,6 +67,7 @@ FAULTS = (
     Fault("another container is killed", DOCKER, 90, "The job fails and names the container", partial(docker.container_is_killed, number=1), NIGHTLY),
     Fault("the head is removed, `max_restarts=1`", DOCKER, 120, "The job is renewed", partial(docker.container_is_lost, number=0), NIGHTLY),
     Fault("another container is removed, `max_restarts=1`", DOCKER, 120, "The job is renewed", partial(docker.container_is_lost, number=1), NIGHTLY),
+    Fault("another container is removed while the engine refuses new connections for 15 seconds, `max_restarts=1`", DOCKER, 150, "It resumes from its last checkpoint", docker.container_is_lost_while_the_engine_refuses, NIGHTLY),
     Fault("all containers are removed", DOCKER, 60, "The job is cancelled and says so", docker.containers_are_removed, NIGHTLY),
     Fault("memory runs out", DOCKER, 120, "The job fails and names the limit", docker.memory_runs_out, NIGHTLY),
     Fault("each container is paused for eight seconds", DOCKER, 120, "The job goes on; no line is lost", docker.container_is_paused, NIGHTLY),
