@@ -34,7 +34,8 @@ class FSDP(Settings):
 
     Bytes that each rank sends in a training step, for n ranks and P bytes of weights (each padded so that n divides its
     first dimension): 3 (n-1)/n P: an all-gather in the forward and one in the backward pass, and a reduce-scatter
-    (ZeRO, section 7.2.2); with `accumulate=k`, k times that. An evaluated batch costs (n-1)/n P.
+    (ZeRO, section 7.2.2); with `accumulate=k`, k times that. What is in no unit stays gathered between the two passes, and
+    is gathered once. An evaluated batch costs (n-1)/n P.
     """
 
     word: ClassVar[str] = "fsdp"

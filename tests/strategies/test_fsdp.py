@@ -74,18 +74,67 @@ class StackedAccumulated(Stacked):
     clip_norm = 0.1
 
 
-UNITS = {case.__name__: case for case in (Stacked, StackedAccumulated, Encoded)}
+class Policy(nn.Module):
+    """A unit and the model return weights, or views of them."""
+
+    def __init__(self, below=False):
+        super().__init__()
+        torch.manual_seed(6)
+        self.body = nn.Linear(6, 4)
+        self.log_std = nn.Parameter(torch.zeros(1, 4))
+        self.scales = nn.ModuleList([Policy()] if below else [])
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        mean = self.body(x)
+        spread = self.log_std.expand_as(mean)
+        for scale in self.scales:
+            more, others, factor = scale(x)
+            mean, spread = mean + more * factor, spread + others
+        return mean, spread, self.factor
+
+
+class Policies(Case):
+    """A continuous policy, which is evaluated between `backward()` and `step()`, and after it, with and without gradients."""
+
+    def model(self):
+        return Policy(below=True).double()
+
+    def optimizer(self, model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.seen = []
+        optimizer.register_step_pre_hook(lambda *_: self.look(model))
+        return optimizer
+
+    def look(self, model):
+        with torch.set_grad_enabled(len(self.seen) % 3 > 0):
+            self.seen.append(sum(one.sum() for one in model(torch.ones(2, 6, dtype=torch.float64))).item())
+
+    def loss(self, model, x, y):
+        self.look(model)
+        mean, spread, factor = model(x)
+        # What an evaluation sees is a part of the loss, and so it is compared. A weight is used beside the forward, too.
+        fit = ((mean - y[:, None]) ** 2 / (2 * (2 * spread).exp()) + spread).mean() * factor.square()
+        return fit + model.log_std.square().mean() + sum(self.seen[-2:])
+
+
+UNITS = {case.__name__: case for case in (Stacked, StackedAccumulated, Encoded, Policies)}
 PLAIN_BYTES = 8 * (7 * 10 + 11 * 8 + 9 * 4)
 
 
 def test_two_ranks_equal_one_process_and_send_what_the_formula_says():
     numbers = compare(FSDP(), names=("PlainSgd", "MomentumAccumulatedClipped", "TiedAdamClippedInStep"))
-    # 50 steps, two ranks, each 3 (n-1)/n P.
-    assert numbers["PlainSgd"]["bytes_sent"] == 50 * 2 * 3 * PLAIN_BYTES / 2
+    # 50 steps, two ranks, each 3 (n-1)/n P, of which 1 (n-1)/n for a unit that stays gathered until its backward pass.
+    assert numbers["PlainSgd"]["bytes_sent"] == 50 * 2 * 2 * PLAIN_BYTES / 2
 
 
 def test_a_forward_that_calls_a_method_of_its_model_equals_one_process():
     compare(FSDP(), names=("Encoded",), cases=UNITS)
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), FSDP(units=("scales.*",))], ids=repr)
+def test_a_forward_that_returns_weights_or_views_of_them_equals_one_process(strategy):
+    compare(strategy, names=("Policies",), cases=UNITS)
 
 
 @pytest.mark.nightly

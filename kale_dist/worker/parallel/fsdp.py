@@ -36,7 +36,7 @@ from kale_dist.worker.parallel.agreement import local_part
 from kale_dist.worker.parallel.blocks import alter_blocks
 from kale_dist.worker.parallel.replica import Replica, backward_pass, refuse_gradients
 from kale_dist.worker.parallel.tensor import norm_of_parts, whole_states
-from kale_dist.worker.training.construction import Construction
+from kale_dist.worker.training.construction import Construction, pytree
 from kale_dist.worker.training.group import all_gather_single, reduce_scatter_single
 from kale_dist.worker.training.parts import lora_of
 from kale_dist.worker.training.strategy import FullState, Parts
@@ -135,8 +135,8 @@ class FullySharded(Replica):
                 stack.callback(_put_back, getattr(module, name), dict(getattr(module, name)))
         stack.callback(self._restore, modules, before, {module: type(module) for module in modules.values()})
         for name in names:
-            # The outermost module, too: whole parameters of an evaluation would outlive a step of the optimizer.
-            fully_shard(modules[name], mesh=mesh, reshard_after_forward=True)
+            # The outermost is gathered until the backward pass, which begins with it, as by `fully_shard` itself.
+            fully_shard(modules[name], mesh=mesh, reshard_after_forward=name != "")
             # The unit was brought to the GPU whole, which need not hold the next one, too.
             used = {id(p) for module, own, p in before if parameters_of(module).get(own) is p}
             for old in (p for p in named_before.values() if id(p) not in used and parts.construction is None):
@@ -284,10 +284,25 @@ class FullySharded(Replica):
         self._reductions_of_batch += 1
         super()._on_gradient(parameter)
 
+    def stepped(self) -> None:
+        """Free what a forward has gathered for a backward pass that did not come: these weights are those before the step."""
+        super().stepped()
+        self._free()
+
+    def end_epoch(self) -> None:
+        """Free it here, too: the model has the weights of its own names again."""
+        super().end_epoch()
+        self._free()
+
+    def _free(self) -> None:
+        if self._units:
+            self._units[-1].module.reshard()
+
     def end_evaluation(self) -> None:
         """Join the gathers of ranks that have more batches to evaluate."""
         if not self._units:
             return
+        self._free()
         self._joins = True
         try:
             while True:
@@ -382,7 +397,10 @@ class _Unit:
         return call
 
     def _compared(self, group: Any, original: Any) -> Any:
-        """Wrap torch's end of a call: weights that forward or a method has changed, in its first call in training, would be lost."""
+        """Wrap torch's end of a call: weights that forward or a method has changed, in its first call in training, would be lost.
+
+        What it returns of them is copied, as they are freed; so is the outermost unit, where no backward pass frees it.
+        """
         compared = set()
 
         def post_forward(*given: Any) -> Any:
@@ -394,7 +412,12 @@ class _Unit:
                     if id(whole) not in names or not _is_part(part, whole.detach()):
                         name = names.get(id(whole), f"a weight of {self.shown}")
                         raise KaleDistError(_CHANGED.format(self._called, name))
-            return original(*given)
+            module, inputs, output = given
+            own = {one._unsharded_param.untyped_storage().data_ptr() for one in group.fsdp_params}  # noqa: SLF001
+            output = original(module, inputs, pytree.tree_map_only(Tensor, functools.partial(_copied, own), output))
+            if not torch.is_grad_enabled():
+                self.module.reshard()
+            return output
 
         return post_forward
 
@@ -425,6 +448,13 @@ class _Unit:
 def _part_of(whole: Tensor, like: DTensor) -> Tensor:
     """This rank's part of a whole tensor that is divided as another one is; nothing is exchanged."""
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def _copied(own: set[int], returned: Tensor) -> Tensor:
+    """A copy of what shares the memory of a unit's weights, and any other tensor itself."""
+    if returned.layout is not torch.strided or isinstance(returned, DTensor):
+        return returned
+    return returned.clone() if returned.untyped_storage().data_ptr() in own else returned
 
 
 def _is_part(part: DTensor, whole: Tensor) -> bool:
