@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 import os
 
 import pytest
@@ -482,16 +483,40 @@ def copying_step(model, data_loader, criterion, optimizer, device, args):
     copy.deepcopy(model)
 
 
+def step_in_hooks(model, data_loader, criterion, optimizer, device, args):
+    for parameter in model.parameters():
+        own = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    for x, y in data_loader:
+        criterion(model(x), y).backward()
+
+
+def hand_made_sgd(model, data_loader, criterion, optimizer, device, args):
+    for x, y in data_loader:
+        criterion(model(x), y).backward()
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-0.1)
+
+
 @pytest.mark.filterwarnings("ignore:.*has never run on GPUs")
-def test_a_step_that_copies_its_model_is_told_what_to_do():
-    model = Four()
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (copying_step, "make other copies before the call"),
+        (step_in_hooks, "Step after backward()"),
+        (hand_made_sgd, "Leave out weights whose grad is None"),
+    ],
+)
+def test_a_step_that_a_stage_cannot_take_is_told_what_to_do(step, said):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 4)), 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     job = kd.distribute(
-        model, loader, nn.MSELoss(), optimizer, copying_step, strategy="pipeline", number_of_processes=2, on="local"
-    )
+        model, loader, nn.MSELoss(), optimizer, step, strategy="pipeline", number_of_processes=2, on="local",
+        timeout_s=60,
+    )  # fmt: skip
     try:
-        with pytest.raises(KaleDistError, match="make other copies before the call"):
+        with pytest.raises(KaleDistError, match=re.escape(said)):
             job.result()
     finally:
         job.delete()

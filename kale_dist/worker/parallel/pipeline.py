@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kale_dist.errors import KaleDistError
+from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import DDP, Layout, Pipeline
 from kale_dist.wire import context
 from kale_dist.worker.parallel.blocks import alter_blocks
@@ -143,7 +143,7 @@ class PipelineParallel(DataParallel):
     divides = True
     torch_errors = (
         (
-            r"'NoneType' object has no attribute .*\.grad\b",
+            r"(?s)NoneType.*\.grad\b",
             "the step takes p.grad of all weights, and a rank has those of its own stage",
             "Leave out weights whose grad is None, or use strategy='ddp' or 'fsdp'",
         ),
@@ -365,11 +365,8 @@ class PipelineParallel(DataParallel):
     @contextlib.contextmanager
     def _one_pass(self) -> Iterator[None]:
         """Make the hooks take the passes of all micro-batches for one: the user's."""
-        if self._is_passive:
-            yield
-            return
         task = backward_pass()
-        if task != self._task:
+        if not self._is_passive and task != self._task:
             self._begin(task, None)
         self._is_within = True
         try:
@@ -423,6 +420,17 @@ class PipelineParallel(DataParallel):
         return links.receive(shape, first) if links.receive_note("used", first)[0] else None
 
     # -- around a step ---------------------------------------------------------------------------------------------
+
+    def complete(self, correction: float) -> None:
+        """Refuse a step within the backward pass, for which other stages wait.
+
+        Raises:
+            ConfigError: It is one.
+        """
+        if self._is_within:
+            problem = "an optimizer steps within backward(), in a hook, where a gradient is that of one micro-batch"
+            raise ConfigError("strategy", problem, "Step after backward(), or use strategy='ddp', 'fsdp' or 'tensor'")
+        super().complete(correction)
 
     def total_norm(self, gradients: Sequence[Tensor], kind: float) -> Tensor:
         """Return the norm over all stages; a parameter that several stages hold counts once."""
