@@ -2,8 +2,8 @@
 
 import contextlib
 import copy
-import re
 import os
+import re
 
 import pytest
 import torch
