@@ -118,9 +118,7 @@ class Mesh(Settings):
         if self.pipeline is not None:
             self.stages.check_model(given, inner)
             return
-        sides = {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
-        written = "".join(f"{side}={size}, " for side, size in sides.items() if size is not None)
-        check_tensor(self.plan, given, inner, f"Mesh({written}")
+        check_tensor(self.plan, given, inner)
         if self.fsdp is not None:
             check_fsdp("blocks", given)
 

@@ -97,14 +97,13 @@ def checked_plan(plan: Any) -> tuple[tuple[str, str], ...]:
     return plan
 
 
-def check_tensor(plan: Any, given: Conditions, degree: int, settings: str = "Tensor(") -> None:
+def check_tensor(plan: Any, given: Conditions, degree: int) -> None:
     """Refuse a call whose weights cannot be divided into `degree` parts.
 
     Args:
         plan: Pairs of a pattern and a word.
         given: The call.
         degree: Parts.
-        settings: How the user's settings begin, for a remedy that completes them by a plan.
 
     Raises:
         ConfigError: The reason.
@@ -121,7 +120,7 @@ def check_tensor(plan: Any, given: Conditions, degree: int, settings: str = "Ten
         for prefix, model in named
         for name, module in model.named_modules()
     }
-    assign(modules, plan, degree, settings)
+    assign(modules, plan, degree)
 
 
 def check_precision(given: Conditions) -> None:
@@ -154,16 +153,15 @@ def kind_of(module: Any) -> str | None:
     return None
 
 
-def assign(
-    modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree: int, settings: str = "Tensor("
-) -> dict[str, str]:
+def assign(modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree: int) -> dict[str, str]:
     """How to divide each Linear and Embedding that is divided: a word of a plan, or `vocabulary`.
+
+    Without a plan, one whose width `degree` does not divide stays whole.
 
     Args:
         modules: All modules of the model by name.
         plan: Pairs of a pattern and a word; the last that fits counts.
         degree: Parts.
-        settings: How the user's settings begin, for a remedy that completes them by a plan.
 
     Raises:
         ConfigError: A pattern fits nothing, a width is not divisible, or nothing can be divided.
@@ -174,9 +172,13 @@ def assign(
         if not any(name in words for name in fitting):
             raise ConfigError("strategy", *_unplanned(pattern, fitting, modules, words))
         words.update({name: word for name in fitting if name in words})
+    linear = {id(modules[name].weight) for name in words if kind_of(modules[name]) == "Linear"}
+    for name, word in words.items():
+        along = 0 if id(modules[name].weight) in linear else 1
+        if word == "alone" and modules[name].weight.shape[along] % degree:
+            words[name] = "whole"
     _keep_shared(modules, words)
     divided = {name: word for name, word in words.items() if word != "whole"}
-    linear = {id(modules[name].weight) for name in divided if kind_of(modules[name]) == "Linear"}
     for name, word in divided.items():
         if kind_of(modules[name]) != "Embedding":
             continue
@@ -186,34 +188,24 @@ def assign(
         if id(modules[name].weight) in linear:
             divided[name] = "vocabulary"
     dimensions: dict[int, tuple[str, tuple[int, int]]] = {}
-    undivided: dict[str, tuple[int, str]] = {}
     for name, word in divided.items():
         module = modules[name]
         how = dimension(kind_of(module) or "", word)
         size = module.weight.shape[how[0]]
         if size % (degree * how[1]):
             pieces = f"{how[1]} x {degree}" if how[1] > 1 else str(degree)
-            undivided[name] = size, f"{name} has {size} {_WIDTHS[word]}, which {pieces} ranks do not divide"
-            continue
+            width = "inputs" if word == "rows" else "outputs"
+            problem = f"{name} has {size} {width}, which {pieces} ranks do not divide"
+            remedy = f"Use a number of ranks that divides {size}, or leave it out of the plan"
+            raise ConfigError("strategy", problem, remedy)
         first = dimensions.setdefault(id(module.weight), (name, how))
         if first[1] != how:
             problem = f"{first[0]} and {name} share one weight, and the plan divides it in two ways"
             raise ConfigError("strategy", problem, f"Give both the same word, or plan={{{name!r}: 'whole'}}")
-    if undivided:
-        size, problem = next(iter(undivided.values()))
-        plan_of_all = dict(plan) | dict.fromkeys(undivided, "whole")
-        whole = f"strategy=kd.strategies.{settings}plan={plan_of_all})"
-        remedy = f"Use a number of ranks that divides {size}, or leave it whole: {whole}"
-        raise ConfigError("strategy", problem, remedy)
     if not divided:
-        problem = "the model has no Linear or Embedding whose weights can be divided"
+        problem = f"the model has no Linear or Embedding whose weights can be divided into {degree} parts"
         raise ConfigError("strategy", problem, "Use strategy='ddp' or 'fsdp', which take any model")
     return divided
-
-
-_WIDTHS = {
-    "alone": "outputs", "columns": "outputs", "columns/3": "outputs", "rows": "inputs", "vocabulary": "entries",
-}  # fmt: skip
 
 
 def dimension(kind: str, word: str) -> tuple[int, int]:

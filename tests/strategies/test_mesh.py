@@ -96,7 +96,7 @@ def call(strategy, processes):
         lambda: call(Mesh(tensor=2), 3),
         lambda: call(Mesh(data=2, tensor=2), 6),
         lambda: call(Mesh(fsdp=3, tensor=2), 4),
-        lambda: call(Mesh(tensor=4), 4),
+        lambda: call(Mesh(tensor=4, plan={"body.0": "columns"}), 4),
         lambda: call("mesh", 4),
         lambda: call(Mesh(pipeline=2), 3),
         lambda: call(Mesh(data=3, pipeline=2), 4),

@@ -114,6 +114,14 @@ class Copied(Case):
         return nn.functional.cross_entropy(scores, y) + nn.functional.mse_loss(scores, wanted)
 
 
+class Odd(Case):
+    """A layer whose outputs two do not divide, as the one output of a critic."""
+
+    def model(self):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 4)).double()
+
+
 class Compiled(Case):
     """A model that the notebook has compiled."""
 
@@ -173,6 +181,21 @@ def test_layers_that_share_a_weight_of_a_layer_before_them_equal_one_process(pla
     compare(Tensor(plan=plan), names=("SharedThrice",), cases={"SharedThrice": SharedThrice})
 
 
+def test_a_layer_whose_outputs_the_ranks_do_not_divide_stays_whole_and_the_log_says_so():
+    compare(Tensor(), names=("Odd",), cases={"Odd": Odd})
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
+    data = DataLoader(TensorDataset(torch.randn(8, 6), torch.randn(8, 1)), 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = kd.distribute(
+        model, data, nn.MSELoss(), optimizer, strategy="tensor", number_of_processes=2, threads=1, on="local"
+    )
+    try:
+        job.result()
+        assert "Whole on each rank, as 2 ranks do not divide it or a plan says so: 1" in "\n".join(map(str, job.logs()))
+    finally:
+        job.delete()
+
+
 @pytest.mark.nightly
 def test_a_compiled_model_equals_one_process():
     compare(Tensor(), names=("Compiled",), cases={"Compiled": Compiled})
@@ -213,6 +236,7 @@ def fit(plan, misuse):
 
     torch.manual_seed(7)
     model = Transformer()
+    teacher = copy.deepcopy(model)
     data = torch.randint(0, 12, (16, 5), generator=torch.Generator().manual_seed(1))
 
     def step(model, loader, criterion, optimizer, device, args):
@@ -224,6 +248,9 @@ def fit(plan, misuse):
 
                 model.blocks[0].norm.bias.grad.add_(float(os.environ["RANK"]))
             optimizer.step()
+            for mean, weight in zip(teacher.parameters(), model.parameters(), strict=True):
+                if misuse == "average":
+                    mean.data.mul_(0.9).add_(weight.data, alpha=0.1)
 
     train(
         Training(
@@ -240,6 +267,7 @@ def fit(plan, misuse):
 @pytest.mark.parametrize(
     ("plan", "misuse", "words"),
     [
+        ({}, "average", "callbacks=[kd.callbacks.EMA()]"),
         ({"blocks.*.down": "rows"}, None, "blocks.0.down is planned as 'rows' and got an input of width 16, not 8"),
         pytest.param(
             {},
@@ -288,7 +316,7 @@ def two_ways():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: call(processes=4),
+        lambda: call(strategy=Tensor(plan={"body.0": "columns"}), processes=4),
         lambda: call(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3))),
         lambda: call(processes=1),
         lambda: call(nn.Sequential(nn.Conv2d(1, 2, 3))),

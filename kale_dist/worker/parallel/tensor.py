@@ -23,11 +23,16 @@ from torch.nn import functional
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import DDP, Layout, Settings
 from kale_dist.strategies.tensor import assign, dimension, kind_of
+from kale_dist.wire import context
+from kale_dist.wording import listed
 from kale_dist.worker.parallel.blocks import alter_blocks, blocks_of
 from kale_dist.worker.parallel.ddp import DataParallel
 from kale_dist.worker.training.group import Group, all_gather_single, differing, fingerprint
 from kale_dist.worker.training.strategy import FullState, Parts
 from kale_dist.worker.training.trained import alter
+
+_NAMED = 5
+"""At most so many layers that are not divided are named."""
 
 
 class Peers:
@@ -174,8 +179,13 @@ def divide_layers(
         ConfigError: A layer cannot be divided so.
     """
     modules = dict(model.named_modules())
-    division = Division(peers)
-    for name, word in assign(modules, plan, peers.size).items():
+    division, words = Division(peers), assign(modules, plan, peers.size)
+    left = [name for name, module in modules.items() if kind_of(module) and name not in words]
+    if left and not context.context().rank:
+        context.log(
+            f"Whole on each rank, as {peers.size} ranks do not divide it or a plan says so: {listed(left, _NAMED)}"
+        )
+    for name, word in words.items():
         module: Any = modules[name]
         along, pieces = dimension(kind_of(module) or "", word)
         # A weight that layers share is divided with the first of them: only from here on is its shape the same for all.
@@ -250,6 +260,13 @@ class TensorParallel(DataParallel):
     divides = True
     division: Division
     divides_weights = True
+    torch_errors = (
+        (
+            r"size of tensor a \(\d+\) must match the size of tensor b",
+            "the step computes with tensors of different sizes, as where it mixes weights, of which each rank has a part, with whole ones",
+            "For a moving average of the weights use callbacks=[kd.callbacks.EMA()], or keep these layers whole by plan=",
+        ),
+    )
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
         super().__init__(DDP(), layout)
