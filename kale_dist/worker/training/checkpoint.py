@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import numbers
 import pathlib
 import pickle
 import shutil
@@ -148,6 +149,9 @@ class _Keeper:
         if isinstance(value, str):
             # Of another class (an enumeration), the text alone.
             return str.__str__(value)
+        if isinstance(value, numbers.Real):
+            # NumPy's numbers, too, such as a learning rate of an array.
+            return int(value) if isinstance(value, numbers.Integral) else float(value)
         if isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_quantized or is_lazy(value)):
             # Tied weights are written once; of a view, the part that it shows.
             key = place_of(value) or len(self._copies)

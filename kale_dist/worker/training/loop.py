@@ -588,7 +588,8 @@ class Session:
             left_out = within.writing.write(contents, write, at_once=is_asked)
         if left_out:
             self.group.log(
-                f"Checkpoints do not hold {', '.join(left_out[:5])}: neither dense tensors nor plain values.",
+                f"Checkpoints do not hold {listed(left_out, _NAMED)}, which are neither dense tensors nor plain values: they come"
+                " back in the end, but a restart has them as they were at the call.",
                 warns=True,
             )
         context.mark_progress()

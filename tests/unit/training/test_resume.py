@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 
+import numpy as np
 import pytest
 import torch
 import trainings
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader
 from trainings import labelled
 
 from kale_dist.wire import context
-from kale_dist.worker.training import checkpoint
+from kale_dist.worker.training import checkpoint, supervised
 from kale_dist.worker.training.contents import Checkpoint
 
 
@@ -116,6 +117,28 @@ def test_what_does_not_fit_is_not_begun_over(ranks, tmp_path, spoil, said):
     with pytest.raises(Exception, match=rf"cannot resume: .*{said}"):
         ranks(1, after, tmp_path, spoil, keep=False)
     assert (tmp_path / "checkpoint").exists()
+
+
+def with_a_rate_of_numpy(folder):
+    """Train two epochs, in which the step sets the learning rate from an array, and a third in the next attempt."""
+    rates = []
+
+    def step(model, loader, criterion, optimizer, device, args):
+        if len(rates) < 2:
+            optimizer.param_groups[0]["lr"] = np.linspace(0.5, 0.25, 2)[len(rates)]
+        rates.append(optimizer.param_groups[0]["lr"])
+        return supervised.train_epoch(model, loader, criterion, optimizer, device)
+
+    for number in range(2):
+        events = attempt(number, folder)
+        fit(nn.Linear(3, 2), epochs=2 + number, train_step=step)
+    return rates, [event["text"] for event in events() if event["event"] == "note"]
+
+
+def test_a_learning_rate_that_is_a_number_of_numpys_is_resumed(ranks, tmp_path):
+    rates, notes = ranks(1, with_a_rate_of_numpy, tmp_path, keep=False)[0]
+    assert rates == [0.5, 0.25, 0.25]
+    assert not any("Checkpoints do not hold" in text for text in notes)
 
 
 def test_tensors_that_only_look_alike_are_kept_apart_and_tied_ones_once(tmp_path):

@@ -474,6 +474,7 @@ def test_checkpoints_of_odd_values(tmp_path):
         "empty": torch.empty(0, 3),
         "scalar": torch.tensor(7),
         "plain": [1, 2.5, None, True, ("x", {3: "y"})],
+        "of numpy": [np.float64(0.1), np.float32(0.5), np.int64(3), np.str_("x")],
         "object": object(),
     }
     path = tmp_path / "checkpoint"
@@ -485,6 +486,7 @@ def test_checkpoints_of_odd_values(tmp_path):
     assert read.left_out == left_out
     assert read.optimizer is None
     assert read.model.pop("plain") == states["plain"]
+    assert read.model.pop("of numpy") == [0.1, 0.5, 3, "x"]
     for name, value in read.model.items():
         torch.testing.assert_close(value, states[name])
     assert read.model["a"].data_ptr() == read.model["tied"].data_ptr()
