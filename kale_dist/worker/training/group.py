@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from kale_dist.errors import KaleDistError
 from kale_dist.wire import context
@@ -21,6 +22,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 _AS_BYTES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 """Dtypes that neither NCCL nor gloo sends."""
+
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Dtypes of whole numbers by their bytes. Their sums wrap around."""
 
 STEP_ENDS = "the end of the step"
 """The place where ranks meet after the user's step."""
@@ -223,6 +227,23 @@ def _sum(tensor: Tensor) -> Tensor:
         tensor = tensor.double()
     total: Tensor = torch.linalg.vector_norm(tensor, 1)
     return total.cpu().double()
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Of a divided tensor this rank's part, so that nothing is exchanged: ranks look at different times, or rank 0 alone."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bits_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return for each tensor, of a divided one this rank's part, the sum of its bits as whole numbers: any change shows."""
+    sums = []
+    for tensor in tensors:
+        if not torch.nn.parameter.is_lazy(tensor):
+            own = own_part(tensor.detach())
+            real = torch.view_as_real(own) if own.is_complex() else own
+            dtype = _WHOLE[real.element_size()]
+            sums.append(int(real.view(dtype).sum(dtype=dtype)))
+    return sums
 
 
 def differing(fingerprints: Sequence[Sequence[float]], *, tolerance: float = _TOLERANCE) -> list[int]:

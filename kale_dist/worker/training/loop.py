@@ -24,7 +24,7 @@ from kale_dist.worker.training.data.batches import Feed, Role
 from kale_dist.worker.training.data.generators import RandomStates, seed_generators
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
-from kale_dist.worker.training.group import Group, copy_where_differing, differing, fingerprint
+from kale_dist.worker.training.group import Group, bits_of, copy_where_differing, differing, fingerprint
 from kale_dist.worker.training.notices import STOPPED, Captured, Losses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
 from kale_dist.worker.training.parts import Folders, Made
@@ -124,8 +124,6 @@ class Setup:
     layout: Layout
     """This rank's."""
     resumption: Resumption
-    first_print: Sequence[float] | None
-    """Fingerprint of rank 0's weights at the start; None on a single rank."""
     parts: Parts
     strategy: Strategy
     folders: Folders | None
@@ -187,7 +185,6 @@ class Setup:
             layouts=layouts,
             layout=layout,
             resumption=resumption,
-            first_print=prints[0] if prints else None,
             parts=parts,
             strategy=strategy,
             folders=folders,
@@ -218,6 +215,8 @@ class Session:
     profiler: Profiler | None
     captured: Captured | None
     """Set in rank 0 until the end of the first epoch."""
+    bits: list[int]
+    """Of this rank's weights at the start; empty from the end of the first epoch on."""
     strategy_totals: dict[str, float] = dataclasses.field(default_factory=dict)
     """The strategy's numbers, added up over ranks and epochs."""
     within: Within = dataclasses.field(init=False)
@@ -266,6 +265,7 @@ class Session:
             callbacks=callbacks,
             profiler=profiler,
             captured=Captured(training, trained) if group.rank == 0 else None,
+            bits=bits_of(trained.tensors().values()),
         )
         resumption = setup.resumption
         control.real_steps = resumption.before.steps
@@ -378,22 +378,26 @@ class Session:
         if len(self.setup.layouts) > 1:
             # Numbers are summed over ranks.
             numbers["collective_s"] = (collective_s() - before_s) / self.group.world_size
-        outcome = self._average("train_step", feed, epoch, returned, prints, numbers)
-        self._mend_drift([prints for prints, *_ in outcome.extras], epoch)
+        mine = prints, bool(self.bits) and bits_of(self.named.values()) == self.bits
+        self.bits = []
+        outcome = self._average("train_step", feed, epoch, returned, mine, numbers)
+        self._mend_drift([prints for (prints, _), *_ in outcome.extras], epoch)
         # First: the last row of `job.metrics` is what a step returned.
         self._report_strategy([numbers for _, numbers, *_ in outcome.extras], epoch)
         self._report_pace([rate for _, _, rate, *_ in outcome.extras], epoch)
-        if self.setup.first_print == prints and not self.control.real_steps:
-            others = (
-                f", and {self.control.other_steps} of others, for other weights" if self.control.other_steps else ""
-            )
-            self.group.log(
-                f"Training has changed no weight of the model: train_step made no step of the optimizer that it got{others}.",
-                warns=True,
-            )
+        if all(is_unchanged for (_, is_unchanged), *_ in outcome.extras):
+            self._note_unchanged()
         mark = {"from_batch": feed.counts.from_batch} if feed.counts.from_batch else {}
         self._emit(outcome.values, epoch, feed.role.name, **mark)
         return outcome
+
+    def _note_unchanged(self) -> None:
+        """Log that the weights are, bit for bit, those of the call, and why that may be."""
+        steps, others = self.control.real_steps, self.control.other_steps
+        made = f"the optimizer made {steps} steps. Is loss.backward() missing, or is the learning rate 0?"
+        if not steps:
+            made = f"train_step made no step of the optimizer that it got{f', and {others} of others, for other weights' * bool(others)}."
+        self.group.log(f"Training has changed no weight of the model: {made}", warns=True)
 
     def _evaluate(self, epoch: int, source: str = "eval") -> Averaged:
         """Call the user's eval_step; its metrics are emitted under the name `source`."""
@@ -402,7 +406,7 @@ class Session:
         given = (training.model, self.trained.eval_loader, training.criterion)
         returned = self._call(step, feed, epoch, given, training.eval_args)
         self.strategy.end_evaluation()
-        outcome = self._average("eval_step", feed, epoch, returned, [], {})
+        outcome = self._average("eval_step", feed, epoch, returned, None, {})
         self._emit(outcome.values, epoch, source)
         return outcome
 
@@ -424,7 +428,7 @@ class Session:
         return returned
 
     def _average(
-        self, name: str, feed: Feed, epoch: int, returned: Any, prints: Sequence[float], numbers: Mapping[str, float]
+        self, name: str, feed: Feed, epoch: int, returned: Any, mine: Any, numbers: Mapping[str, float]
     ) -> Averaged:
         """Average what a step returned over the ranks, and make learning rates equal."""
         if isinstance(returned, list) or (returned is None and feed.role.is_training):
@@ -433,7 +437,7 @@ class Session:
                 " numbers, such as {'loss': total / len(data_loader)}; they are averaged over the ranks.",
                 warns=True,
             )
-        extra = prints, numbers, feed.rate, self.stops(), self._learning_rates()
+        extra = mine, numbers, feed.rate, self.stops(), self._learning_rates()
         outcome = average(self.group, normalise(name, returned), feed.counts.samples, extra)
         if any(stops for *_, stops, _ in outcome.extras):
             raise KaleDistError(STOPPED)

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from kale_dist.snapshot.identity import times_changed
 from kale_dist.wire import context
 from kale_dist.worker.training.data.loader import Loaders
-from kale_dist.worker.training.group import Group, fingerprint
+from kale_dist.worker.training.group import Group, fingerprint, own_part
 from kale_dist.worker.training.settings import Training, can_be_state
 from kale_dist.worker.training.trained import Trained
 
@@ -127,7 +126,7 @@ def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
 def _contents(value: Any) -> Any:
     """Return a mark of what a state dict contains, whose tensors may be new copies in each call."""
     if isinstance(value, Tensor):
-        return fingerprint([_own(value)])
+        return fingerprint([own_part(value)])
     if isinstance(value, dict | list | tuple):
         return [_contents(one) for one in (value.values() if isinstance(value, dict) else value)]
     return value if isinstance(value, _PLAIN) else None
@@ -237,12 +236,12 @@ class Losses:
     @_harmless
     def _note(self, _module: Any, _inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.numel() == 1 and self._loaders.running.role.is_training:
-            self._latest = _own(output.detach())
+            self._latest = own_part(output.detach())
 
     @_harmless
     def _note_root(self, root: Tensor) -> None:
         if root.numel() == 1 and not self._has_warned:
-            self._root = _own(root.detach())
+            self._root = own_part(root.detach())
             if root.device.type == "cpu":
                 self._look(float(self._root))
 
@@ -274,18 +273,13 @@ class Losses:
         return is_nan and _hold_nan(tensors)
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """Of a divided tensor this rank's part, so that nothing is exchanged: ranks look at different times, or rank 0 alone."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _hold_nan(tensors: Iterable[Tensor]) -> bool:
     """Whether some of them hold nan in this rank.
 
     Those of other stages of a pipeline have no memory of their own, and are passed over.
     """
     with torch.no_grad():
-        own = (_own(one) for one in tensors if not torch.nn.parameter.is_lazy(one))
+        own = (own_part(one) for one in tensors if not torch.nn.parameter.is_lazy(one))
         return any(bool(one.isnan().any()) for one in own if 0 not in one.stride())
 
 

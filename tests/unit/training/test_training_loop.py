@@ -887,9 +887,30 @@ def test_a_training_that_changes_nothing_is_told(ranks):
                 weight.data.add_(weight.grad, alpha=-0.1)
         return 0.5
 
-    said = "Training has changed no weight of the model: train_step made no step of the optimizer that it got."
-    assert said in said_by(lambda: fit(train_step=without_step), ranks)
+    said = "Training has changed no weight of the model: "
+    assert f"{said}train_step made no step of the optimizer that it got." in said_by(
+        lambda: fit(train_step=without_step), ranks
+    )
     assert said not in said_by(lambda: fit(train_step=by_hand), ranks)
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP(), Pipeline()], ids=repr)
+def test_a_training_without_a_backward_pass_or_a_learning_rate_is_told_that_it_changes_nothing(ranks, strategy):
+    def without_backward(model, loader, criterion, optimizer, device, args):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            optimizer.step()
+        return loss.item()
+
+    def train(step, lr):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        return fit(model, train_step=step, optimizer=optimizer, strategy=strategy, epochs=2)
+
+    said = "Training has changed no weight of the model: the optimizer made"
+    for step, lr, count in ((without_backward, 0.1, 1), (None, 0.0, 1), (None, 1e-30, 1), (None, 1e-7, 0)):
+        assert said_by(lambda step=step, lr=lr: train(step, lr), ranks).count(said) == count, (step, lr)
 
 
 def test_a_step_that_trains_another_model_by_another_optimizer_is_told_of_both(ranks):
