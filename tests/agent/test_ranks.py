@@ -544,6 +544,7 @@ def test_a_model_that_is_no_argument_is_named_where_it_was_trained(jobs, trains)
     assert job.wait()["state"] == "succeeded", job.log_text()
     assert ("net changed and stays in the ranks" in job.log_text()) == trains
     assert ("The ranks made 2 backward passes and exchanged nothing" in job.log_text()) == trains
+    assert [event["warns"] for event in job.events(EventKind.NOTE)] == [True, True] * trains
 
 
 def test_a_model_of_a_methods_object_is_named_where_it_was_trained(jobs):
@@ -576,4 +577,7 @@ def test_a_model_that_is_an_argument_comes_back_whatever_has_changed_it(jobs):
 def test_ranks_that_train_and_never_exchange_anything_are_told(jobs, exchanges):
     job = jobs.run(train_alone, exchanges)
     assert job.wait()["state"] == "succeeded"
-    assert job.log_text().count("The ranks made 3 optimizer steps and exchanged nothing") == (not exchanges)
+    said = "The ranks made 3 optimizer steps and exchanged nothing"
+    assert job.log_text().count(said) == (not exchanges)
+    warned = [event["text"] for event in job.events(EventKind.NOTE) if event["warns"]]
+    assert any(said in text for text in warned) == (not exchanges)

@@ -109,6 +109,12 @@ def test_html_says_the_same_and_is_accessible():
     assert len(read.find(scope="row")) == 2
 
 
+def test_a_warning_is_told_from_a_note():
+    status = running(notes=("Data is divided.", "The loss is nan."), warnings=("The loss is nan.",))
+    assert "Data is divided.Warning: The loss is nan." in Reader(view.html(status, [], now=2.0)).text
+    assert view.text(status, [], now=2.0).splitlines()[-2:] == ["note: Data is divided.", "warning: The loss is nan."]
+
+
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_is_only_text(text):
     status = running(

@@ -374,7 +374,7 @@ def _notes(status: JobStatus) -> str:
     if not status.notes:
         return ""
     items = "".join(
-        f'<li style="margin:0;overflow-wrap:anywhere">{_text(visible(note))}</li>'
+        f'<li style="margin:0;overflow-wrap:anywhere">{"<b>Warning:</b> " * (note in status.warnings)}{_text(visible(note))}</li>'
         for note in status.notes[-_MAX_NOTES:]
     )
     return f'<ul aria-label="Notes" style="margin:12px 0 0;padding:0 0 0 18px;{_MUTED}">{items}</ul>'

@@ -42,7 +42,8 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     lines += profile(status)
     if error is not None:
         lines.append(f"error of rank {error[0]}: {error[1]}")
-    lines += [f"note: {visible(note)}" for note in status.notes[-_MAX_NOTES:]]
+    for note in status.notes[-_MAX_NOTES:]:
+        lines.append(f"{'warning' if note in status.warnings else 'note'}: {visible(note)}")
     if tail:
         lines += ["", *(f"{line.prefix} {facts.log_text(line)}".rstrip() for line in tail)]
     return "\n".join(lines)

@@ -189,7 +189,8 @@ class KeptGroup:
         made = f"{steps:,} {'optimizer steps' if self._steps else 'backward passes'}"
         context.log(
             f"The ranks made {made} and exchanged nothing: has each of the {world} processes trained a copy of its own? Use distribute(), wrap the model in DistributedDataParallel, or give Lightning's"
-            f" Trainer devices={self._assignment.local_world_size} and num_nodes={len(self._attempt.members)}."
+            f" Trainer devices={self._assignment.local_world_size} and num_nodes={len(self._attempt.members)}.",
+            warns=True,
         )
 
     def _replace_functions(self) -> None:

@@ -135,7 +135,8 @@ def _carry_out(control: Control, events: int, assignment: Assignment, store: int
             if lost:
                 context.log(
                     f"{', '.join(lost)} changed and stays in the ranks: it is not an argument of the function. Pass it as one"
-                    " to launch(), and its weights come back."
+                    " to launch(), and its weights come back.",
+                    warns=True,
                 )
             outcome.write_success(path, signer=signer, value=value, references=references)
         except BaseException as raised:  # noqa: BLE001 - anything that the user's code raises is the outcome
