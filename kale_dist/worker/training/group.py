@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from kale_dist.errors import KaleDistError
 from kale_dist.wire import context
+from kale_dist.wording import listed
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch's function by its name since 2.13, or by the one before."""
@@ -25,6 +26,9 @@ _AS_BYTES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtypes of whole numbers by their bytes. Their sums wrap around."""
+
+_NAMED = 3
+"""At most so many weights that differ are named."""
 
 STEP_ENDS = "the end of the step"
 """The place where ranks meet after the user's step."""
@@ -265,30 +269,21 @@ def differing(fingerprints: Sequence[Sequence[float]], *, tolerance: float = _TO
 
 
 def copy_where_differing(
-    group: Group,
-    named: Sequence[tuple[str, Tensor]],
-    fingerprints: Sequence[Sequence[float]],
-    when: str,
-    hint: str = "",
-) -> None:
-    """Copy rank 0's weights to all ranks where they differ, and log it.
+    group: Group, named: Sequence[tuple[str, Tensor]], fingerprints: Sequence[Sequence[float]]
+) -> str:
+    """Copy rank 0's weights to all ranks where they differ; returns the names of those that did.
 
     Args:
         group: The ranks.
         named: Names and weights, in the order of the fingerprints.
         fingerprints: Those of all ranks.
-        when: For the log: `at the start`, `after epoch 3`.
-        hint: The likely cause, with a space in front.
     """
     positions = differing(fingerprints) if not group.is_alone else []
-    if not positions:
-        return
-    names = ", ".join(named[p][0] for p in positions[:3]) + (" and others" if len(positions) > 3 else "")  # noqa: PLR2004
     with torch.no_grad():
-        for _, tensor in named:
+        for _, tensor in named if positions else ():
             if not torch.nn.parameter.is_lazy(tensor):
                 group.send_tensor(tensor)
-    group.log(f"Weights were not equal on all ranks {when} ({names}): rank 0's were copied to all.{hint}", warns=True)
+    return listed([named[p][0] for p in positions], _NAMED)
 
 
 class Buffers:

@@ -51,9 +51,8 @@ _NAMED = 5
 _PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _DRIFT_HINT = (
-    " A step does this that changes weights or gradients by random numbers, by gradients of torch.autograd.grad, which are"
-    " those of its own samples, or otherwise differently on each rank. A forward does, too, that writes weights by its batch,"
-    " as max_norm= of an Embedding."
+    " A step or a forward changes them by random numbers, or by what a rank's own samples give (torch.autograd.grad, max_norm= of"
+    " an Embedding). Draw from a generator that all ranks seed alike, and average the rest by torch.distributed.all_reduce"
 )
 
 
@@ -156,7 +155,10 @@ class Setup:
         named = trained.tensors()
         # Without values they are alike.
         prints = group.gather(fingerprint(named.values())) if not group.is_alone and made.construction is None else []
-        copy_where_differing(group, list(named.items()), prints, "at the start")
+        if names := copy_where_differing(group, list(named.items()), prints):
+            group.log(
+                f"Weights were not equal on all ranks at the start ({names}): rank 0's were copied to all.", warns=True
+            )
         parts = Parts(
             model=trained.model,
             criterion=trained.criterion,
@@ -215,6 +217,8 @@ class Session:
     profiler: Profiler | None
     captured: Captured | None
     """Set in rank 0 until the end of the first epoch."""
+    drifts: int = 0
+    """After how many epochs weights were not equal on all ranks."""
     bits: list[int]
     """Of this rank's weights at the start; empty from the end of the first epoch on."""
     strategy_totals: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -302,6 +306,8 @@ class Session:
                 self.group.log(f"The last checkpoint is lost: {error}")
             raise
         self.within.writing.wait()
+        if self.drifts > 1:
+            self.group.log(f"Weights were not equal on all ranks after {self.drifts} epochs.")
         return self.progress
 
     # -- an epoch --------------------------------------------------------------------------------------------------
@@ -474,7 +480,11 @@ class Session:
                     f" differs {when}). Compute the gradients by loss.backward(), which averages them over the ranks, or"
                     " assign them to p.grad and call optimizer.step()"
                 )
-            copy_where_differing(self.group, list(self.named.items()), prints, when, _DRIFT_HINT)
+            if names := copy_where_differing(self.group, list(self.named.items()), prints):
+                if not self.drifts:
+                    text = f"Weights were not equal on all ranks {when} ({names}): rank 0's were copied to all.{_DRIFT_HINT}."
+                    self.group.log(text, warns=True)
+                self.drifts += 1
         elif len(replicas) > 1 and (positions := differing([p for rank, p in enumerate(prints) if rank in replicas])):
             raise KaleDistError(
                 f"Weights of {self.setup.layout.part} were not equal on all ranks that hold them {when}"

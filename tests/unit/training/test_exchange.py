@@ -377,11 +377,11 @@ def test_a_second_optimizer_over_a_network_of_the_notebook(ranks):
         torch.testing.assert_close(bias, critic.bias.detach(), rtol=1e-4, atol=1e-6)
 
 
-def logged(body):
+def logged(body, **options):
     """The weights after a training of this rank, and its log."""
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
-        weights = run(body)
+        weights = run(body, **options)
     return weights, log.getvalue()
 
 
@@ -403,6 +403,8 @@ def test_noise_of_each_ranks_own_is_found_at_the_end_of_the_epoch(ranks):
     (first, log), (second, _) = ranks(2, job)
     assert all(first[name].equal(second[name]) for name in first)
     assert "Weights were not equal on all ranks after epoch 1 (head.weight, head.bias)" in log
+    assert log.count("seed alike") == 1
+    assert "Weights were not equal on all ranks after 2 epochs." in log
 
 
 def replaces_weights(model, x, y, optimizer):
