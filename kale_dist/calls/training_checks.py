@@ -239,6 +239,8 @@ def _each(argument: str, value: Any) -> Iterator[Any]:
     for name, one in value.items():
         if not isinstance(name, str) or not name or "." in name:
             raise ConfigError(argument, f"{name!r} cannot name one of several", "Use text without dots")
+        if one is None:
+            raise ConfigError(argument, f"{name!r} is None", f"Leave {name!r} out")
         yield one
     if not value:
         raise ConfigError(argument, "it is an empty dict", "Name at least one")
@@ -409,7 +411,8 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_mad
         problem, parts = f"{show(optimizer)} is not a torch.optim.Optimizer", getattr(optimizer, "__dict__", {})
         within = next((name for name, one in parts.items() if isinstance(one, torch.optim.Optimizer)), "")
         remedy = f"Pass the optimizer in it, its .{within}, and use the object itself by its name in train_step"
-        raise ConfigError("optimizer", problem, remedy if within else _AN_OPTIMIZER)
+        beside = f"{_AN_OPTIMIZER}; train_step may use this object by its name" if parts else _AN_OPTIMIZER
+        raise ConfigError("optimizer", problem, remedy if within else beside)
     if _is_prepared(optimizer):
         raise ConfigError("optimizer", f"it is an {type(optimizer).__name__}, prepared by Accelerate", _UNPREPARED)
     if any(kind.__module__.startswith("opacus.") for kind in type(optimizer).__mro__):
@@ -427,11 +430,11 @@ def _check_optimizer(optimizer: Any, model: Any, criterion: Any, *, is_ready_mad
     trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     foreign = sum(1 for identity in trained if identity not in mine)
     if foreign:
-        raise ConfigError(
-            "optimizer",
-            f"{foreign} of its {len(trained)} parameters are not the model's: training would not change the model",
-            "Was the model created again or replaced? Create the optimizer again from model.parameters()",
-        )
+        problem = f"of its {len(trained)} parameters the model has {len(trained) - foreign}: what the others learn would be lost"
+        remedy = "Was the model created again or replaced? Create the optimizer again from model.parameters()"
+        if foreign < len(trained):
+            remedy = "Pass another module, too, as model={'net': model, 'other': module}, or make a tensor its nn.Parameter. Where a layer was replaced, create the optimizer again"
+        raise ConfigError("optimizer", problem, remedy)
 
 
 def _check_step(argument: str, step: Any) -> None:

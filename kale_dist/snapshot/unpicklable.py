@@ -325,7 +325,7 @@ _REMEDIES = (
     Remedy(
         types=("builtins.generator", "builtins.coroutine", "builtins.async_generator", "builtins.frame", "builtins.traceback"),
         problem="a running generator or coroutine cannot be copied",
-        remedy="Pass the function that makes it, or make a list of its items.",
+        remedy="Pass the function that makes it, make a list of its items, or make the object that has it, such as a trainer, inside the function.",
     ),
     Remedy(
         types=(

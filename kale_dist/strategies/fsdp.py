@@ -94,6 +94,9 @@ def check_fsdp(units: Any, given: Conditions) -> None:
         if isinstance(several := getattr(given, argument), dict):
             problem = f"fsdp takes one {argument}, and there are {len(several)}"
             raise ConfigError("strategy", problem, "Use strategy='ddp'")
+    if (kind := type(given.model).__name__) in ("ModuleList", "ModuleDict"):
+        problem = f"a {kind} is never called, and fsdp gathers a module's weights when it is"
+        raise ConfigError("strategy", problem, "Put it into a module with a forward, or use strategy='ddp'")
     parameters = dict(given.model.named_parameters())
     for name, parameter in parameters.items():
         if type(parameter).__name__ == "UninitializedParameter":

@@ -593,6 +593,7 @@ def tied():
         lambda: FSDP(compile="yes"),
         lambda: FSDP(plan={}),
         lambda: call(model := WithLoss(), optimizer=Lamb(model.parameters())),
+        lambda: call(nn.ModuleList([WithLoss()])),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_at_the_call(make, refusal):

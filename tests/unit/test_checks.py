@@ -233,6 +233,13 @@ def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine(refused_
     checked(eval_data_loader=None)
 
 
+class Makes:
+    """Makes optimizers when the step needs them, as Pyro's."""
+
+    def __init__(self):
+        self.options = {"lr": 0.1}
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -243,6 +250,8 @@ def test_no_training_loader_is_refused_and_no_evaluation_loader_is_fine(refused_
         lambda net: {"a": torch.optim.SGD(Net().parameters())},
         lambda net: None,
         lambda net: torch.optim.LBFGS(net.parameters()),
+        lambda net: Makes(),
+        lambda net: {"a": None},
     ],
 )
 def test_an_optimizer_is_over_the_models_parameters(make, refused_training):
