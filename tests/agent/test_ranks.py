@@ -507,6 +507,21 @@ def test_torchs_compiler_may_ask_for_a_gpu_that_is_not_there(jobs):
     assert "device" not in found
 
 
+def leaves_its_loader_alone():
+    from trainings import fit
+
+    fit(train_step=lambda *_: 0.5)
+
+
+def test_what_two_ranks_note_is_printed_by_one(jobs):
+    """Rank 0 may be in a step, in which it waits for the other."""
+    job = jobs.run(leaves_its_loader_alone)
+    assert job.wait()["state"] == "succeeded", job.log_text()
+    noted = [event["rank"] for event in job.events(EventKind.NOTE) if "did not iterate" in event["text"]]
+    assert sorted(noted) == [0, 1]
+    assert job.log_text().count("train_step did not iterate the loader it was given") == 1
+
+
 def train_alone(exchanges):
     import torch
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kale_dist.errors import KaleDistError
-from kale_dist.wire import context
+from kale_dist.wire import EventKind, context
 from kale_dist.wording import listed
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -105,10 +105,19 @@ class Group:
         return self.world_size == 1
 
     def log(self, text: str, *, ranks: int = 1, warns: bool = False) -> None:
-        """Print a sentence for the user once in the whole job, and send it as a note. Ranks from `ranks` on stay silent."""
+        """Print a sentence for the user once in the whole job, and send it as a note.
+
+        Args:
+            text: The sentence.
+            ranks: How many ranks send the note; rank 0 alone prints it.
+            warns: Whether it is a warning.
+        """
         if self.rank < ranks and text not in self._logged:
             self._logged.add(text)
-            context.log(text, warns=warns)
+            if self.rank:
+                context.emit(EventKind.NOTE, text=text, warns=warns)
+            else:
+                context.log(text, warns=warns)
 
     def gather(self, value: object, *, in_first: bool = False) -> list[Any]:
         """Return every rank's value, in the order of the ranks, without those of lost ranks.
