@@ -92,8 +92,13 @@ def test_every_public_name_is_in_the_reference():
     import kale_dist as kd
 
     page = (ROOT / "docs" / "reference.md").read_text() + (ROOT / "docs" / "errors.md").read_text()
-    documented = {name.rpartition(".")[2] for name in re.findall(r":: (kale_dist[\w.]*)", page)}
-    assert set(kd.__all__) - documented - {"KaleDistError", "__version__"} == set()
+    documented = set(re.findall(r":: (kale_dist[\w.]*)", page))
+    assert (
+        set(kd.__all__) - {name.rpartition(".")[2] for name in documented} - {"KaleDistError", "__version__"} == set()
+    )
+    named = {f"kale_dist.strategies.{one.__name__}" for one in kd.strategies.ALL}
+    named |= {f"kale_dist.callbacks.{name}" for name in kd.callbacks.__all__}
+    assert named - documented == set()
 
 
 EVERYWHERE = sorted([ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")])
