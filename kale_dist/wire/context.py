@@ -170,11 +170,20 @@ def report(**metrics: Any) -> None:
         emit(EventKind.METRICS, values=values, source="report", **place)
 
 
+def check_name(argument: str, name: str) -> None:
+    """Check that the name of a metric can be shown.
+
+    Raises:
+        ConfigError: It cannot; it names the argument.
+    """
+    if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+        problem = f"the name of a metric, {name[:40]!r}, cannot be shown"
+        raise ConfigError(argument, problem, f"Name it by 1 to {_MAX_NAME} printable characters")
+
+
 def _number(name: str, value: Any) -> float | int:
     """A metric as a plain number, whose name can be shown."""
-    if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
-        problem = f"{name[:40]!r} cannot be shown"
-        raise ConfigError("metrics", problem, f"Name it by 1 to {_MAX_NAME} printable characters")
+    check_name("metrics", name)
     item = getattr(value, "item", None)
     if item is not None and not isinstance(value, numbers.Number):
         try:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kale_dist.errors import ConfigError
 from kale_dist.snapshot.identity import place_of
+from kale_dist.wire import context
 from kale_dist.worker.training.group import STEP_ENDS, Group
 
 
@@ -142,6 +143,7 @@ def normalise(step: str, returned: Any) -> dict[str, float]:
 def _name(step: str, key: Any) -> str:
     if not isinstance(key, str):
         raise ConfigError(step, f"returned a metric whose name is {key!r}", "Name metrics by text")
+    context.check_name(step, key)
     return key
 
 

@@ -156,6 +156,7 @@ def test_what_a_step_may_return(returned, metrics):
         ({"loss": []}, r"returned\['loss'\] is \[\], a list"),
         ({"loss": ["good"]}, r"returned\['loss'\] is 'good', a str"),
         ({1: 2.0}, "a metric whose name is 1"),
+        ({"x" * 900: 2.0}, "cannot be shown"),
         (torch.ones(3), r"returned a tensor of shape \(3,\), not one element"),
     ],
 )
