@@ -73,7 +73,7 @@ class Prompts:
             try:
                 status = self._debug(waiting[0])
             except KeyboardInterrupt:
-                if not (is_wait and interrupts.ends_job()):
+                if not (is_wait and interrupts.ends_job(str(self._ref))):
                     how = f"job.debug(rank={waiting[0]}) or `kale-dist debug {self._ref}` opens it"
                     log(f"Rank {waiting[0]} still waits in breakpoint(): {how}")
                 raise

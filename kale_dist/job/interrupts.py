@@ -1,7 +1,7 @@
 """Decides what an interrupt does while a call waits for a job.
 
 In a notebook the stop button is pressed to get the cell back: the first interrupt ends the waiting, and only a second
-one within `SECOND_WITHIN_S` ends the job. In a script, and in a kernel without a front end, the first one ends
+one within `SECOND_WITHIN_S` ends the job, in another wait for it or after the cell. Where another cell runs, it ends that cell alone. In a script, and in a kernel without a front end, the first one ends
 the job, as Ctrl-C ends any program. There is no prompt.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import signal
 import sys
 import threading
 import time
@@ -21,7 +22,8 @@ from kale_dist.errors import KaleDistError, tracebacks
 SECOND_WITHIN_S = 10.0
 
 _lock = threading.Lock()
-_last_interrupt = -math.inf
+_last = "", -math.inf
+"""The job whose wait was interrupted last, and when."""
 
 
 def shell() -> Any:
@@ -81,19 +83,50 @@ def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         shorten(error)
-        if is_interactive() and not _is_second():
+        if is_interactive() and not _is_second(ref):
             _log(
                 f"{ref} keeps running. To cancel it, interrupt again within {SECOND_WITHIN_S:.0f} s, or call job.cancel()"
             )
-            raise
-        try:
-            cancel()
-            _log(f"{ref} is cancelled")
-        except KaleDistError as error:
-            _log(f"{ref} could not be cancelled: {error}")
-        except KeyboardInterrupt:
-            _log(goes_on(ref))
+            with contextlib.suppress(AttributeError):  # a kernel that is not ipykernel
+                _take_next_while_idle(ref, cancel)
+        else:
+            _cancel(ref, cancel)
         raise
+
+
+def _cancel(ref: str, cancel: Callable[[], None]) -> None:
+    try:
+        cancel()
+        _log(f"{ref} is cancelled")
+    except KaleDistError as error:
+        _log(f"{ref} could not be cancelled: {error}")
+    except KeyboardInterrupt:
+        _log(goes_on(ref))
+
+
+def _take_next_while_idle(ref: str, cancel: Callable[[], None]) -> None:
+    """Have a second interrupt cancel the job also after the cell, where ipykernel ignores it.
+
+    After each message ipykernel puts back the handler that it saved before it.
+    """
+    cells, kernel = shell().events, shell().kernel
+    before = kernel.saved_sigint_handler
+
+    def leave(*_: Any) -> None:
+        if kernel.saved_sigint_handler is take:
+            kernel.saved_sigint_handler = before
+            cells.unregister("pre_run_cell", leave)
+            if signal.getsignal(signal.SIGINT) is take:
+                signal.signal(signal.SIGINT, before)
+
+    def take(*_: Any) -> None:
+        leave()
+        if _is_second(ref):
+            threading.Thread(target=_cancel, args=(ref, cancel), daemon=True).start()
+
+    kernel.saved_sigint_handler = take
+    cells.register("pre_run_cell", leave)
+    kernel.io_loop.call_later(SECOND_WITHIN_S, leave)
 
 
 def goes_on(ref: str) -> str:
@@ -106,19 +139,21 @@ def shorten(error: KeyboardInterrupt) -> None:
     error._render_traceback_ = functools.partial(tracebacks.for_notebook, error)  # type: ignore[attr-defined]
 
 
-def ends_job() -> bool:
-    """Whether an interrupt of a wait that comes now cancels the job."""
-    return not is_interactive() or time.monotonic() - _last_interrupt < SECOND_WITHIN_S
+def ends_job(ref: str) -> bool:
+    """Whether an interrupt of a wait for this job that comes now cancels it."""
+    return not is_interactive() or (_last[0] == ref and time.monotonic() - _last[1] < SECOND_WITHIN_S)
 
 
-def _is_second() -> bool:
-    global _last_interrupt  # noqa: PLW0603 - the two interrupts may come in different waits, of different jobs
+def _is_second(ref: str) -> bool:
+    global _last  # noqa: PLW0603 - the two interrupts may come in different waits
     now = time.monotonic()
     with _lock:
-        second = now - _last_interrupt < SECOND_WITHIN_S
-        _last_interrupt = -math.inf if second else now
+        second = _last[0] == ref and now - _last[1] < SECOND_WITHIN_S
+        _last = ("", -math.inf) if second else (ref, now)
     return second
 
 
 def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - for the person who pressed the key
+    # In one piece: a thread's line may come while another cell begins.
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

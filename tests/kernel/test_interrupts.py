@@ -20,7 +20,7 @@ START = (
 def job(kernel):
     name = kernel.good(START)
     # The interrupts of one test are not the first ones of the next.
-    kernel.good("from kale_dist.job import interrupts; interrupts._last_interrupt = float('-inf')")
+    kernel.good("from kale_dist.job import interrupts; interrupts._last = '', 0.0")
     yield name
     kernel.good("job.cancel(); job.wait(100); None")
 
@@ -55,9 +55,49 @@ def test_a_second_interrupt_in_any_wait_cancels(kernel, job):
     assert said.splitlines()[-1] == "user"
 
 
+@pytest.mark.parametrize("distance_s", [0.4, 2.5])
+def test_a_second_interrupt_after_the_cell_cancels(kernel, job, distance_s):
+    message = kernel.send("job.wait()")
+    time.sleep(0.5)
+    kernel.interrupt()
+    time.sleep(distance_s)
+    kernel.interrupt()
+    reply = kernel.finish(message)
+    assert reply.error.startswith("KeyboardInterrupt")
+    while "is cancelled" not in reply.err:
+        found = kernel.client.get_iopub_msg(timeout=30)
+        reply.err += found["content"].get("text", "")
+    assert kernel.good("print(job.wait(30).cause.value)").split()[-1] == "user"
+    # The kernel is as it was: an interrupt ends a cell, and nothing where there is none.
+    kernel.interrupt()
+    assert interrupted(kernel, "time.sleep(60)").error.startswith("KeyboardInterrupt")
+
+
+def test_an_interrupt_of_another_cell_cancels_nothing(kernel, job):
+    interrupted(kernel, "job.wait()")
+    assert interrupted(kernel, "time.sleep(60)").error.startswith("KeyboardInterrupt")
+    # The person who ends a loop may press twice, too.
+    kernel.interrupt()
+    other = kernel.good(START.replace("job", "other"))
+    assert "keeps running" in interrupted(kernel, "other.wait()").err
+    kernel.good("other.cancel(); other.wait(100); None")
+    assert other != job
+    assert kernel.good("print(job.status.state.value)") == "running"
+
+
+def test_a_second_interrupt_of_an_idle_kernel_long_after_cancels_nothing(kernel, job):
+    interrupted(kernel, "job.wait()")
+    time.sleep(10.2)
+    kernel.interrupt()
+    handler = (
+        "import signal; print(job.status.state.value, get_ipython().kernel.saved_sigint_handler is signal.SIG_IGN)"
+    )
+    assert kernel.good(handler) == "running True"
+
+
 def test_a_second_interrupt_long_after_is_a_first_one(kernel, job):
     interrupted(kernel, "job.wait()")
-    kernel.good("interrupts._last_interrupt -= 10.1")
+    kernel.good("interrupts._last = interrupts._last[0], interrupts._last[1] - 10.1")
     reply = interrupted(kernel, "job.wait()")
     assert "keeps running" in reply.err
     assert kernel.good("print(job.status.state.value)") == "running"

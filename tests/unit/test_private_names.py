@@ -439,6 +439,12 @@ def test_interrupts_is_interactive():
     source_has(kernelbase.Kernel.raw_input, "self._allow_stdin")
 
 
+def test_interrupts_while_idle():
+    kernelbase = pytest.importorskip("ipykernel.kernelbase")
+    source_has(kernelbase.Kernel.pre_handler_hook, "self.saved_sigint_handler = signal(")
+    source_has(kernelbase.Kernel.post_handler_hook, "signal(SIGINT, self.saved_sigint_handler)")
+
+
 def test_widget_has_subshells():
     pytest.importorskip("ipykernel", minversion="7")  # 6 has none
     kernelbase = pytest.importorskip("ipykernel.kernelbase")
