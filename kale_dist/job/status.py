@@ -224,8 +224,11 @@ def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobSta
             match event.get("event"):
                 case EventKind.METRICS:
                     rows.append(_metric_row(event))
-                case EventKind.LOSS:
+                case EventKind.LOSS if "batches" not in event:
                     losses.append(_batch_loss(event))
+                case EventKind.LOSS:
+                    status = _with_epoch(_with_rows(status, rows, losses), event)
+                    rows, losses = [], []
                 case EventKind.HISTORY:
                     history.append(_moment(event))
                 case EventKind.PROGRESS | EventKind.USAGE as kind if 0 <= event["rank"] < len(status.replicas):
@@ -254,6 +257,16 @@ def _with_rows(status: JobStatus, rows: list[MetricRow], losses: list[BatchLoss]
     if rows:
         status = dataclasses.replace(status, metrics=(*status.metrics, *rows))
     return dataclasses.replace(status, losses=(*status.losses, *losses)) if losses else status
+
+
+def _with_epoch(status: JobStatus, event: dict[str, Any]) -> JobStatus:
+    """Put the losses of an epoch's batches in the place of those that were told while it ran."""
+    names = ("step", "time", "loss")
+    found = [_batch_loss({**event, **dict(zip(names, one, strict=True))}) for one in event["batches"]]
+    end = len(status.losses)
+    while end and (status.losses[end - 1].epoch, status.losses[end - 1].step) >= (found[0].epoch, found[0].step):
+        end -= 1
+    return dataclasses.replace(status, losses=(*status.losses[:end], *found))
 
 
 def _with_latest(status: JobStatus, latest: Mapping[int, Mapping[str, Any]]) -> JobStatus:

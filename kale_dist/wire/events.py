@@ -20,7 +20,8 @@ agent speaks of the whole job) and `attempt`; beyond these:
                 process began, batches, trained (samples, or None), data_s (waited for data), exchange_s (None on GPUs)
                 and checkpoint_s. Kept in `progress.json` alone, the last one of each rank.
     loss        epoch (from 1), step (from 1), steps (or None), loss: the mean over the ranks' latest batches, now and then while an
-                epoch is trained: for the eye, with ever longer distances, so that a job of weeks has some thousand
+                epoch is trained: for the eye, with ever longer distances, so that a job of weeks has some thousand. At an epoch's
+                end batches: step, time and loss of each, or of every second one and so on, in the place of those before
     usage       memory_bytes, memory_limit_bytes, gpu_percent, gpu_memory_bytes, gpu_memory_limit_bytes (each an int
                 or None) and node (or None): what the rank uses, as its agent sees it. Kept like progress.
     history     some of `HISTORY`, each a list with a number or None for every rank: what ranks used and waited for since the one
@@ -163,7 +164,7 @@ class MetricRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchLoss:
-    """The training loss while an epoch runs: the mean over the ranks' latest batches."""
+    """The training loss of one step, the mean over the ranks; while the epoch runs, over their latest batches."""
 
     epoch: int
     """The number of the epoch, from 1."""

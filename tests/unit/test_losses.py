@@ -70,5 +70,14 @@ def test_the_status_forgets_batches_that_are_trained_again():
     assert status.metrics == ()
     resumed = reduce_events(status, [{"event": "resumed", "attempt": 1, "epoch": 1, "batches": 2}])
     assert [(one.epoch, one.step) for one in resumed.losses] == [(1, 2), (1, 4), (2, 2)]
+    whole = {
+        "event": "loss",
+        "attempt": 1,
+        "epoch": 2,
+        "steps": 4,
+        "batches": [[step, 50.0 + step, 0.5] for step in (3, 4)],
+    }
+    ended = reduce_events(resumed, [loss(2, 3) | {"attempt": 1}, whole])
+    assert [(one.epoch, one.step, one.loss) for one in ended.losses[2:]] == [(2, 2, 1.0), (2, 3, 0.5), (2, 4, 0.5)]
     again = reduce_events(resumed, [{"event": "resumed", "attempt": 2, "epoch": 0}])
     assert again.losses == ()

@@ -464,7 +464,8 @@ def test_points_have_no_steps_where_attempts_had_epochs_of_other_lengths():
 
 def test_an_epoch_that_runs_has_a_curve_and_stands_behind_those_of_whole_epochs_later():
     (curve,) = curves.collect((), losses(2.0, 1.5))
-    assert [(one.points, one.is_faint) for one in curve.series] == [(((0.25, 2.0), (0.5, 1.5)), False)]
+    assert [(one.points, one.is_faint) for one in curve.series] == [(((0.25, 2.0), (0.5, 1.5)), True)]
+    assert curve.summary == "1.5 train, single batches"
     assert curves.collect((), losses(2.0)) == ()
     found = losses(2.0, 1.5, 1.2, 1.1) + losses(1.0, 0.9, 0.8, 0.7, epoch=2)
     (curve,) = curves.collect([row(epoch=1, loss=1.4), row(epoch=2, loss=0.8)], found)
@@ -473,6 +474,19 @@ def test_an_epoch_that_runs_has_a_curve_and_stands_behind_those_of_whole_epochs_
     assert [x for x, _ in epochs.points] == [1.0, 2.0]
     assert curve.summary == "0.8 train"
     assert ">epoch 0<" in curves.svg(curve)
+
+
+def test_the_mean_of_a_first_epoch_is_a_dot_at_the_end_of_its_batches():
+    found = losses(2.0, 1.5, 1.2, 1.1)
+    (curve,) = curves.collect([row(epoch=1, loss=1.4), row("eval", epoch=1, loss=1.3)], found)
+    assert [one.label for one in curve.drawn] == ["train, single batches", "train", "eval"]
+    assert curve.summary == "1.4 train, 1.3 eval"
+    drawn = curves.svg(curve)
+    # The batches' line from end to end, and a dot of each mean at its right end, in the range of the vertical axis.
+    assert re.findall(r'd="M(1000\.0) (\S+)h0"', drawn) == [("1000.0", "666.7"), ("1000.0", "777.8")]
+    assert ">epoch 0<" in drawn
+    (alone,) = curves.collect([row(epoch=1, loss=1.4)])
+    assert alone.drawn == ()
 
 
 def test_batches_of_a_stream_are_counted_and_its_epochs_end_where_their_last_batch_is():

@@ -127,8 +127,9 @@ class Curve:
 
     @property
     def drawn(self) -> tuple[Series, ...]:
-        """The series that are lines: of two points or more."""
-        return tuple(one for one in self.series if len(one.points) > 1)
+        """The series that are lines, of two points or more, and those of one point that stand on the axis of a line."""
+        axes = {one.axis for one in self.series if len(one.points) > 1}
+        return tuple(one for one in self.series if one.points and one.axis in axes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -421,8 +422,6 @@ def _curve(
         dataclasses.replace(one, is_dashed=one.is_dashed or any(_are_equal(one, other) for other in series[:at]))
         for at, one in enumerate(series)
     ]
-    if not any(len(one.points) > 1 for one in series if not one.is_faint):
-        series = [dataclasses.replace(one, is_faint=False) for one in series]
     return Curve(name=visible(name), series=tuple(series))
 
 

@@ -109,7 +109,10 @@ class ChartsView {
 
   draw() {
     this.series = this.charts.map((chart) => chart.series.map((one) => this.placed(one)));
-    const lines = this.series.map((some) => some.filter((one) => one.points.length > 1));
+    const lines = this.series.map((some) => {
+      const axes = new Set(some.filter((one) => one.points.length > 1).map((one) => one.axis));
+      return some.filter((one) => one.points.length && axes.has(one.axis)); // a single point stands on the axis of a line
+    });
     const all = lines.flat();
     this.offer([...new Set(all.flatMap((one) => [one.own, ...Object.keys(one.places ?? {})]))]);
     this.slider.hidden = !all.some((one) => one.points.length >= SMOOTH_FROM);

@@ -442,8 +442,9 @@ class Session:
                 " numbers, such as {'loss': total / len(data_loader)}; they are averaged over the ranks.",
                 warns=True,
             )
-        extra = mine, numbers, feed.rate, self.stops(), self._learning_rates()
+        extra = mine, numbers, feed.rate, self.losses.of_epoch() or {}, self.stops(), self._learning_rates()
         outcome = average(self.group, normalise(name, returned), feed.counts.samples, extra)
+        self._emit_losses([losses for *_, losses, _, _ in outcome.extras], feed)
         if any(stops for *_, stops, _ in outcome.extras):
             raise KaleDistError(STOPPED)
         self._mend_learning_rates([rates for *_, rates in outcome.extras], epoch)
@@ -452,6 +453,15 @@ class Session:
     def _emit(self, values: Mapping[str, float], epoch: int, source: str, **mark: int) -> None:
         if self.group.rank == 0 and values:
             context.emit(EventKind.METRICS, rank=None, values=values, epoch=epoch, source=source, **mark)
+
+    def _emit_losses(self, ranks: Sequence[Mapping[int, tuple[float, float]]], feed: Feed) -> None:
+        """Send the losses of an epoch's batches, each the mean over the ranks that have kept it."""
+        if self.group.rank == 0 and (kept := sorted(set().union(*ranks))):
+            found = [[losses[step] for losses in ranks if step in losses] for step in kept]
+            means = [(some[0][0], sum(loss for _, loss in some) / len(some)) for some in found]
+            batches = [(step, *mean) for step, mean in zip(kept, means, strict=True)]
+            steps = None if feed.counts.first is None else feed.counts.first.steps
+            context.emit(EventKind.LOSS, rank=None, epoch=feed.counts.epoch, steps=steps, batches=batches)
 
     def _follow_names(self) -> None:
         """Take note of parameters that the step or a forward has replaced, or raise an error where ranks have parts of the old ones."""

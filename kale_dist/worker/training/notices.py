@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import operator
+import time
 import traceback
 import types
 import zlib
@@ -38,6 +39,12 @@ _COMPARED_BYTES = 1 << 20
 
 _OF_NO_INTEREST = ("logging", "pandas", "torch", "tqdm")
 """Packages whose objects change in ways that no user misses, but for those that are looked at by other means."""
+
+_KEPT = 1000
+"""After so many batches, only the losses of every second one are kept; after twice as many, those of every fourth, and so on."""
+
+_MOST_RANKS = 100
+"""More ranks keep none: all would get those of all."""
 
 STOPPED = (
     "The loss became nan, and with it the weights (stop_on_nan=True): a line of the log says where. If a checkpoint"
@@ -162,7 +169,7 @@ def used_beside_arguments(function: Any) -> dict[str, Any]:
 
 
 class Losses:
-    """The latest loss of this rank; logs the first that is nan.
+    """The losses of this rank; logs the first that is nan.
 
     Args:
         group: The ranks.
@@ -180,6 +187,9 @@ class Losses:
         self._copy: tuple[Tensor, Any] | None = None
         """Numbers on their way from the GPU, and the event that ends it."""
         self._numbers: list[float | None] = [None, None]
+        self._kept: dict[int, tuple[float, Tensor]] = {}
+        """Of the epoch's batches, by step: when each was, and its loss, which may still be computed."""
+        self._batch, self._batches, self._every = (0, 0), 0, 1
 
     @contextlib.contextmanager
     def watched(self, criterion: Any, loaders: Loaders, passed: Callable[[Tensor], None]) -> Iterator[None]:
@@ -221,6 +231,26 @@ class Losses:
             self._look(root_value)
         return value if latest is not None else None
 
+    @_harmless
+    def of_epoch(self) -> dict[int, tuple[float, float]] | None:
+        """Return the time and the loss of each batch that was kept of the epoch's first pass, by step, and forget them; waits for a GPU."""
+        kept, self._kept = self._kept, {}
+        losses = torch.stack([loss.float().reshape(()) for _, loss in kept.values()]).tolist() if kept else []
+        return {step: (moment, loss) for (step, (moment, _)), loss in zip(kept.items(), losses, strict=True)}
+
+    def _keep(self, loss: Tensor) -> None:
+        feed = self._loaders.train
+        if feed.current is not feed.counts.first or self._group.world_size > _MOST_RANKS:
+            return
+        # A criterion may be called several times a batch: its last loss counts.
+        if self._batch != (batch := (feed.counts.epoch, feed.step)):
+            self._batch, self._batches = batch, self._batches + 1
+        if self._batches > _KEPT * self._every:
+            self._every *= 2
+            self._kept = dict(list(self._kept.items())[::2])
+        if self._batches % self._every == 0:
+            self._kept[feed.step] = time.time(), loss
+
     def _arrived(self, root: Tensor, latest: Tensor) -> tuple[float | None, float | None]:
         """Start to copy two numbers from the GPU, and return those of an earlier copy that has ended."""
         if self._copy is not None and self._copy[1].query():
@@ -237,6 +267,7 @@ class Losses:
     def _note(self, _module: Any, _inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.numel() == 1 and self._loaders.running.role.is_training:
             self._latest = own_part(output.detach())
+            self._keep(self._latest)
 
     @_harmless
     def _note_root(self, root: Tensor) -> None:

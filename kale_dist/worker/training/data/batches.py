@@ -295,6 +295,11 @@ class Batches:
         return self.index * self._per_chunk + self._part
 
     @property
+    def steps(self) -> int | None:
+        """Steps of this pass; None where that is not known, or was not so."""
+        return self._steps if self._steps is not None and self.index <= self._steps else None
+
+    @property
     def _per_chunk(self) -> int:
         queue = self._feed.share.queue
         return 1 if queue is None else int(queue.per_chunk)
@@ -508,7 +513,6 @@ class Batches:
         # Reading a loss from a GPU waits for it, so this is not done for every batch.
         self._reported, self._reported_index, self._reported_in_hand = now, self.index, in_hand
         feed, role = self._feed, self._feed.role
-        steps = self._steps if self._steps is not None and self.index <= self._steps else None
         seconds, done = now - self._started, self.samples - in_hand - self._skipped
         # Peers have the same samples: only the rank that reads them counts them, so that every sum over ranks is right.
         if role.reads and done and seconds > 0:
@@ -519,7 +523,7 @@ class Batches:
             epoch=feed.counts.epoch,
             epochs=role.epochs,
             step=self.index,
-            steps=steps,
+            steps=self.steps,
             samples=self.samples if role.reads else None,
             samples_per_s=(feed.training or feed).rate,
             loss=role.loss(),
