@@ -646,7 +646,10 @@ class Job(Generic[R]):
                 in_cell = interrupts.is_interactive() and interrupts.running_cell() is not None
                 if is_long and in_cell and self._cell_of_card is None:
                     with contextlib.suppress(WaitTimeoutError):
-                        return self._watcher.wait(self._ref, _QUICK_S, self._attend)
+                        status = self._watcher.wait(self._ref, _QUICK_S, self._attend)
+                        # Its card has the line and the variables.
+                        if status.state is not StateName.FAILED:
+                            return status
                     timeout = None if timeout is None else timeout - _QUICK_S
                     self._ipython_display_()
                 return self._watcher.wait(self._ref, timeout, self._attend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -155,8 +156,9 @@ class JobStatus:
     """Whether the job waits for what only a person can mend, such as an image that does not exist."""
 
     def __repr__(self) -> str:
-        """One line: a status is often the last value of a notebook's cell."""
-        return f"<JobStatus {self.ref} {self.state.value}{f': {self.reason}' if self.reason else ''}>"
+        """One line with the reason's beginning: a status is often the last value of a cell whose `wait()` has printed the reason."""
+        shown = visible(textwrap.shorten(self.reason, 100, placeholder=" ..."))
+        return f"<JobStatus {self.ref} {self.state.value}{f': {shown}' if shown else ''}>"
 
     @property
     def is_final(self) -> bool:

@@ -81,7 +81,7 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     axis = curves.locator(":scope > .kd-bar").get_by_label("Horizontal axis")
     expect(axis).to_have_value("report")
     axis.select_option("by minute")
-    expect(charts.first.locator(".kd-x").first).to_have_text(re.compile(r"^minute [\d.]+$"))
+    expect(charts.first.locator(".kd-x").first).to_have_text(re.compile(r"^minute 0:\d\d(\.\d)?$"))
     axis.select_option("by report")
     expect(charts.first.locator(".kd-x").first).to_have_text(re.compile(r"^report 1$"))
 
@@ -90,7 +90,7 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
     expect(use.locator(".kd-grid-of-charts")).to_be_hidden()
     use.get_by_text("Memory, GPUs and waiting").click()
     expect(use.locator(".kd-chart-name").first).to_have_text("memory, GiB")
-    expect(use.locator(".kd-chart").first.locator(".kd-x").first).to_have_text("minute 0")
+    expect(use.locator(".kd-chart").first.locator(".kd-x").first).to_have_text("minute 0:00")
     before = use.locator(".kd-x.kd-last").first.text_content()
     expect(use.locator(".kd-x.kd-last").first).not_to_have_text(before)
     expect(use.locator(".kd-grid-of-charts")).to_be_visible()

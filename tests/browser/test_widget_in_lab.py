@@ -159,6 +159,38 @@ def test_a_failure_is_shown_and_retried(notebook):
     expect(view.locator(".kd-count")).to_have_text(re.compile("^[1-9]"))
 
 
+def test_the_log_is_as_high_while_a_job_runs_as_after_its_end(notebook):
+    view = notebook.show("short = kd.launch(work, 1, 4, number_of_processes=1, name='short')\nshort")
+    expect(view.get_by_text("1 line", exact=True)).to_be_visible()
+    expect(view).to_have_attribute("data-state", "running")
+    box = view.locator(".kd-lines")
+    before = box.bounding_box()["height"]
+    expect(view).to_have_attribute("data-state", "succeeded")
+    assert box.bounding_box()["height"] == before
+
+
+DEFAULT = """
+import torch
+model = torch.nn.Linear(3, 2)
+loader = torch.utils.data.DataLoader([(torch.randn(3), number % 2) for number in range(64)], 4)
+job = kd.distribute(model, loader, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), number_of_processes=2)
+job.wait()
+job"""
+
+
+def test_the_default_call_has_a_pale_line_of_all_batches_and_a_dot_whose_number_is_the_dots(notebook):
+    view = notebook.show(DEFAULT)
+    expect(view).to_have_attribute("data-state", "succeeded")
+    chart = view.locator(".kd-chart").filter(has_text="loss")
+    expect(view.locator(".kd-curves > .kd-bar .kd-legend").first).to_have_text("train, single batchestrain")
+    expect(chart.locator(".kd-values")).to_have_text(notebook.value("print(f'{job.metrics[-1][\"loss\"]:#.4g}')"))
+    (line,) = chart.locator('path[stroke-opacity="0.5"]').all()
+    assert len(line.get_attribute("d").split("L")) == 8
+    (dot,) = chart.locator('path[stroke-width="5.5"]').all()
+    assert dot.get_attribute("d").startswith("M1000.0 ")
+    expect(chart.locator(".kd-x")).to_have_text(["epoch 0", "1"])
+
+
 def test_by_keyboard_alone_in_two_views_of_one_job(notebook):
     first = notebook.show("job = kd.launch(work, 600, 0.1, number_of_processes=2, name='twice')\njob")
     second = notebook.show("job")

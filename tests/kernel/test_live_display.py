@@ -81,6 +81,20 @@ def test_a_cell_that_only_waits_shows_the_job_once_below_itself(kernel):
     assert job_name(kernel) in shown["text/plain"]
 
 
+def test_an_error_within_a_second_has_its_card_and_the_sentence_once(kernel):
+    kernel("def bad():\n    wanted = 'here'\n    raise ValueError('no ' + 'such thing ' * 30)")
+    kernel.good("job = kd.launch(bad, number_of_processes=1)\nwhile not job.done(): time.sleep(0.05)")
+    reply = kernel("job.result()")
+    (shown,) = reply.shown
+    assert "wanted" in shown["text/html"]
+    assert "ValueError" in reply.error
+    reply = kernel("job.wait()")
+    (status,) = reply.shown
+    assert reply.out.count("such thing") == 30
+    assert status["text/plain"].startswith(f"<JobStatus local://{job_name(kernel)} failed: Rank 0 failed")
+    assert status["text/plain"].count("such thing") < 10
+
+
 def test_in_an_executed_notebook_only_what_is_asked_for_is_shown(kernel):
     assert not kernel("kd.launch(chatter, 2, number_of_processes=1).result()", allow_stdin=False).shown
 

@@ -93,9 +93,9 @@ def test_jobs_are_compared_by_what_differs_and_by_their_metrics():
     head, *rows, same = repr(comparison).splitlines()
     assert head.split() == ["job", "state", "epochs", "lr", "eval/loss", "train/loss"]
     assert [row.split()[3:] for row in rows] == [
-        ["2", "0.1", "0.5", "0.5"],
+        ["2", "0.1", "0.5000", "0.5000"],
         ["2", "0.5", "1", "1"],
-        ["4", "0.5", "1.5", "1.5"],
+        ["4", "0.5", "1.500", "1.500"],
     ]
     assert "optimizer=SGD" in same
     drawn = comparison._repr_html_()

@@ -323,7 +323,7 @@ def test_the_picture_says_what_the_text_says_and_escapes_what_trials_contain():
         TrialRow(number=3, state="failed", params={"lr": 0.3}, value=None, reports=0, reason="<script>"),
     )
     picture = SweepPicture(name="lr", metric="loss", wanted=8, is_maximised=False, is_over=False, rows=rows)
-    assert "3 of 8 trials, 1 pruned, 1 failed; best loss 0.25 (trial 2: lr=0.2)" in text(picture)
+    assert "3 of 8 trials, 1 pruned, 1 failed; best loss 0.2500 (trial 2: lr=0.2)" in text(picture)
     drawn = html(picture)
     assert "<script>" not in drawn
     assert "<b>relu" not in drawn

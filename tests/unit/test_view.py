@@ -407,7 +407,7 @@ def test_the_values_under_the_pointer_are_told_by_the_browser():
         for source, value in (("train", 1), ("eval", 2))
     ]
     (curve,) = curves.collect(rows)
-    assert "<title>epoch 2: 0.5 train, 1 eval</title>" in curves.svg(curve)
+    assert "<title>epoch 2: 0.5000 train, 1 eval</title>" in curves.svg(curve)
 
 
 def test_a_page_that_draws_curves_itself_gets_their_points_and_how_many_metrics_have_none():
@@ -433,7 +433,7 @@ def test_an_ended_training_says_how_long_it_started_and_ran_and_where_its_evalua
         row("eval", epoch=3, loss=0.625, accuracy=0.875),
     )  # fmt: skip
     ended = running(state=StateName.SUCCEEDED, created=0.0, started=7.0, ended=11.0, metrics=rows)
-    best = "Best evaluation: loss 0.5 after epoch 1, accuracy 0.875 after epoch 3"
+    best = "Best evaluation: loss 0.5000 after epoch 1, accuracy 0.8750 after epoch 3"
     assert facts.sentence(ended, None) == f"Succeeded on 2 ranks, started in 7.0 s, ran 4.0 s. {best}"
     assert best not in facts.sentence(dataclasses.replace(ended, metrics=rows[:1]), None)
     spoilt = (
@@ -443,7 +443,7 @@ def test_an_ended_training_says_how_long_it_started_and_ran_and_where_its_evalua
     nan = dataclasses.replace(ended, metrics=spoilt, nan_since=(3, 1))
     assert (
         facts.best_evaluation(nan)
-        == "Best evaluation before the nan: loss 0.5 after epoch 1, accuracy 0.5 after epoch 2"
+        == "Best evaluation before the nan: loss 0.5000 after epoch 1, accuracy 0.5000 after epoch 2"
     )
     assert facts.best_evaluation(dataclasses.replace(nan, nan_since=(1, 2))) == ""
     trainer = (row("eval", epoch=None, step=20, loss=1.0), row("eval", epoch=None, step=10, loss=2.0))
@@ -465,14 +465,14 @@ def test_points_have_no_steps_where_attempts_had_epochs_of_other_lengths():
 def test_an_epoch_that_runs_has_a_curve_and_stands_behind_those_of_whole_epochs_later():
     (curve,) = curves.collect((), losses(2.0, 1.5))
     assert [(one.points, one.is_faint) for one in curve.series] == [(((0.25, 2.0), (0.5, 1.5)), True)]
-    assert curve.summary == "1.5 train, single batches"
+    assert curve.summary == "1.500 train, single batches"
     assert curves.collect((), losses(2.0)) == ()
     found = losses(2.0, 1.5, 1.2, 1.1) + losses(1.0, 0.9, 0.8, 0.7, epoch=2)
     (curve,) = curves.collect([row(epoch=1, loss=1.4), row(epoch=2, loss=0.8)], found)
     batches, epochs = curve.series
     assert (batches.is_faint, batches.points[-1][0]) == (True, 2.0)
     assert [x for x, _ in epochs.points] == [1.0, 2.0]
-    assert curve.summary == "0.8 train"
+    assert curve.summary == "0.8000 train"
     assert ">epoch 0<" in curves.svg(curve)
 
 
@@ -480,7 +480,7 @@ def test_the_mean_of_a_first_epoch_is_a_dot_at_the_end_of_its_batches():
     found = losses(2.0, 1.5, 1.2, 1.1)
     (curve,) = curves.collect([row(epoch=1, loss=1.4), row("eval", epoch=1, loss=1.3)], found)
     assert [one.label for one in curve.drawn] == ["train, single batches", "train", "eval"]
-    assert curve.summary == "1.4 train, 1.3 eval"
+    assert curve.summary == "1.400 train, 1.300 eval"
     drawn = curves.svg(curve)
     # The batches' line from end to end, and a dot of each mean at its right end, in the range of the vertical axis.
     assert re.findall(r'd="M(1000\.0) (\S+)h0"', drawn) == [("1000.0", "666.7"), ("1000.0", "777.8")]
@@ -597,10 +597,58 @@ def test_carriage_returns_show_what_a_terminal_would():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.07214, "0.0721"), (12.345, "12.3"), (8412.3, "8,412"), (1.2e-5, "1.20e-05"), (3, "3"), (0.0, "0"), (None, "")],
+    [
+        (0.07214, "0.07214"),
+        (0.277, "0.2770"),
+        (12.3, "12.30"),
+        (999.96, "1,000"),
+        (8412.3, "8,412"),
+        (1.2e-5, "1.20e-05"),
+        (3, "3"),
+        (50_000, "50,000"),
+        (-0.0, "0"),
+        (None, ""),
+    ],
 )
 def test_numbers(value, text):
     assert facts.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("axis", "x", "text"),
+    [
+        ("minute", 0.2117, "0:13"),
+        ("minute", 0, "0:00"),
+        ("minute", 0.0061, "0:00.4"),
+        ("minute", 61.05, "1:01:03"),
+        ("epoch", 0.8125, "0.81"),
+        ("epoch", 5, "5"),
+        ("epoch", 1500, "1,500"),
+        ("step", 12345, "12,345"),
+        ("lr", 0.00125, "0.001250"),
+    ],
+)
+def test_places_on_an_axis_are_written_as_a_person_writes_them(axis, x, text):
+    assert facts.place(axis, x) == text
+
+
+def test_below_one_per_cent_the_time_left_is_told_once_it_is_no_guess():
+    status = running(
+        replicas=(ReplicaStatus(rank=0, state=RankStateName.RUNNING, progress=progress(epoch=26, epochs=50_000)),)
+    )
+    assert "left" not in facts.progress(status, 10.0)
+    assert "0 % · 4,000 samples/s · about 5 h" in facts.progress(status, 11.0)
+    assert "Epoch 26 of 50,000" in facts.sentence(status, 11.0)
+    assert "26/50,000" in plain.text(status, now=11.0)
+
+
+def test_a_cancelled_job_says_so_once_and_not_by_which_signal_its_agent_ended_ranks():
+    ranks = (ReplicaStatus(rank=0, state=RankStateName.STOPPED, signal="SIGKILL"),)
+    status = running(state=StateName.CANCELLED, replicas=ranks, ended=4.3, reason="The job was cancelled")
+    assert facts.sentence(status, None) == "Cancelled after 3.3 s"
+    assert "SIGKILL" not in plain.text(status)
+    by = dataclasses.replace(status, reason="The job was cancelled by ada")
+    assert facts.sentence(by, None) == "Cancelled after 3.3 s: the job was cancelled by ada"
 
 
 @pytest.mark.parametrize(

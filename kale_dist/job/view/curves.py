@@ -72,9 +72,6 @@ _LABEL = 14.0
 _SIDE = 1000
 """Units of the drawing from side to side: it is stretched to its place, lines and dots are not."""
 
-_TIME = "minute"
-"""The horizontal axis of time."""
-
 _PLAIN_STEPS = (1e-5, 1e7)
 """Smallest and largest step between numbers at an axis that are written without an exponent."""
 
@@ -207,7 +204,7 @@ def collect_history(history: Sequence[Moment], *, is_compared: bool = False) -> 
                     colour=COLOURS[rank % len(COLOURS)],
                     points=tuple(points[index] for index in kept),
                     last=_whole(points, is_most="memory" in name) if is_compared else points[-1][1],
-                    axis=_TIME,
+                    axis=facts.TIME,
                     band=tuple(bands[name][index] for index in kept) if is_mean and not is_compared else (),
                 )
             )
@@ -271,10 +268,10 @@ def _places(one: Series, began: float | None) -> dict[str, Any]:
     found = {}
     xs = {x for x, _ in one.points} | {x for gap in one.gaps for x in gap}
     for axis, known in one.places.items():
-        start, unit = (began, 60) if axis == _TIME else (0, 1)
+        start, unit = (began, 60) if axis == facts.TIME else (0, 1)
         if start is not None and xs <= known.keys():
             # A rank may report before it is known that all run.
-            there = {x: round(max(0.0, known[x] - start) / unit, 4) for x in xs}
+            there = {x: round(max(0.0, known[x] - start) / unit, 6) for x in xs}
             gaps = [(there[first], there[last]) for first, last in one.gaps]
             found[axis] = {"points": [there[x] for x, _ in one.points], "gaps": gaps}
     return found
@@ -371,8 +368,8 @@ def _numbers(curve: Curve, boxes: Mapping[str, _Box], ticks: Sequence[tuple[floa
             f'<span {style}left:{2 - margin:.0f}px;top:0;writing-mode:vertical-rl;transform:rotate(180deg)">{vertical}</span>'
         )
     ends = (
-        " · ".join(f"{axis} {facts.number(box.left)}" for axis, box in boxes.items()),
-        " · ".join(f"{facts.number(box.right)}{' (log)' if box.is_log else ''}" for box in boxes.values()),
+        " · ".join(f"{axis} {facts.place(axis, box.left)}" for axis, box in boxes.items()),
+        " · ".join(f"{facts.place(axis, box.right)}{' (log)' if box.is_log else ''}" for axis, box in boxes.items()),
     )
     parts += [
         f'<span {style}{side}:0;top:100%;margin-top:6px">{escape(text)}</span>'
@@ -395,7 +392,7 @@ def _strips(series: Sequence[Series], box: _Box) -> list[str]:
             index = bisect.bisect_right(one.points, x, key=operator.itemgetter(0))
             if index:
                 values.append(f"{facts.number(one.points[index - 1][1])} {one.label}")
-        text = escape(f"{series[0].axis} {facts.number(x)}: {', '.join(values)}", quote=True)
+        text = escape(f"{series[0].axis} {facts.place(series[0].axis, x)}: {', '.join(values)}", quote=True)
         place = f'x="{start:.1f}" y="0" width="{max(0.0, end - start):.1f}" height="{_SIDE}" fill="transparent"'
         strips.append(f"<rect {place}><title>{text}</title></rect>")
     return strips
@@ -458,8 +455,8 @@ def _elsewhere(
 ) -> dict[str, dict[float, float]]:
     """The places of rows on the other axes; an epoch has so many steps, if that is known."""
     found = {"step": [x * steps for x in xs]} if axis == "epoch" and steps else {}
-    for other in ("epoch", "step", _TIME):
-        values = [getattr(row, "time" if other == _TIME else other) for row in rows]
+    for other in ("epoch", "step", facts.TIME):
+        values = [getattr(row, "time" if other == facts.TIME else other) for row in rows]
         if other not in (axis, *found) and _grows(values):
             found[other] = values
     return {other: dict(zip(xs, values, strict=True)) for other, values in found.items()}
@@ -544,7 +541,7 @@ def _each_batch(losses: Sequence[BatchLoss], xs: Sequence[float], axis: str, ste
             axis=axis, is_faint=True, gaps=_gaps(points),
             places={
                 "step": {x: x * steps for x in xs} if steps else {},
-                _TIME: {x: one.time for x, one in zip(xs, losses, strict=True)},
+                facts.TIME: {x: one.time for x, one in zip(xs, losses, strict=True)},
             },
         )
     ]  # fmt: skip

@@ -18,6 +18,9 @@ _CLEARLY = 1.1
 MAX_LINE_CHARACTERS = 600
 """Pictures cut longer lines of the log; the log itself has them whole."""
 
+TIME = "minute"
+"""The horizontal axis of time."""
+
 _BEST = {"loss": min, "accuracy": max}
 """Which of the values of an evaluation is the best."""
 
@@ -75,7 +78,7 @@ def log_text(line: LogLine) -> str:
 
 
 def number(value: float | None) -> str:
-    """A measured number in about four digits: `0.0721`, `12.3`, `8,412`, `1.2e-05`, `nan`."""
+    """A measured number in four digits, or whole: `0.0720`, `12.30`, `8,412`, `1.20e-05`, `64`, `nan`."""
     if value is None:
         return ""
     if not math.isfinite(value):
@@ -83,11 +86,17 @@ def number(value: float | None) -> str:
     size = abs(value)
     if size >= 1e7 or 0 < size < 1e-4:  # noqa: PLR2004 - where plain digits stop being readable
         return f"{value:.2e}"
-    if size >= 100:  # noqa: PLR2004
-        return f"{value:,.0f}"
-    if size >= 1:
-        return f"{value:.3g}" if value != int(value) else f"{value:.0f}"
-    return f"{value:.4f}".rstrip("0").rstrip(".") if value else "0"
+    return f"{value or 0:,.0f}" if size >= 999.95 or value == int(value) else f"{value:#.4g}"  # noqa: PLR2004 - it is rounded
+
+
+def place(axis: str, x: float) -> str:
+    """A place on a horizontal axis as a person writes it: minutes as `0:00.4`, `0:13` or `1:02:13`, within an epoch `5.56`, else a number."""
+    if axis == TIME and 0 < 60 * x < 9.95:  # noqa: PLR2004 - it is rounded
+        return f"0:{60 * x:04.1f}"
+    if axis == TIME:
+        minutes, seconds = divmod(round(60 * x), 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"  # noqa: PLR2004
+    return f"{x:,.2f}" if axis == "epoch" and x != int(x) else number(x)
 
 
 def size(used: int, limit: int | None = None) -> str:
@@ -170,7 +179,10 @@ def sentence(status: JobStatus, now: float | None, *, error: str = "") -> str:
             return _ended("Succeeded", where, reason) + (f". {best}" if best else "")
         case StateName.CANCELLED:
             kept = kept_checkpoint(status)
-            return _ended("Cancelled", after, reason) + (f". {kept}" if kept else "")
+            # That it was is said; by whom may be in the reason.
+            return _ended("Cancelled", after, "" if reason == "The job was cancelled" else reason) + (
+                f". {kept}" if kept else ""
+            )
         case StateName.FAILED:
             return _ended("Failed", after, reason)
 
@@ -237,7 +249,7 @@ def remaining(status: JobStatus, now: float | None) -> str:
     told = status.replicas[0].progress
     if told is not None and told.training:
         return "" if told.left_s is None else _about(told.left_s)
-    if not 0.03 < fraction < 1 or elapsed < 2:  # noqa: PLR2004 - earlier figures jump about
+    if not 0 < fraction < 1 or elapsed < (2 if fraction > 0.03 else 10):  # noqa: PLR2004 - earlier figures jump about
         return ""
     return _about(elapsed * (1 - fraction) / fraction)
 
@@ -314,7 +326,8 @@ def _remark(replica: ReplicaStatus, above: tuple[int, str] | None) -> str:
         remarks += [] if replica.rank == above[0] else ["the same error"]
     elif replica.error:
         remarks.append(visible(replica.error.split("\n", 1)[0])[:200])
-    if replica.signal:
+    # The signal that ends a stopped rank is the agent's.
+    if replica.signal and replica.state is not RankStateName.STOPPED:
         remarks.append(f"ended by {visible(replica.signal)}")
     elif replica.exit_code and not replica.error:
         remarks.append(f"exit code {replica.exit_code}")
@@ -327,7 +340,7 @@ def _remark(replica: ReplicaStatus, above: tuple[int, str] | None) -> str:
 
 def _epoch(replica: ReplicaStatus) -> str:
     progress = replica.progress
-    return f"{progress.epoch}/{progress.epochs}" if progress and progress.epochs else ""
+    return f"{progress.epoch:,}/{progress.epochs:,}" if progress and progress.epochs else ""
 
 
 def _rate(replica: ReplicaStatus) -> str:
@@ -374,7 +387,7 @@ def _doing(status: JobStatus) -> str:
         doing = f"{what} {count}".strip()
     else:
         where = {"train": "step ", "eval": "evaluation, step "}.get(progress.phase, f"{visible(progress.phase)}, step ")
-        doing = f"epoch {progress.epoch} of {progress.epochs}{f', {where}{count}' if count else ''}"
+        doing = f"epoch {progress.epoch:,} of {progress.epochs:,}{f', {where}{count}' if count else ''}"
     doing = f"training {progress.training}, {doing}" if progress.training > 1 else doing
     return doing[:1].upper() + doing[1:]
 

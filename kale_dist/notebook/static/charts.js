@@ -11,9 +11,16 @@ function figure(value) {
   const size = Math.abs(value);
   if (!Number.isFinite(value)) return String(value);
   if (size >= 1e7 || (size > 0 && size < 1e-4)) return value.toExponential(2);
-  if (size >= 100) return Math.round(value).toLocaleString("en");
-  if (size >= 1) return String(Number(value.toPrecision(3)));
-  return String(Number(value.toFixed(4)));
+  return size >= 999.95 || Number.isInteger(value) ? (Math.round(value) || 0).toLocaleString("en") : value.toPrecision(4);
+}
+
+// As Python's `facts.place`.
+function axisText(axis, x) {
+  if (axis !== "minute") return axis === "epoch" && !Number.isInteger(x) ? x.toFixed(2) : figure(x);
+  if (x > 0 && 60 * x < 9.95) return `0:${(60 * x).toFixed(1).padStart(4, "0")}`;
+  const seconds = Math.round(60 * x);
+  const [hours, ...rest] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, seconds % 60];
+  return `${hours ? `${hours}:` : ""}${rest.map((part, at) => (at || hours ? String(part).padStart(2, "0") : part)).join(":")}`;
 }
 
 function ticks(low, high, isLog) {
@@ -24,7 +31,8 @@ function ticks(low, high, isLog) {
     for (let power = first - 1; power <= last; power += 1) found.push(...parts.map((part) => part * 10 ** power));
     const shown = found.filter((value) => value >= low * (1 - 1e-9) && value <= high * (1 + 1e-9));
     const every = Math.ceil(shown.length / 5);
-    if (shown.length > 1) return shown.filter((_, index) => index % every === 0).map((value) => [value, figure(value)]);
+    const short = (value) => (value < 1 ? String(Number(value.toPrecision(1))) : figure(value));
+    if (shown.length > 1) return shown.filter((_, index) => index % every === 0).map((value) => [value, short(value)]);
   }
   const rough = (high / 2 - low / 2) / 1.5;
   if (!(rough >= 1e-5 && rough <= 1e7) || Math.max(Math.abs(low), Math.abs(high)) > 1e7 * rough) {
@@ -248,10 +256,10 @@ class ChartsView {
         const found = before(one.line, at.x);
         if (found) add({ d: `M${placeOf(axis)(found)}h0`, stroke: one.colour, "stroke-width": "7" });
       }
-      numbers.push(text({ class: "kd-x kd-here", style: `left:${(across(x) / SIDE) * 100}%` }, `${axis} ${figure(x)}`));
+      numbers.push(text({ class: "kd-x kd-here", style: `left:${(across(x) / SIDE) * 100}%` }, `${axis} ${axisText(axis, x)}`));
     } else {
-      numbers.push(text({ class: "kd-x" }, axes.map((one, index) => `${one} ${figure(ranges[index][0])}`).join(" · ")));
-      numbers.push(text({ class: "kd-x kd-last" }, ranges.map(([, last]) => figure(last)).join(" · ")));
+      numbers.push(text({ class: "kd-x" }, axes.map((one, index) => `${one} ${axisText(one, ranges[index][0])}`).join(" · ")));
+      numbers.push(text({ class: "kd-x kd-last" }, axes.map((one, index) => axisText(one, ranges[index][1])).join(" · ")));
     }
     const widest = Math.max(...marks.map(([, words]) => words.length));
     const inner = element("div", {

@@ -51,7 +51,6 @@ _GONE_S = 90.0
 
 _CONNECT_S = 10.0
 _READ_BYTES = 1 << 16
-_MIB = 1 << 20
 
 
 class KubernetesPlace:
@@ -91,7 +90,7 @@ class KubernetesPlace:
         head, store = HeadClient(lambda: self.connect(handle), key), FolderStore(records.blobs_dir())
 
         def show(done: int, total: int) -> None:
-            on_progress(f"Sending the snapshot: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB")
+            on_progress(f"Sending the snapshot: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
         missing = [digest for digest in head.missing() if store.exists(digest)]
         if missing:
