@@ -109,13 +109,13 @@ def _take_next_while_idle(ref: str, cancel: Callable[[], None]) -> None:
 
     After each message ipykernel puts back the handler that it saved before it.
     """
-    cells, kernel = shell().events, shell().kernel
-    before = kernel.saved_sigint_handler
+    ipython = shell()
+    before = ipython.kernel.saved_sigint_handler
 
     def leave(*_: Any) -> None:
-        if kernel.saved_sigint_handler is take:
-            kernel.saved_sigint_handler = before
-            cells.unregister("pre_run_cell", leave)
+        if ipython.kernel.saved_sigint_handler is take:
+            ipython.kernel.saved_sigint_handler = before
+            ipython.events.unregister("pre_run_cell", leave)
             if signal.getsignal(signal.SIGINT) is take:
                 signal.signal(signal.SIGINT, before)
 
@@ -124,9 +124,9 @@ def _take_next_while_idle(ref: str, cancel: Callable[[], None]) -> None:
         if _is_second(ref):
             threading.Thread(target=_cancel, args=(ref, cancel), daemon=True).start()
 
-    kernel.saved_sigint_handler = take
-    cells.register("pre_run_cell", leave)
-    kernel.io_loop.call_later(SECOND_WITHIN_S, leave)
+    ipython.kernel.saved_sigint_handler = take
+    ipython.events.register("pre_run_cell", leave)
+    ipython.kernel.io_loop.call_later(SECOND_WITHIN_S, leave)
 
 
 def goes_on(ref: str) -> str:

@@ -439,7 +439,7 @@ def test_interrupts_is_interactive():
     source_has(kernelbase.Kernel.raw_input, "self._allow_stdin")
 
 
-def test_interrupts_while_idle():
+def test_interrupts_take_next_while_idle():
     kernelbase = pytest.importorskip("ipykernel.kernelbase")
     source_has(kernelbase.Kernel.pre_handler_hook, "self.saved_sigint_handler = signal(")
     source_has(kernelbase.Kernel.post_handler_hook, "signal(SIGINT, self.saved_sigint_handler)")
