@@ -51,10 +51,9 @@ def _reduced(error: BaseException) -> Iterator[None]:
         shown = [error]
         error.__traceback__ = _of_user(error.__traceback__, called=False)
         for link in links[1:]:
-            whole = link.__traceback__
-            link.__traceback__ = _of_user(whole, called=True)
-            # An exception of a rank has no frames; its text has them.
-            if whole is None or link.__traceback__ is not None:
+            link.__traceback__ = _of_user(link.__traceback__, called=True)
+            # An exception of a rank has no frames: the error that it is the cause of has its text with them.
+            if link.__traceback__ is not None:
                 shown.append(link)
         for link, following in itertools.zip_longest(shown, shown[1:]):
             if _next(link) is not following:

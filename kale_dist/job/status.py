@@ -262,13 +262,14 @@ def _with_rows(status: JobStatus, rows: list[MetricRow], losses: list[BatchLoss]
 
 
 def _with_epoch(status: JobStatus, event: dict[str, Any]) -> JobStatus:
-    """Put the losses of an epoch's batches in the place of those that were told while it ran."""
+    """Put the losses of an epoch's batches in the place of those that were told while it ran, unless these are more."""
     names = ("step", "time", "loss")
     found = [_batch_loss({**event, **dict(zip(names, one, strict=True))}) for one in event["batches"]]
     end = len(status.losses)
     while end and (status.losses[end - 1].epoch, status.losses[end - 1].step) >= (found[0].epoch, found[0].step):
         end -= 1
-    return dataclasses.replace(status, losses=(*status.losses[:end], *found))
+    are_more = len({one.step for one in status.losses[end:]}) > len(found)
+    return status if are_more else dataclasses.replace(status, losses=(*status.losses[:end], *found))
 
 
 def _with_latest(status: JobStatus, latest: Mapping[int, Mapping[str, Any]]) -> JobStatus:

@@ -4,6 +4,7 @@ import itertools
 import time
 
 import pytest
+import torch
 from torch import nn
 from trainings import classifying
 
@@ -67,6 +68,18 @@ def test_of_a_long_training_ever_fewer_batches_are_kept(started):
     counts = [sum(1 for _ in some) for _, some in itertools.groupby(job.status.losses, lambda one: one.epoch)]
     assert 700 <= counts[0] <= 800
     assert 350 <= counts[1] <= 450
+
+
+def test_losses_that_belong_to_no_batch_are_not_in_it(started):
+    def beside(model, data_loader, criterion, optimizer, device, args):
+        criterion(torch.zeros(1, 2), torch.tensor([1]))
+        for _ in data_loader:
+            criterion(torch.zeros(1, 2), torch.tensor([1]))
+        criterion(torch.zeros(1, 2), torch.tensor([1]))
+
+    job = started(*classifying(20, batch_size=5), beside)
+    job.wait()
+    assert [one.step for one in job.status.losses] == [1, 2]
 
 
 def test_an_epoch_that_runs_has_a_curve_whose_points_are_no_metrics(started):

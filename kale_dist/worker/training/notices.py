@@ -240,7 +240,7 @@ class Losses:
 
     def _keep(self, loss: Tensor) -> None:
         feed = self._loaders.train
-        if feed.current is not feed.counts.first or self._group.world_size > _MOST_RANKS:
+        if not feed.step or feed.current is not feed.counts.first or self._group.world_size > _MOST_RANKS:
             return
         # A criterion may be called several times a batch: its last loss counts.
         if self._batch != (batch := (feed.counts.epoch, feed.step)):
