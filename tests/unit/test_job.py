@@ -274,8 +274,8 @@ def test_streamed_logs_show_the_metrics_of_each_epoch(capsys):
     start(script).stream_logs()
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines) == [
-        "[0] in epoch 1", "[0] in epoch 2", "epoch 1, train: loss 1, accuracy 0.5", "epoch 2, averaged: loss 0.25",
-        "epoch 2, train: loss 0.5, accuracy 0.5",
+        "[0] in epoch 1", "[0] in epoch 2", "epoch 1, train: loss 1, accuracy 0.5000", "epoch 2, averaged: loss 0.2500",
+        "epoch 2, train: loss 0.5000, accuracy 0.5000",
     ]  # fmt: skip
 
 
