@@ -44,12 +44,9 @@ def test_however_short_a_training_is_its_curve_has_all_batches(started):
     job.result()
     losses = job.status.losses
     assert [(one.epoch, one.step) for one in losses] == [(e, s) for e in (1, 2) for s in range(1, 41)]
-    assert {one.steps for one in losses} == {40}
     # Both ranks have a batch of the loader in each step.
     means = [(one + other) / 2 for one, other in zip(whole[::2], whole[1::2], strict=True)]
     assert [one.loss for one in losses] == pytest.approx(means * 2, rel=1e-4)
-    times = [one.time for one in losses]
-    assert times == sorted(times)
     (loss, *_) = curves.collect(job.status.metrics, losses)
     batches, epochs = loss.series
     assert [x for x, _ in batches.points] == [step / 40 for step in range(1, 81)]
@@ -57,29 +54,19 @@ def test_however_short_a_training_is_its_curve_has_all_batches(started):
     assert epochs.points[-1] == (2.0, epochs.last)
 
 
-def test_of_a_long_training_ever_fewer_batches_are_kept(started):
+def test_of_a_long_training_ever_fewer_batches_are_kept_and_none_beside_the_loader(started):
     def quick(model, data_loader, criterion, optimizer, device, args):
+        criterion(torch.zeros(1), torch.ones(1))
         for x, _ in data_loader:
             criterion(x[0], x[0] + 1)
 
     _, _, _, optimizer = given = classifying(6000, batch_size=1)
     job = started(given[0], given[1], nn.L1Loss(), optimizer, quick, epochs=2)
     job.result()
+    assert job.status.losses[0].step > 0
     counts = [sum(1 for _ in some) for _, some in itertools.groupby(job.status.losses, lambda one: one.epoch)]
     assert 700 <= counts[0] <= 800
     assert 350 <= counts[1] <= 450
-
-
-def test_losses_that_belong_to_no_batch_are_not_in_it(started):
-    def beside(model, data_loader, criterion, optimizer, device, args):
-        criterion(torch.zeros(1, 2), torch.tensor([1]))
-        for _ in data_loader:
-            criterion(torch.zeros(1, 2), torch.tensor([1]))
-        criterion(torch.zeros(1, 2), torch.tensor([1]))
-
-    job = started(*classifying(20, batch_size=5), beside)
-    job.wait()
-    assert [one.step for one in job.status.losses] == [1, 2]
 
 
 def test_an_epoch_that_runs_has_a_curve_whose_points_are_no_metrics(started):

@@ -78,10 +78,9 @@ def test_an_interrupt_of_another_cell_cancels_nothing(kernel, job):
     assert interrupted(kernel, "time.sleep(60)").error.startswith("KeyboardInterrupt")
     # The person who ends a loop may press twice, too.
     kernel.interrupt()
-    other = kernel.good(START.replace("job", "other"))
+    kernel.good(START.replace("job", "other"))
     assert "keeps running" in interrupted(kernel, "other.wait()").err
     kernel.good("other.cancel(); other.wait(100); None")
-    assert other != job
     assert kernel.good("print(job.status.state.value)") == "running"
 
 

@@ -80,7 +80,6 @@ def test_the_status_forgets_batches_that_are_trained_again():
     ended = reduce_events(resumed, [loss(2, 3) | {"attempt": 1}, whole])
     assert [(one.epoch, one.step, one.loss) for one in ended.losses[2:]] == [(2, 2, 1.0), (2, 3, 0.5), (2, 4, 0.5)]
     # Of a long training, few batches of an epoch are kept.
-    few = whole | {"batches": [[2, 50.0, 0.5]]}
-    assert reduce_events(ended, [few]).losses == ended.losses
+    assert reduce_events(ended, [whole | {"batches": [[2, 50.0, 0.5]]}]).losses == ended.losses
     again = reduce_events(resumed, [{"event": "resumed", "attempt": 2, "epoch": 0}])
     assert again.losses == ()
