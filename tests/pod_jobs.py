@@ -274,7 +274,7 @@ class WarmJob:
 
     def described(self) -> dict[str, Any]:
         hidden = wire.hidden_key(self.pods.key, self.id, self.key).hex()
-        return {"id": self.id, "key": hidden, "order": dataclasses.asdict(self.order), "checkpoint": ""}
+        return {"id": self.id, "key": hidden, "order": dataclasses.asdict(self.order)}
 
     def offer(self) -> list[str]:
         """Send what is missing, then the order; gives what was missing."""

@@ -210,9 +210,7 @@ class OutcomeReader:
             raise ResultUnavailableError(f"{problem}: that needs kd.callbacks.ModelCheckpoint(...)", self._ref)
         return _copy(kept)
 
-    def checkpoint(
-        self, epoch: int | None = None, succeeded: int | None = None, *, is_final: bool = False
-    ) -> pathlib.Path:
+    def checkpoint(self, epoch: int | None, succeeded: int | None, *, is_final: bool) -> pathlib.Path:
         """The file of the last checkpoint, fetched if it is elsewhere.
 
         Args:

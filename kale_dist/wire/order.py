@@ -233,6 +233,8 @@ class Order:
     returns_head: bool = False
     """Whether the head's pod is made again, too: it resumes from `store`, where it counts the restarts."""
     ends_with: EndsWith = EndsWith.ANY_FAILURE
+    checkpoint: str = ""
+    """Digest of the blob that the job resumes from, of which only the head needs it; empty where the input or the store has it, or none is there."""
     servers: int = 0
     """How many of the last agents are parameter servers of TensorFlow."""
     mpi: bool = False

@@ -112,3 +112,4 @@ def trains_and_fails(model, loader, criterion, optimizer, device, args):
         model.epochs += 1
     if int(model.epochs) == args:
         raise ValueError("the fault of the user's code")
+    return 0.0

@@ -84,6 +84,7 @@ def container_is_lost_while_the_engine_refuses(scene):
     status = scene.end_of(job)
     assert (status.state.value, status.warnings) == ("succeeded", ()), (status, [str(line) for line in job.logs()])
     assert int(job.state_dict()["epochs"]) == 12
+    assert not [line.text for line in job.logs() if "from the beginning" in line.text]
 
 
 def containers_are_removed(scene):

@@ -101,6 +101,7 @@ def reached_is_kept(scene, fault, ending):
     if ending == "is renewed":
         assert (status.state.value, status.warnings) == ("succeeded", ()), (status, [str(line) for line in job.logs()])
         assert int(job.state_dict()["epochs"]) == 12
+        assert not [line.text for line in job.logs() if "from the beginning" in line.text]
         return
     assert status.state.value == ("failed" if ending == "fails" else "cancelled"), status
     assert int(job.state_dict(partial=True)["epochs"]) == status.checkpoint_epoch >= 3

@@ -186,8 +186,8 @@ class FollowedLife:
         """Why a file that the head or its place may still have could not be fetched, at the last try."""
         self.resumes_with_less = False
         """Whether the next life begins before the last checkpoint that this one wrote."""
-        self._has_last_checkpoint = False
-        """Whether the head's checkpoint has come after its end: there is no later one."""
+        self._fetched: list[str] = []
+        """Names of what has come after the head's verdict: there is no later one."""
 
     def write(self, **changes: object) -> None:
         """Change the record."""
@@ -428,9 +428,9 @@ class FollowedLife:
         here = _epoch_of(files.checkpoint) if missing and last is not None else last
         if last is None or here == last:
             return "from the last checkpoint" if files.checkpoint.exists() else "from the beginning"
+        self.resumes_with_less = not spec.store
         begins = "from the beginning" if here is None else f"from epoch {here}"
         begins = "from the last checkpoint in its store" if spec.store else begins
-        self.resumes_with_less = not spec.store
         return f"{begins}, because the checkpoint of epoch {last} could not be fetched"
 
     def _fetch(self, names: Sequence[str]) -> list[str]:
@@ -439,19 +439,15 @@ class FollowedLife:
         A checkpoint that is here may be an earlier one.
         """
         missing, self.unreached = list[str](), None
+        checkpoint = self._job.files.checkpoint
         for name in names:
-            path = self._job.files.folder / name
-            is_checkpoint = path == self._job.files.checkpoint
-            if self._has_last_checkpoint if is_checkpoint else path.exists():
+            if name in self._fetched or (name != checkpoint.name and checkpoint.with_name(name).exists()):
                 continue
             try:
                 came = self.reach.fetch(name, head_runs=self._sight.head_runs)
             except BackendError as error:
                 came, self.unreached = False, error
-            if not came:
-                missing.append(name)
-            elif is_checkpoint:
-                self._has_last_checkpoint = True
+            (self._fetched if came else missing).append(name)
         return missing
 
     def _waits_for(self, missing: Sequence[str], *, also_ended: bool = False) -> bool:

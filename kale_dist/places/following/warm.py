@@ -143,13 +143,12 @@ class WarmPlace:
         order = self.inner.order(spec, records.life(files))
         sets_order = self.inner.order(there.spec, FIRST_LIFE)
         order = dataclasses.replace(
-            order, head=sets_order.head, port=sets_order.port, source=Source.STREAM,
+            order, head=sets_order.head, port=sets_order.port, source=Source.STREAM, checkpoint=checkpoint,
             blobs=(*order.blobs, *([checkpoint] if checkpoint else ())), outcomes_on_stdout=False, ends_unfollowed=False,
-            returns_head=False,
-            note=f"Runs in the warm {self.inner.noun}s {there.object}",
+            returns_head=False, note=f"Runs in the warm {self.inner.noun}s {there.object}",
         )  # fmt: skip
         hidden = wire.hidden_key(sets_key, name, key).hex()
-        job = {"id": name, "key": hidden, "order": dataclasses.asdict(order), "checkpoint": checkpoint}
+        job = {"id": name, "key": hidden, "order": dataclasses.asdict(order)}
         head = HeadClient(lambda: self.inner.connect(there), sets_key)
         small = [digest for digest in order.blobs if store.path(digest).stat().st_size <= _SMALL_BYTES]
         packed = pack_blobs(store, small[:_MOST_SMALL])

@@ -33,12 +33,11 @@ from kale_dist.places.kubernetes.self_pod import SelfPod
 from kale_dist.places.manifests import Kind, ObjectSettings, claim_of, kind_of, owner_of
 from kale_dist.places.manifests.settings import CLAIM_SCHEME, INPUT_BYTES, PORT, STORE_FOLDER
 from kale_dist.wire import InputFiles, Order, Source, encode_json, payload
-from kale_dist.wire.blobs import FolderStore, Store, pack_blobs
+from kale_dist.wire.blobs import FolderStore, Store, map_file, pack_blobs
 from kale_dist.wire.url_store import UrlStore
 from kale_dist.worker.rank import process_state
 
 _SECRET_BYTES = 1_000_000
-_MIB = 1 << 20
 
 
 def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, submit: bool) -> Settled:
@@ -135,7 +134,7 @@ def create(
         spec: The job, settled.
         key: Its secret bytes.
         life: Which object of the job it is.
-        checkpoint: What the ranks resume from; one that a Secret cannot hold is left to the job's store.
+        checkpoint: What the ranks resume from. One that a Secret cannot hold is in the job's store, or sent as a part of the snapshot.
 
     Returns:
         The object as the cluster has it, and where its pods find the snapshot.
@@ -146,7 +145,7 @@ def create(
         BackendError: The cluster refused; the message names the cause and what to do.
     """
     source = _place_bytes(cluster, spec, logs=life.number == 1)
-    data = _input(spec, key, source, life, checkpoint)
+    data, source = _input(spec, key, source, life, checkpoint)
     namespace, kind = spec.cluster.namespace, kind_of(spec)
     settings = ObjectSettings(life=life.number, submitter=cluster.identity)
     made = _uninterrupted(cluster, kind, kind.make(spec, settings))
@@ -309,7 +308,7 @@ def _source(spec: JobSpec) -> Source:
     return Source.URL if spec.store and not spec.store.startswith(CLAIM_SCHEME) else Source.STREAM
 
 
-def order(spec: JobSpec, source: Source, life: Life = FIRST_LIFE, *, torch_flags: Any = (), note: str = "") -> Order:
+def order(spec: JobSpec, source: Source, life: Life = FIRST_LIFE, *, torch_flags: Any = ()) -> Order:
     """The order that the agents get."""
     claim, folder = claim_of(spec)
     pending_s = spec.cluster.pending_timeout_s
@@ -323,7 +322,6 @@ def order(spec: JobSpec, source: Source, life: Life = FIRST_LIFE, *, torch_flags
         store=f"{STORE_FOLDER}/{folder}".rstrip("/") if claim else spec.store,
         source=source,
         torch_flags=torch_flags,
-        note=note,
         start_wait_s=math.inf if pending_s is None else pending_s,
         input_wait_s=spec.cluster.input_wait_s,
         collect_wait_s=spec.cluster.collect_wait_s,
@@ -337,22 +335,23 @@ def order(spec: JobSpec, source: Source, life: Life = FIRST_LIFE, *, torch_flags
     )
 
 
-def _input(spec: JobSpec, key: bytes, source: Source, life: Life, checkpoint: pathlib.Path | None) -> dict[str, bytes]:
-    """Files of a job's input."""
-    data = {InputFiles.RUNTIME: payload.runtime_zip(), InputFiles.KEY: key}
+def _input(
+    spec: JobSpec, key: bytes, source: Source, life: Life, checkpoint: pathlib.Path | None
+) -> tuple[dict[str, bytes], Source]:
+    """Files of a job's input, and where its pods find the snapshot."""
+    data, store, digest = (
+        {InputFiles.RUNTIME: payload.runtime_zip(), InputFiles.KEY: key},
+        FolderStore(records.blobs_dir()),
+        "",
+    )
     if source is Source.INPUT:
-        data[InputFiles.SNAPSHOT] = pack_blobs(FolderStore(records.blobs_dir()), spec.blobs)
-    note = ""
-    if checkpoint is not None:
-        room, size = _SECRET_BYTES - sum(map(len, data.values())), checkpoint.stat().st_size
-        if size < room:
-            data[InputFiles.CHECKPOINT] = checkpoint.read_bytes()
-        elif not spec.store:
-            note = (
-                f"The last checkpoint has {size / _MIB:,.1f} MiB, too much to send to new pods without a store, so that the "
-                "training starts from the beginning: give a store=, such as 'pvc://claim'"
-            )
-    flags = process_state.read_flags(cuda=spec.cuda)
-    made = order(spec, source, life, torch_flags=flags, note=note)
+        data[InputFiles.SNAPSHOT] = pack_blobs(store, spec.blobs)
+    if checkpoint is not None and checkpoint.stat().st_size < _SECRET_BYTES - sum(map(len, data.values())):
+        data[InputFiles.CHECKPOINT] = checkpoint.read_bytes()
+    elif checkpoint is not None and not spec.store:
+        data.pop(InputFiles.SNAPSHOT, None)
+        digest, source = store.put([map_file(checkpoint)]), Source.STREAM
+    made = order(spec, source, life, torch_flags=process_state.read_flags(cuda=spec.cuda))
+    made = dataclasses.replace(made, blobs=(*made.blobs, *filter(None, [digest])), checkpoint=digest)
     data[InputFiles.ORDER] = encode_json(made)
-    return data
+    return data, source

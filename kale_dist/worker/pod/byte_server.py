@@ -84,25 +84,23 @@ class Served:
     def __init__(self, key: bytes, store: FolderStore) -> None:
         self.key = key
         self.store = store
-        self._lock = threading.Lock()
-        self._requests = 0
+        self._requests: set[object] = set()
         self._asked_at = -math.inf
 
     @property
     def is_attended(self) -> bool:
         """Whether somebody with the key is there: receives or sends something, or has done so a moment ago."""
-        return self._requests > 0 or time.monotonic() - self._asked_at < ATTENDED_S
+        return bool(self._requests) or time.monotonic() - self._asked_at < ATTENDED_S
 
     @contextlib.contextmanager
     def attended(self) -> Iterator[None]:
         """Count a request while it is answered."""
-        with self._lock:
-            self._requests += 1
+        self._requests.add(request := object())
         try:
             yield
         finally:
-            with self._lock:
-                self._requests, self._asked_at = self._requests - 1, time.monotonic()
+            self._asked_at = time.monotonic()
+            self._requests.remove(request)
 
     def find(self, path: str) -> tuple[Self, str]:
         """The job that a request is about, and the rest of its path."""

@@ -309,8 +309,6 @@ class JobHead:
                 kept = "They are lost; give a store with store='pvc://...' to keep them"
                 if self._kept.is_complete:
                     kept = f"They are in {order.store or order.left_in}/jobs/{order.job}"
-                elif self._on_stdout:
-                    kept = "They are in this log"
                 text = f"The results were not fetched within {limit_s:g} s (collect_wait_s). {kept}"
                 self.stdout.log(text)
                 return

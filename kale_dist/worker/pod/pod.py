@@ -107,7 +107,7 @@ class Pod:
 
         Args:
             warm: The pod.
-            job: `id`, `key` (as `wire.hidden_key` gives it), `order`, and `checkpoint` (digest of the one to resume from, or empty).
+            job: `id`, `key` (as `wire.hidden_key` gives it), and `order`.
         """
         place = dataclasses.replace(warm.place, work=warm.place.work / "jobs" / str(job["id"]))
         place = dataclasses.replace(place, input=place.work / "input")

@@ -29,7 +29,8 @@ _PIECE_BYTES = 1 << 20
 
 def missing(pod: Pod) -> list[str]:
     """Digests of the blobs that this pod needs and that are not there yet; only the first pod's rank 0 reads a checkpoint."""
-    needed = (digest for digest in pod.order.blobs if digest != pod.order.resume or pod.place.pod == 0)
+    heads = (pod.order.resume, pod.order.checkpoint) if pod.place.pod else ()
+    needed = (digest for digest in pod.order.blobs if digest not in heads)
     return [digest for digest in needed if not pod.store.exists(digest)]
 
 
@@ -224,7 +225,9 @@ def bring_checkpoint(pod: Pod) -> None:
     Raises:
         OSError, StoreError: The store cannot be read.
     """
-    given, target, folder = pod.place.input / InputFiles.CHECKPOINT, pod.files.checkpoint, f"jobs/{pod.order.job}"
+    target, folder = pod.files.checkpoint, f"jobs/{pod.order.job}"
+    sent = pod.order.checkpoint
+    given = pod.store.path(sent) if sent else pod.place.input / InputFiles.CHECKPOINT
     try:
         if pod.order.store:
             is_there = _read(pod, f"{folder}/checkpoint.owner", target)

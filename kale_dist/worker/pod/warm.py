@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kale_dist import wire
-from kale_dist.wire import EventKind, FailureCause, InputFiles, Order, StateName, Verdict
+from kale_dist.wire import EventKind, FailureCause, Order, StateName, Verdict
 from kale_dist.wire.blobs import unpack_blobs
 from kale_dist.worker.agent.attempt import Site
 from kale_dist.worker.agent.job_run import JobRun
@@ -81,8 +81,6 @@ class WarmPods(JobRun):
             return {"missing": missing}
         self._taken.add(name)
         pod = Pod.of_job(self._pod, job)
-        if job["checkpoint"]:
-            (pod.place.input / InputFiles.CHECKPOINT).hardlink_to(store.path(job["checkpoint"]))
         self._next = pod, self._make(pod)
         self._changed.set()
         return {"missing": []}
