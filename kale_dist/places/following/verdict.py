@@ -15,7 +15,7 @@ from kale_dist.job.backend import Look, Part, Trouble
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus, ReplicaStatus
 from kale_dist.places.manifests.bootstrap import EXIT_CODE
-from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName, Verdict
+from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName, Verdict, visible
 
 RETRIED = frozenset(("evicted", "deleted", "node lost", "preempted", "killed"))
 """Losses after which a job is renewed. Out of memory is none of them: it would only happen again."""
@@ -167,7 +167,7 @@ def overlay(
     if problem:
         reason = f"{problem} As last seen: {reason}" if reason else problem
     return dataclasses.replace(
-        status, state=state, reason=reason, queue_position=look.queue_position,
+        status, state=state, reason=visible(reason), queue_position=look.queue_position,
         needs_action=is_trouble and (troubles[0].needs_action or not troubles[0].heals),
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ from kale_dist.places.manifests.settings import (
     QUEUE_LABEL,
     SPEC_ANNOTATION,
 )
-from kale_dist.wire import FailureCause, StateName
+from kale_dist.wire import FailureCause, StateName, visible
 
 _DEAD_AFTER_S = 15.0
 """An operator that works looks at a job within a second or two; a busy one may need longer."""
@@ -263,7 +263,7 @@ def _status(
     return JobStatus(
         ref=f"kubernetes://{namespace}/{name}",
         state=state,
-        reason=reason,
+        reason=visible(reason),
         queue_position=None if position is None else position.number,
         created=seconds(first["metadata"]["creationTimestamp"]),
         started=seconds(kind.state(first).started),

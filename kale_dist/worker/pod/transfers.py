@@ -226,8 +226,7 @@ def bring_checkpoint(pod: Pod) -> None:
         OSError, StoreError: The store cannot be read.
     """
     target, folder = pod.files.checkpoint, f"jobs/{pod.order.job}"
-    sent = pod.order.checkpoint
-    given = pod.store.path(sent) if sent else pod.place.input / InputFiles.CHECKPOINT
+    given = pod.store.path(pod.order.checkpoint) if pod.order.checkpoint else pod.place.input / InputFiles.CHECKPOINT
     try:
         if pod.order.store:
             is_there = _read(pod, f"{folder}/checkpoint.owner", target)

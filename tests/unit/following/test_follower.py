@@ -396,6 +396,14 @@ def test_a_trouble_that_heals_is_shown_and_waited_for(backend, submit, place, cl
 ABSENT = Trouble(sentence="There is no image torch:9", remedy="Push it.", heals=True, needs_action=True)
 
 
+def test_a_trouble_of_anothers_pod_controls_no_terminal(backend, submit, place):
+    ref, head = submit()
+    head.state = "waiting"
+    place.runs[1].trouble = Trouble(sentence="No node\x1b]0;title\x07\x1b[2J has room\u202e", heals=True)
+    wait_for(lambda: "No node has room" in backend.status(ref).reason)
+    assert backend.status(ref).reason.isprintable()
+
+
 def test_a_job_that_waits_for_a_person_says_so_and_one_that_waits_for_room_does_not(backend, submit, place):
     ref, head = submit()
     head.state = "waiting"
