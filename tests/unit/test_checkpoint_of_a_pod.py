@@ -8,6 +8,7 @@ import types
 import pytest
 
 from kale_dist.wire import InputFiles, JobFiles
+from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.pod import transfers
 
 _numbers = itertools.count()
@@ -22,9 +23,12 @@ def head(tmp_path):
             folder.mkdir(parents=True, exist_ok=True)
         if given is not None:
             (own / "input" / InputFiles.CHECKPOINT).write_text(given)
-        order = types.SimpleNamespace(store=str(tmp_path / "store"), job="job", object=name)
-        place = types.SimpleNamespace(input=own / "input")
-        return types.SimpleNamespace(order=order, place=place, files=JobFiles(own / "job"), key=key)
+        order = types.SimpleNamespace(
+            store=str(tmp_path / "store"), job="job", object=name, checkpoint="", resume="", blobs=()
+        )
+        place = types.SimpleNamespace(input=own / "input", pod=0)
+        store = FolderStore(own / "blobs")
+        return types.SimpleNamespace(order=order, place=place, files=JobFiles(own / "job"), key=key, store=store)
 
     return make
 
@@ -54,3 +58,14 @@ def test_another_job_of_the_name_takes_nothing(head):
     write(head(), "epoch 2")
     assert begins_from(head(key=b"other")) is None
     assert begins_from(head(key=b"other", given="its own")) == "its own"
+
+
+def test_one_that_came_with_the_snapshot_goes_to_the_head_alone(head):
+    pod = head()
+    pod.order.store, pod.order.checkpoint = "", pod.store.put([b"epoch 4"])
+    pod.order.blobs = ("a" * 64, pod.order.checkpoint)
+    assert begins_from(pod) == "epoch 4"
+    pod.store.delete(pod.order.checkpoint)
+    assert transfers.missing(pod) == list(pod.order.blobs)
+    pod.place.pod = 1
+    assert transfers.missing(pod) == ["a" * 64]
