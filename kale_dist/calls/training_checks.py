@@ -313,7 +313,7 @@ def _check_loader(argument: str, loader: Any) -> None:
         raise ConfigError(argument, f"{loader.__name__} is a class", _A_LOADER)
     if hasattr(loader, "__next__"):
         problem = f"{show(loader)} is an iterator, which can be read only once and on one process"
-        remedy = "Pass the DataLoader itself, without iter(); make a generator of your own an IterableDataset in one"
+        remedy = "Pass the DataLoader itself, without iter(). Put a generator of your own into an IterableDataset, and that into one"
         raise ConfigError(argument, problem, remedy)
     if isinstance(loader, Dataset) or type(loader).__module__.startswith("datasets."):
         raise ConfigError(argument, f"{show(loader)} is a dataset", "Wrap it: DataLoader(dataset, batch_size=32)")

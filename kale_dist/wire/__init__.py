@@ -72,4 +72,12 @@ from kale_dist.wire.order import (
     Source,
     socket_address,
 )
-from kale_dist.wire.requests import BODY_HEADER, MAC_HEADER, SIZE_HEADER, check_request, hidden_key, sign_request
+from kale_dist.wire.requests import (
+    BODY_HEADER,
+    MAC_HEADER,
+    SIZE_HEADER,
+    check_request,
+    hidden_key,
+    mark_of,
+    sign_request,
+)

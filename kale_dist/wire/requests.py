@@ -15,6 +15,11 @@ SIZE_HEADER = "X-Kale-Dist-Size"
 """Header of a PUT: bytes of the whole blob or file, of which the request may bring a part."""
 
 
+def mark_of(key: bytes) -> str:
+    """What tells the files of one job from those of another of its name: a hash of its key, which anybody may read."""
+    return hashlib.sha256(b"checkpoint\n" + key).hexdigest()
+
+
 def sign_request(key: bytes, method: str, path: str, body_digest: str = "") -> str:
     """The signature of a request.
 

@@ -117,7 +117,9 @@ class HeadClient:
             done += len(view)
 
     def fetch_file(self, name: str, target: pathlib.Path, on_progress: OnProgress | None = None) -> bool:
-        """Bring a file of the head's folder here, whole or not at all. One that was cut is resumed where it broke.
+        """Bring a file of the head's folder here, whole or not at all.
+
+        One that was cut is resumed where it broke, if the head can be reached again within a second.
 
         Args:
             name: Of an outcome, or `checkpoint`.

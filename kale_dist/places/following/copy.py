@@ -410,7 +410,8 @@ class HeadReader:
             with contextlib.suppress(BackendError):
                 if not self.is_current:
                     self._read_stdout(follow=False, missing=self._only_stdout)
-                    self._note_current()
+                    self.is_current = True
+                    self._on_end()
                 self._read_stdout(follow=True, missing=self._only_stdout)
             return
         try:
@@ -426,11 +427,6 @@ class HeadReader:
             elif now - self._failing_since > CONNECT_S:
                 with contextlib.suppress(BackendError, GapError):
                     self._read_stdout(follow=False, missing="")
-
-    def _note_current(self) -> None:
-        if not self.is_current:
-            self.is_current = True
-            self._on_end()
 
     def _read_connection(self, client: HeadClient) -> None:
         with client.stream(self._copy.next_line, self._copy.next_event, SILENCE_S) as (pieces, end):
@@ -453,9 +449,10 @@ class HeadReader:
             self._copy.take(blocks.feed(piece), missing=missing, is_last=is_last)
             if self._copy.is_complete:
                 return
-            # An empty line: the head has no more by now.
-            if piece == b"\n" or piece.endswith(b"\n\n"):
-                self._note_current()
+            # An empty line: what comes now was written since the stream began.
+            if not self.is_current and (b"\n\n" in piece or piece.startswith(b"\n")):
+                self.is_current = True
+                self._on_end()
         if not self._stopped.is_set():
             self._copy.take(blocks.finish(), missing=missing, is_last=is_last)
 

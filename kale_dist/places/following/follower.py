@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -76,7 +77,7 @@ class Follower:
         self._reach = HeadReach(self._job, records.life(self._job.files))
         self._kill_at: float | None = None
         self._cancel: Callable[[HeadClient], None] | None = None
-        """What neither the head nor the place has got yet."""
+        """A request to end the job that has not reached its head yet; None if there is none."""
         self._unsubscribe: Callable[[], None] = lambda: None
         self._woken = threading.Event()
         self._stopped = threading.Event()
@@ -121,12 +122,11 @@ class Follower:
         """
         records.mark_cancelled(self._job.files)
         self._kill_at = self._clock.monotonic() + grace_s + (CANCEL_GRACE_S if save else 0.0) + CANCEL_MARGIN_S
-        self._cancel = lambda head: head.cancel(grace_s, save=save)
-        if self._reach.ask(self._cancel):
-            self._cancel = None
-        elif not (self._reach.may_answer and self.sight.head_runs):
+        has_it = self._reach.ask(cancel := functools.partial(HeadClient.cancel, grace_s=grace_s, save=save))
+        if has_it is None and self.sight.head_runs:
+            self._cancel = cancel
+        elif not has_it:
             self._job.place.kill(self._reach.handle, grace_s)
-            self._cancel = None
         self._woken.set()
 
     def send(self, rank: int, message: ToAgent, blobs: Iterable[str]) -> bool:
@@ -138,7 +138,7 @@ class Follower:
             head.upload(FolderStore(records.blobs_dir()), blobs)
             head.send(rank, message)
 
-        return self._reach.ask(send)
+        return bool(self._reach.ask(send))
 
     def fetch(self, name: str) -> bool:
         """Fetch a file of the job as it is now: see `HeadReach.fetch`."""

@@ -105,8 +105,6 @@ class HeadReach:
 
     def __init__(self, job: Followed, life: Life) -> None:
         self.handle = handle_of(job.place, job.record, life)
-        self.may_answer = False
-        """Whether the head, which has not got the last request, may get it later."""
         self._job = job
 
     def client(self) -> HeadClient | None:
@@ -114,15 +112,14 @@ class HeadReach:
         job, handle = self._job, self.handle
         return None if job.key is None else HeadClient(lambda: job.place.connect(handle), job.key, prefix_of(handle))
 
-    def ask(self, request: Callable[[HeadClient], None]) -> bool:
-        """Send a request to the head; returns whether the head has it."""
-        client, self.may_answer = self.client(), False
+    def ask(self, request: Callable[[HeadClient], None]) -> bool | None:
+        """Send a request to the head; returns whether the head has it, and None if it may get it later."""
         try:
-            if client is not None:
+            if (client := self.client()) is not None:
                 request(client)
                 return True
         except (BackendError, StoreError) as error:
-            self.may_answer = isinstance(error, BackendError) and error.retryable
+            return None if isinstance(error, BackendError) and error.retryable else False
         return False
 
     def fetch(self, name: str, *, head_runs: bool) -> bool:
@@ -391,7 +388,7 @@ class FollowedLife:
         """Fetch the outcomes of a job that has ended, and the last checkpoint of one that has not succeeded.
 
         Returns:
-            Whether all is here that there is, or that is waited for.
+            Whether nothing more is waited for.
         """
         spec, copy, files = self._job.record.spec, self.copy, self._job.files
         if self._job.key is None or spec.kind == WARM:
@@ -423,9 +420,10 @@ class FollowedLife:
         spec, files = self._job.record.spec, self._job.files
         missing, last = self._fetch([files.checkpoint.name]), self._job.status.status().checkpoint_epoch
         # A store has it, too, and the next head reads it there.
-        if missing and self.unreached is not None and self._waits_for(missing, also_ended=not spec.store):
+        if missing and self.unreached is not None and self._waits_for(missing, asks_place=not spec.store):
             return None
-        here = _epoch_of(files.checkpoint) if missing and last is not None else last
+        # What a store had may be older.
+        here = None if last is None else _epoch_of(files.checkpoint)
         if last is None or here == last:
             return "from the last checkpoint" if files.checkpoint.exists() else "from the beginning"
         self.resumes_with_less = not spec.store
@@ -450,14 +448,14 @@ class FollowedLife:
             (self._fetched if came else missing).append(name)
         return missing
 
-    def _waits_for(self, missing: Sequence[str], *, also_ended: bool = False) -> bool:
+    def _waits_for(self, missing: Sequence[str], *, asks_place: bool = False) -> bool:
         """Whether to ask for files once more: for `collect_wait_s`, as long as the head keeps them.
 
         Args:
             missing: Their names.
-            also_ended: Whether the place is asked again if the head does not run.
+            asks_place: Whether the place is asked, too, if the head does not run.
         """
-        is_kept = (self._sight.head_runs and self._decided is None) or also_ended
+        is_kept = (self._sight.head_runs and self._decided is None) or asks_place
         if not is_kept or self._sight.lasts("results", self._job.record.spec.cluster.collect_wait_s):
             return False
         self._job.show(f"{listed(missing, _NAMED)} could not be fetched yet")

@@ -222,8 +222,7 @@ def _explained(verdict: Verdict, look: Look, status: JobStatus) -> Verdict:
 
 def _reason(look: Look) -> Trouble | None:
     """What the place reports on the whole job that can be the reason of its end: no trouble that ends by itself."""
-    trouble = look.trouble
-    return trouble if trouble is not None and (trouble.needs_action or not trouble.heals) else None
+    return look.trouble if look.trouble is not None and (look.trouble.needs_action or not look.trouble.heals) else None
 
 
 def _loss(part: Part, look: Look) -> str:

@@ -39,7 +39,7 @@ from kale_dist.places.manifests.settings import (
     SELECTOR,
     SPEC_ANNOTATION,
 )
-from kale_dist.wire import BlockReader, InputFiles, JobFiles, Order, OutcomePart, Source, blobs
+from kale_dist.wire import BlockReader, InputFiles, JobFiles, Order, OutcomePart, Source, blobs, mark_of
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.url_store import UrlStore
 from kale_dist.wording import listing, show, untrusted
@@ -159,18 +159,18 @@ class KubernetesPlace:
         """Copy an outcome or the checkpoint from the log of the head, or from where it has put them."""
         if name.startswith("outcome-") and self._from_log(handle, name, target):
             return True
-        if not handle.spec.store and self._may_have_left(handle):
-            left = dataclasses.replace(handle.spec, store=manifests.left_results(handle.spec)[0])
-            handle = dataclasses.replace(handle, spec=left)
+        if not handle.spec.store:
+            handle = dataclasses.replace(handle, spec=dataclasses.replace(handle.spec, store=self._left(handle)))
         if not handle.spec.store or not (name == "checkpoint" or name.startswith("outcome-")):
             return False
         return self._from_store(handle, name, target)
 
-    def _may_have_left(self, handle: PlacedJob) -> bool:
-        """Whether the head of a job without a store may have left results in a volume: it has ended in order, and the job is this user's."""
-        look = self.look(handle)
+    def _left(self, handle: PlacedJob) -> str:
+        """Where the head of a job without a store may have left results, once it has ended in order; empty if it is not this user's."""
+        look, key = self.look(handle), records.read_key(handle.ref.record_name)
         in_order = look.finished == "succeeded" if look.head is None else bool(look.head.message)
-        return in_order and records.read_key(handle.ref.record_name) is not None
+        folder, _ = manifests.left_results(handle.spec)
+        return f"{folder}/{mark_of(key)}" if folder and in_order and key else ""
 
     def _from_log(self, handle: PlacedJob, name: str, target: pathlib.Path) -> bool:
         """Copy small outcomes out of the head's log: all of them at once, as reading the log again for each would take long."""

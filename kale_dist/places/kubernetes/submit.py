@@ -339,11 +339,8 @@ def _input(
     spec: JobSpec, key: bytes, source: Source, life: Life, checkpoint: pathlib.Path | None
 ) -> tuple[dict[str, bytes], Source]:
     """Files of a job's input, and where its pods find the snapshot."""
-    data, store, digest = (
-        {InputFiles.RUNTIME: payload.runtime_zip(), InputFiles.KEY: key},
-        FolderStore(records.blobs_dir()),
-        "",
-    )
+    data = {InputFiles.RUNTIME: payload.runtime_zip(), InputFiles.KEY: key}
+    store, digest = FolderStore(records.blobs_dir()), ""
     if source is Source.INPUT:
         data[InputFiles.SNAPSHOT] = pack_blobs(store, spec.blobs)
     if checkpoint is not None and checkpoint.stat().st_size < _SECRET_BYTES - sum(map(len, data.values())):

@@ -102,7 +102,7 @@ def own_labels(job: str, *, is_errand: bool = False) -> dict[str, str]:
 
 
 def left_results(spec: Settled) -> tuple[str, str]:
-    """Where the head leaves results that nobody fetches, of a job without a store: in a claim that it has mounted for writing.
+    """Where the head of a job without a store leaves results if no notebook is connected: in a claim that is mounted for writing.
 
     Returns:
         The folder as `store=` would name it, and its path in the pods; both empty if there is no such claim.

@@ -448,12 +448,14 @@ class _JobRequest(_Request):
                 self.wfile.flush()
                 if written.is_last:
                     return
+                # An empty line: what was there when the stream began has been sent.
+                self.wfile.write(b"" if is_current else b"\n")
+                is_current = True
                 time.sleep(GATHER_S)
                 with owner.news:
-                    if writer.written == written and not (is_current and owner.news.wait(SILENCE_LIMIT_S / 4)):
-                        # An empty line: there is no more by now. Both sides notice an end of the connection by it, too.
+                    if writer.written == written and not owner.news.wait(SILENCE_LIMIT_S / 4):
+                        # So that both sides notice an end of the connection.
                         self.wfile.write(b"\n")
-                        is_current = True
 
     def _take(self, digest: str, offset: int) -> None:
         """Take the body of a PUT, append it, and answer."""

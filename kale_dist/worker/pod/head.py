@@ -285,9 +285,10 @@ class JobHead:
                 self.stdout.offer(block, always=True)
 
     async def _put_results(self) -> None:
-        if self._is_alone and self._pod.order.left_in:
+        if self._is_alone and self._pod.order.left_in and not self._kept.works:
             left = copy.copy(self._pod)
-            left.order = dataclasses.replace(left.order, store=left.order.left_in)
+            # Of another job of this name, nothing is taken.
+            left.order = dataclasses.replace(left.order, store=f"{left.order.left_in}/{wire.mark_of(left.key)}")
             self._kept = StoreCopy(left, self.writer, lambda: self._job.used_restarts)
         goes_on = self._is_terminating and self._pod.order.returns_head
         await asyncio.to_thread(functools.partial(self._kept.put_results, goes_on=goes_on))
@@ -298,7 +299,7 @@ class JobHead:
         tried_at = ended_at
         while self._is_awaited(verdict):
             if order.ends_unfollowed and not (self._is_alone or self.server.is_attended):
-                # Its network is gone, or it has just ended.
+                # The notebook's network is gone, or it has ended a moment ago.
                 self._is_alone = True
                 self._copy_outcomes()
                 await self._put_results()
@@ -308,7 +309,7 @@ class JobHead:
                 # The files are closed: this is for a reader of the pod's log.
                 kept = "They are lost; give a store with store='pvc://...' to keep them"
                 if self._kept.is_complete:
-                    kept = f"They are in {order.store or order.left_in}/jobs/{order.job}"
+                    kept = f"They are in {order.store or order.left_in}"
                 text = f"The results were not fetched within {limit_s:g} s (collect_wait_s). {kept}"
                 self.stdout.log(text)
                 return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import http.client
 import pathlib
 import shutil
@@ -191,7 +190,7 @@ def put_checkpoint_into_store(pod: Pod) -> None:
     """
     put_into_store(pod, pod.files.checkpoint)
     owner = pod.files.folder / "checkpoint.owner"
-    owner.write_text(f"{_owner(pod)} {pod.order.object}")
+    owner.write_text(f"{wire.mark_of(pod.key)} {pod.order.object}")
     put_into_store(pod, owner)
 
 
@@ -205,7 +204,7 @@ def used_restarts(pod: Pod) -> int:
     if not _read(pod, f"jobs/{pod.order.job}/{kept.name}", kept):
         return 0
     owner, _, number = kept.read_text().partition(" ")
-    return int(number) if owner == _owner(pod) else 0
+    return int(number) if owner == wire.mark_of(pod.key) else 0
 
 
 def put_used_restarts(pod: Pod, number: int) -> None:
@@ -215,7 +214,7 @@ def put_used_restarts(pod: Pod, number: int) -> None:
         OSError, StoreError: The store cannot be written.
     """
     kept = pod.files.folder / "restarts"
-    kept.write_text(f"{_owner(pod)} {number}")
+    kept.write_text(f"{wire.mark_of(pod.key)} {number}")
     put_into_store(pod, kept)
 
 
@@ -233,7 +232,7 @@ def bring_checkpoint(pod: Pod) -> None:
             owner, _, written_by = (target.read_bytes() if is_there else b"").partition(b" ")
             # What an earlier object has left there may be older than what the notebook has fetched from its head.
             is_newest = written_by == pod.order.object.encode() or not given.exists()
-            if owner == _owner(pod).encode() and is_newest and _read(pod, f"{folder}/{target.name}", target):
+            if owner == wire.mark_of(pod.key).encode() and is_newest and _read(pod, f"{folder}/{target.name}", target):
                 return
             target.unlink(missing_ok=True)
         if given.exists():
@@ -251,10 +250,6 @@ def is_refusal(error: OSError | StoreError) -> bool:
         or isinstance(cause, ImportError | PermissionError)
         or getattr(cause, "errno", 0) in (errno.EROFS, errno.ENOTDIR)
     )
-
-
-def _owner(pod: Pod) -> str:
-    return hashlib.sha256(b"checkpoint\n" + pod.key).hexdigest()
 
 
 def _read(pod: Pod, name: str, target: pathlib.Path) -> bool:

@@ -779,11 +779,11 @@ def test_a_job_that_has_lost_its_head_is_renewed_from_the_last_checkpoint(backen
     head.run()
     head.lines(0, "one")
     head.event(EventKind.CHECKPOINT, epoch=3, step=30, path="checkpoint", bytes=4)
-    place.kept[1, "checkpoint"] = b"epoch 3"
+    place.kept[1, "checkpoint"] = stored_checkpoint(3)
     wait_for(lambda: backend.status(ref).checkpoint_epoch == 3)
     lost_head(head)
     second = wait_for(lambda: 2 in place.runs and place.head(2))
-    assert place.runs[2].checkpoint == b"epoch 3"
+    assert place.runs[2].checkpoint == stored_checkpoint(3)
     assert place.runs[2].used_restarts == 1
     assert place.removed == [1]
     second.run()
