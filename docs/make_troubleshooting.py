@@ -78,9 +78,12 @@ def _group(title: str, entries: Iterable[Entry]) -> str:
     return "\n".join((f"## {title}\n", "| you see | what to do |", "|---|---|", *rows, ""))
 
 
+SEARCHED = "Search words: pending, ImagePullBackOff, CrashLoopBackOff, Unschedulable, OOMKilled, quota exceeded, forbidden, private registry, timeout.\n"
+
+
 def page() -> str:
     """The whole page."""
-    return "\n".join((HEAD, *(_group(*group) for group in table.GROUPS)))
+    return "\n".join((HEAD, *(_group(*group) for group in table.GROUPS), SEARCHED))
 
 
 if __name__ == "__main__":

@@ -125,7 +125,8 @@ def test_results_are_in_the_pods_log_only_where_no_connection_may_bring_them(bec
     plan = kd.render(bytes_of, 1, number_of_processes=1, on=on)
     with contextlib.nullcontext() if may_connect else pytest.warns(KaleDistWarning, match="the built-in role view"):
         job = kd.launch(bytes_of, 1, number_of_processes=1, on=on)
-    assert ("the built-in role view" in str(plan)) is not may_connect
+    assert "the built-in role view" in str(plan)
+    assert ("if no notebook is connected" in str(plan)) is may_connect
     assert len(job.result(240)) == 1
     log = run_kubectl("-n", namespace, "logs", f"{job.name}-master-0")
     assert any(line.startswith("*0 0 ") for line in log.splitlines()) is not may_connect
