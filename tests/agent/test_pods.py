@@ -539,7 +539,7 @@ def test_without_a_notebook_larger_results_are_in_a_volume_and_the_head_ends(mak
     job = make_bare(large_result, ranks=2, left_in=str(folder), **ALONE).put_input().start_all()
     assert job.end() == [0, 0]
     for number in range(2):
-        data = (folder / "jobs" / job.order.job / f"outcome-0-{number}").read_bytes()
+        data = (folder / wire.mark_of(job.key) / "jobs" / job.order.job / f"outcome-0-{number}").read_bytes()
         assert job.read_outcome(number, data).value == bytes([number]) * 800_000
 
 

@@ -29,7 +29,6 @@ import hashlib
 import http.server
 import io
 import json
-import math
 import os
 import pathlib
 import re
@@ -85,7 +84,8 @@ class Served:
         self.key = key
         self.store = store
         self._requests: set[object] = set()
-        self._asked_at = -math.inf
+        # The notebook of a short job has only just seen that its pod runs.
+        self._asked_at = time.monotonic()
 
     @property
     def is_attended(self) -> bool:
