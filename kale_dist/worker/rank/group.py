@@ -186,7 +186,8 @@ class KeptGroup:
         steps = self._steps or (self._passes if trained else 0)
         if self._rank or world == 1 or not steps or self._count_exchanges() != self._exchanges:
             return
-        made = f"{steps:,} {'optimizer steps' if self._steps else 'backward passes'}"
+        what, end = ("optimizer step", "s") if self._steps else ("backward pass", "es")
+        made = f"{steps:,} {what}{end * (steps > 1)}"
         context.log(
             f"The ranks made {made} and exchanged nothing: has each of the {world} processes trained a copy of its own? Use distribute(), wrap the model in DistributedDataParallel, or give Lightning's"
             f" Trainer devices={self._assignment.local_world_size} and num_nodes={len(self._attempt.members)}.",
