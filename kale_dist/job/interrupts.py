@@ -1,8 +1,9 @@
 """Decides what an interrupt does while a call waits for a job.
 
 In a notebook the stop button is pressed to get the cell back: the first interrupt ends the waiting, and only a second
-one within `SECOND_WITHIN_S` ends the job, in another wait for it or after the cell. Where another cell runs, it ends that cell alone. In a script, and in a kernel without a front end, the first one ends
-the job, as Ctrl-C ends any program. There is no prompt.
+one within `SECOND_WITHIN_S` ends the job, in another wait for it or after the cell. Where another cell runs, it ends that
+cell alone. In a script, and in a kernel without a front end, the first one ends the job, as Ctrl-C ends any program. There
+is no prompt.
 """
 
 from __future__ import annotations

@@ -199,8 +199,9 @@ class JobReader:
             agent_lives = self._status.is_final or self._lives(self.record())
             self._read_events()
             self._read_progress()
-            status = self._status if agent_lives or self._status.is_final else self._died()
-            return dataclasses.replace(status, is_checkpoint_here=self._files.checkpoint.exists())
+            if self._status.is_final:
+                return dataclasses.replace(self._status, is_checkpoint_here=self._files.checkpoint.exists())
+            return self._status if agent_lives else self._died()
 
     def _read_events(self) -> None:
         try:

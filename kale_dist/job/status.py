@@ -143,7 +143,7 @@ class JobStatus:
     """Epoch and step, both from 1, of the first loss of this attempt that was nan; None if none was."""
     checkpoint_epoch: int | None = None
     is_checkpoint_here: bool = False
-    """Whether this machine has a checkpoint of the job."""
+    """Whether this machine has a checkpoint of the job, once that has ended."""
     failed_rank: int | None = None
     """The rank that failed first; None if none has, or if it is unknown."""
     queue_position: int | None = None
