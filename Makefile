@@ -59,6 +59,7 @@ lint: $(VENV)/lint.stamp $(VENV)/test.stamp ## Style, types, import contracts, a
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python tests/docs/private_names.py
+	@$(BIN)/python .ci/house.py
 
 format: $(VENV)/lint.stamp ## Put the code into its form
 	@$(BIN)/ruff check --fix-only

@@ -273,7 +273,7 @@ class WarmJob:
         return HeadClient(connect, key, f"/jobs/{self.id}" if prefix is None else prefix)
 
     def described(self) -> dict[str, Any]:
-        hidden = wire.hidden_key(self.pods.key, self.id, self.key).hex()
+        hidden = wire.seal(self.pods.key, {"key": self.key.hex()})
         return {"id": self.id, "key": hidden, "order": dataclasses.asdict(self.order)}
 
     def offer(self) -> list[str]:

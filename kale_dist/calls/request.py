@@ -21,7 +21,7 @@ from kale_dist.job.spec import names, place_settings
 from kale_dist.job.spec.job_spec import Request, Settled, Topology, size_on_machine
 from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local, Place
 from kale_dist.places import gpus
-from kale_dist.places.agent_client import LOAD_ONLY_PREFIXES
+from kale_dist.places.agent_client import LOAD_ONLY_PREFIXES, READ_EARLY
 from kale_dist.places.manifests import kind_of
 from kale_dist.trackers import Tracker
 from kale_dist.wire import Debugging, Policy
@@ -175,7 +175,9 @@ def checked(
     request = Request(
         name=options.name, label=what.label if isinstance(what, Function) else _label(what),
         kind=what.kind if isinstance(what, Function) else "training", topology=ranks.topology,
-        cuda=ranks.cuda, threads=options.threads, seed=options.seed, environment=options.environment,
+        cuda=ranks.cuda, threads=options.threads, seed=options.seed,
+        environment=tuple(pair for pair in options.environment if pair[0].startswith(READ_EARLY)),
+        secrets=tuple(pair for pair in options.environment if not pair[0].startswith(READ_EARLY)),
         policy=_policy(options, ranks, is_training=training is not None),
         debugging=_debugging(), strategy=strategies.DDP() if training is None else training.strategy,
         saves=training is not None and training.checkpoint_every is not None,
@@ -272,10 +274,8 @@ def _policy(options: Options, ranks: _Ranks, *, is_training: bool) -> Policy:
     stall_s = options.stall_timeout_s
     if stall_s is None and not is_training and ranks.cuda and ranks.topology.number_of_processes > 1:
         stall_s = STALL_S
-    return Policy(
-        timeout_s=options.timeout_s, stall_warn_s=options.stall_warn_s, stall_timeout_s=stall_s, detach=options.detach,
-        max_restarts=options.max_restarts or 0, grace_s=options.grace_s,
-    )  # fmt: skip
+    same = {field.name: getattr(options, field.name) for field in dataclasses.fields(Policy)}
+    return Policy(**{**same, "stall_timeout_s": stall_s})
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ def _check_manifest(request: Request) -> None:
     if len(longest) > names.MAX_LABEL_LENGTH:
         problem = f"the pod's name {longest!r} has {len(longest)} characters, more than {names.MAX_LABEL_LENGTH}"
         raise ConfigError("name", problem, "Shorten the name")
-    given = {variable for variable, _ in request.environment}
+    given = {variable for variable, _ in (*request.environment, *request.secrets)}
     for variable, _, _ in request.cluster.secret_environment:
         if variable in given:
             raise ConfigError("secret_environment", f"{variable} is in `environment`, too", "Leave one out")

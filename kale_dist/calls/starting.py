@@ -73,7 +73,7 @@ def start(call: Call) -> Job[Any]:
     key = secrets.token_bytes(32)
     with records.keeping_blobs():
         store = FolderStore(records.blobs_dir())
-        snapshot, spec, notes = specify(call, name or _free_name(call.request.label), store, submit=True)
+        snapshot, spec, notes = specify(call, name or _free_name(call.request.label), store, key)
         for note in call.notes:
             log(note)
         # Before the submission: if warnings are errors, no job is submitted without a handle.
@@ -100,14 +100,14 @@ def start(call: Call) -> Job[Any]:
         return job
 
 
-def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snapshot, JobSpec, tuple[str, ...]]:
+def specify(call: Call, name: str, store: Store, key: bytes | None) -> tuple[Snapshot, JobSpec, tuple[str, ...]]:
     """Take a call's snapshot, complete its job's specification, and return both with notes for the user on its image.
 
     Args:
         call: What is to run, where and how.
         name: The job's.
         store: Where the snapshot's bytes go.
-        submit: Whether a submission follows; see `Backend.settle`.
+        key: The job's secret; None where no submission follows (see `Backend.settle`): then its own secrets are left out.
 
     Raises:
         SnapshotError: Something cannot be sent to other processes.
@@ -135,8 +135,10 @@ def specify(call: Call, name: str, store: Store, *, submit: bool) -> tuple[Snaps
         recipe, notes = for_job.freeze(recipe, store, imports=imports, log=for_job.log)
         if not recipe.adds_something:
             image, recipe = recipe.base, None
-    settled = backend.settle(request, name=name, image=image, recipe=recipe, submit=submit)
-    spec = JobSpec.complete(settled, snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes)
+    settled = backend.settle(request, name=name, image=image, recipe=recipe, submit=key is not None)
+    spec = JobSpec.complete(
+        settled, key, snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes
+    )
     return snapshot, spec if call.resume is None else _resuming(spec, call.resume.path, store), notes
 
 
@@ -199,15 +201,16 @@ def known(ref: JobRef) -> Job[Any] | None:
 
 def _again(backend: Backend, job: Job[Any], checkpoint: pathlib.Path | None) -> Job[Any]:
     """Submit the same call as a new job, which resumes from a checkpoint if one is given."""
-    key, store, old = secrets.token_bytes(32), FolderStore(records.blobs_dir()), job.spec
-    old.check_version(job.ref)
+    key, store, old_key = secrets.token_bytes(32), FolderStore(records.blobs_dir()), inside(job).key
+    job.spec.check_version(job.ref)
+    old = job.spec if old_key is None else job.spec.opened(old_key)
     with records.keeping_blobs():
         if not all(store.exists(digest) for digest in old.blobs):
             raise BackendError(f"The snapshot of {job.ref} is not on this machine. Make the call again in a notebook")
         name = _free_name(old.label)
         settled = backend.settle(old, name=name, image=old.image, recipe=old.recipe, submit=True)
         spec = JobSpec.complete(
-            settled, snapshot=old.snapshot, blobs=old.blobs, snapshot_bytes=old.snapshot_bytes, resume=old.resume
+            settled, key, snapshot=old.snapshot, blobs=old.blobs, snapshot_bytes=old.snapshot_bytes, resume=old.resume
         )
         spec = spec if checkpoint is None else _resuming(spec, checkpoint, store)
         ref = backend.submit(spec, key)

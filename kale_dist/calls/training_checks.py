@@ -9,7 +9,7 @@ from typing import Any
 from kale_dist import callbacks, strategies, wording
 from kale_dist.calls.signatures import check_takes, describe, parameters_of, title
 from kale_dist.errors import ConfigError
-from kale_dist.job.spec.checks import FLAG, Check, check_fields, number, one_of, whole
+from kale_dist.job.spec.checks import FLAG, Check, number, one_of, whole
 from kale_dist.job.spec.job_spec import Request
 from kale_dist.snapshot.pickler import hooks_of
 from kale_dist.snapshot.reducers import LOADERS_ITERATOR
@@ -93,7 +93,8 @@ def check(training: Training) -> None:
         raise ConfigError("eval_step", "it was given without eval_data_loader", "Give both, or neither")
     if not training.makes_model:
         _check_scheduler(training.scheduler, training.optimizer)
-    check_fields(training, _PLAIN)
+    for name, one in _PLAIN.items():
+        one(name, getattr(training, name))
     _check_callbacks(training)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kale_dist import places, strategies
 from kale_dist.calls import request, signatures, starting
-from kale_dist.calls.options import NAMES, Options
+from kale_dist.calls.options import NAMES, Options, of
 from kale_dist.calls.request import Call, Function
 from kale_dist.calls.resuming import Earlier, reference_of
 from kale_dist.errors import ConfigError, JobNotFoundError, short_refusals
@@ -167,18 +167,8 @@ def distribute(
         StoreError: The disk is full.
         BackendError: The backend refused.
     """
-    training = Training(
-        model=model, train_data_loader=train_data_loader, criterion=criterion, optimizer=optimizer, train_step=train_step,
-        eval_data_loader=eval_data_loader, eval_step=eval_step, epochs=epochs, train_args=train_args, eval_args=eval_args,
-        scheduler=scheduler, accumulate=accumulate, precision=precision, clip_norm=clip_norm, stop_on_nan=stop_on_nan,
-        split_batches=split_batches, shard=shard, eval_sharding=eval_sharding, checkpoint_every=checkpoint_every, seed=seed,
-        strategy=strategies.resolve(strategy), state=state, callbacks=callbacks, profile=profile, save_to=save_to,
-    )  # fmt: skip
-    where_and_how = Options(
-        number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=environment, threads=threads,
-        seed=seed, track=track, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
-        max_restarts=max_restarts, grace_s=grace_s, detach=detach,
-    )  # fmt: skip
+    training = of(Training, {**locals(), "strategy": strategies.resolve(strategy)})
+    where_and_how = of(Options, locals())
     job: Job[TrainingResult] = _job(request.checked(training, where_and_how, earlier=Earlier.of(resume_from, attach)))
     return job
 
@@ -240,11 +230,7 @@ def launch(
     """
     signatures.check_function(fn, args, kwargs, launch)
     function = Function(fn=fn, args=args, kwargs=kwargs, label=signatures.title(fn))
-    where_and_how = Options(
-        number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=environment, threads=threads,
-        seed=seed, track=track, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
-        max_restarts=max_restarts, grace_s=grace_s, detach=detach,
-    )  # fmt: skip
+    where_and_how = of(Options, locals())
     job: Job[R] = _job(request.checked(function, where_and_how))
     return job
 
@@ -281,10 +267,7 @@ def live(
     if idle is not None and (idle_s is None or idle_s <= 0):
         raise ConfigError("idle", f"{show(idle)} is no time", "Give seconds, or text such as '30 min'")
     function = Function(fn=live_rank.serve, args=(idle_s,), label="live", kind="live")
-    where_and_how = Options(
-        number_of_processes=number_of_processes, cuda=cuda, name=name, on=on, environment=environment, threads=threads,
-        seed=seed, timeout_s=timeout_s, stall_warn_s=stall_warn_s, stall_timeout_s=stall_timeout_s,
-    )  # fmt: skip
+    where_and_how = of(Options, locals())
     job: LiveJob = _job(request.checked(function, where_and_how))
     return job
 
@@ -306,7 +289,7 @@ def render(*args: Any, **kwargs: Any) -> Plan:
     """
     call = _planned(args, kwargs)
     name = call.request.name or names.make(call.request.label, "x" * starting.SUFFIX_LENGTH)
-    _, spec, _ = starting.specify(call, name, MemoryStore(), submit=False)
+    _, spec, _ = starting.specify(call, name, MemoryStore(), None)
     return call.backend.plan(spec)
 
 

@@ -79,10 +79,10 @@ def add_place(made: argparse.ArgumentParser, on: str, namespace: str, default: s
     made.add_argument("--namespace", metavar="NAME", help=namespace)
 
 
-def add_pairs(made: Any, *options: str, what: str) -> None:
+def add_pairs(made: Any, *options: str, what: str, **given: Any) -> None:
     """Add an option that takes a name and a value, and may be given several times, to a command or a group of its options."""
     names = ("NAME", "VALUE")
-    made.add_argument(*options, nargs=2, action=NameAndValue, default={}, metavar=names, help=what)
+    made.add_argument(*options, nargs=2, action=NameAndValue, default={}, metavar=names, help=what, **given)
 
 
 class NameAndValue(argparse.Action):

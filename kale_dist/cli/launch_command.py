@@ -46,14 +46,21 @@ def add_command(commands: Commands) -> None:
     made.add_argument("script", metavar="SCRIPT", help="a Python file, or module:function")
     made.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as for python -m")
     made.add_argument(
-        "-n", "--processes", type=int, metavar="N", help="in all (here one for each GPU or core, elsewhere two)"
+        "-n",
+        "--processes",
+        dest="number_of_processes",
+        type=int,
+        metavar="N",
+        help="in all (here one for each GPU or core, elsewhere two)",
     )
     made.add_argument("--on", choices=places.NAMES, help="where (the configured place, else this machine)")
     made.add_argument("--name", metavar="NAME", help="the job's (made from the script's)")
-    add_pairs(made, "--env", what="a variable of every process; may be given several times")
+    add_pairs(made, "--env", dest="environment", what="a variable of every process; may be given several times")
     what = "another argument of kale_dist.launch, Docker or Kubernetes, such as `image registry/torch:2.13` or "
     add_pairs(made, "--set", what=f'{what}`volumes \'{{"/data": "claim"}}\'`')
-    made.add_argument("--detach", action="store_true", help="print the job's reference and return; the job runs on")
+    made.add_argument(
+        "--detach", action="store_true", default=None, help="print the job's reference and return; the job runs on"
+    )
     made.add_argument("--json", action="store_true", help="print how it ended as JSON, and all output to stderr")
 
 
@@ -202,10 +209,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
             remedy = f"{near}See help(kale_dist.launch) and help(kale_dist.Kubernetes)"
             raise ConfigError(f"--set {name}", "there is no such argument", remedy)
         given[name] = wording.parse(value)
-    own = {
-        "number_of_processes": options.processes, "on": options.on, "name": options.name, "environment": options.env or None,
-        "detach": options.detach or None,
-    }  # fmt: skip
+    own = {name: getattr(options, name, None) for name in verbs.SETTABLE}
     return given | {name: value for name, value in own.items() if value is not None}
 
 

@@ -31,6 +31,9 @@ LOAD_ONLY_PREFIXES = (
 
 Those of CUDA and NCCL are read when they begin to work, which is in the rank."""
 
+READ_EARLY = (*LOAD_ONLY_PREFIXES, "CUDA_", "KALE_DIST_", "LANG", "LC_", "NCCL_", "NVIDIA_")
+"""Variables that stand in a pod's own object, because something reads them before the pod has its order. They are no secrets."""
+
 _TAKE_S = 60.0
 """Seconds in which a new agent confirms its first order; it takes 0.2 s on an idle machine."""
 

@@ -24,7 +24,7 @@ from kale_dist.job.status import JobStatus
 from kale_dist.places import agent_client
 from kale_dist.places.agent_client import AgentClient, Fingerprint
 from kale_dist.places.orders import order_of
-from kale_dist.wire import Op, Order, StateName, messages
+from kale_dist.wire import Op, Order, StateName, encode, messages, unseal
 from kale_dist.wire.messages import ToAgent
 from kale_dist.worker.agent import processes
 from kale_dist.worker.rank import process_state
@@ -216,7 +216,7 @@ def _order(spec: JobSpec, folder: str, key: bytes, note: str) -> Order:
     if not spec.cuda:
         # Ranks then hide GPUs from themselves, unless the call names those they see.
         environment.pop("CUDA_VISIBLE_DEVICES", None)
-    environment |= dict(spec.environment)
+    environment |= {**dict(spec.environment), **unseal(key, spec.sealed)}
     return order_of(
         spec,
         folder=folder,
@@ -241,12 +241,13 @@ def _plan_text(spec: JobSpec) -> str:
         f"threads a rank: {spec.threads or 'cores // ranks'}",
         f"seed: {'random' if spec.seed is None else spec.seed}",
         f"snapshot: {spec.snapshot} # {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs",
-        *([f"strategy: {type(spec.strategy).__name__} {json.dumps(dataclasses.asdict(spec.strategy))}"] * training),
+        *([f"strategy: {type(spec.strategy).__name__} {json.dumps(encode(spec.strategy))}"] * training),
         f"time limits: {json.dumps({f: getattr(policy, f) for f in ('timeout_s', 'stall_warn_s', 'stall_timeout_s', 'grace_s')})}",
         f"outlives the notebook: {'yes' if policy.detach else 'no'}",
         *([f"restarts after a lost rank: {policy.max_restarts}"] if policy.max_restarts else []),
-        "environment added:" if spec.environment else "environment added: none",
+        "environment added:" if spec.environment or spec.secrets else "environment added: none",
         *(f"  {name}: {json.dumps(value)}" for name, value in spec.environment),
+        *(f"  {name}: # sealed" for name, _ in spec.secrets),
         "folders:" if spec.volumes else "folders: those of this machine",
         *(f"  {volume.mount_path}: {json.dumps(volume.source)}" for volume in spec.volumes),
         "processes:",

@@ -29,6 +29,7 @@ def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
         "snapshot": spec.snapshot,
         "blobs": spec.blobs,
         "resume": spec.resume,
+        "sealed": spec.sealed,
         "cuda": spec.cuda,
         "gpus_each": spec.resources.gpus or 1,
         "threads": spec.threads,

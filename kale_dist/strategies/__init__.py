@@ -20,7 +20,7 @@ from kale_dist.strategies.pipeline import Pipeline
 from kale_dist.strategies.recommendation import Recommendation, recommend
 from kale_dist.strategies.server import ParameterServer
 from kale_dist.strategies.tensor import Tensor
-from kale_dist.wire import decode
+from kale_dist.wire import decode, encode
 from kale_dist.wording import closest
 
 __all__ = [
@@ -79,7 +79,7 @@ def owner_of(setting: str) -> type[Settings] | None:
 
 def to_json(settings: Settings) -> dict[str, Any]:
     """The settings as a JSON object for a record: the strategy's word, and its settings."""
-    return {"strategy": settings.word, **dataclasses.asdict(settings)}
+    return {"strategy": settings.word, **encode(settings)}
 
 
 def from_json(data: dict[str, Any]) -> Settings:

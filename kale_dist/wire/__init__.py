@@ -6,7 +6,7 @@ or a container's archive; the same blocks stand in a job's log, come over a conn
 
 from __future__ import annotations
 
-from kale_dist.wire.decoding import decode, fields_of, learn
+from kale_dist.wire.decoding import WRITTEN, decode, encode, fields_of, learn
 from kale_dist.wire.events import (
     HISTORY,
     MEASURED_SOURCES,
@@ -77,7 +77,7 @@ from kale_dist.wire.requests import (
     MAC_HEADER,
     SIZE_HEADER,
     check_request,
-    hidden_key,
     mark_of,
     sign_request,
 )
+from kale_dist.wire.sealing import seal, unseal

@@ -1,4 +1,4 @@
-"""From what `json.loads` gives back to the frozen dataclasses that `dataclasses.asdict` made it of."""
+"""Frozen dataclasses as JSON objects and back. What is as its default says stays out, and is filled in again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,30 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+WRITTEN = {"written": True}
+"""Metadata of a field that is written out whatever its value. Give it to a field whose default changes: what an earlier version wrote
+without it meant the earlier default."""
+
+
+def encode(one: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name that differ from their defaults, as a JSON object for `decode`."""
+    values = ((field, getattr(one, field.name)) for field in dataclasses.fields(one))
+    return {
+        field.name: _plain(value)
+        for field, value in values
+        if field.metadata.get("written") or value != _default(field)
+    }
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return encode(value)
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def decode(kind: type[T], data: Mapping[str, Any]) -> T:

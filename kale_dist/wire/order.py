@@ -9,6 +9,8 @@ import signal
 from collections.abc import Iterable
 from typing import Self
 
+from kale_dist.wire.decoding import WRITTEN
+
 VERSION = 5
 """Version of all formats of this package. Notebook and worker must have the same."""
 
@@ -183,7 +185,7 @@ class Debugging:
 class Order:
     """What the agents of a job are to do: the same for all of them, on every backend. Made by `orders.order_of`."""
 
-    version: int = VERSION
+    version: int = dataclasses.field(default=VERSION, metadata=WRITTEN)
     job: str
     """The job's name."""
     object: str
@@ -214,6 +216,8 @@ class Order:
     """Digest of an earlier job's checkpoint, from which rank 0 resumes where this job has none of its own; empty for none."""
     key: str = dataclasses.field(repr=False, default="")
     """The job's secret, in hexadecimal; empty in files, where it lies beside the order."""
+    sealed: str = ""
+    """Variables for the agents and the ranks, sealed with the job's key."""
     process: ProcessState | None = dataclasses.field(repr=False, default=None)
     """What the ranks take over from the notebook's process; None: they keep their agent's environment (in a pod)."""
     torch_flags: tuple[tuple[str, str | int | float | bool], ...] = ()

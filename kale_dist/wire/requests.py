@@ -36,18 +36,6 @@ def sign_request(key: bytes, method: str, path: str, body_digest: str = "") -> s
     return hmac.digest(key, text, hashlib.sha256).hex()
 
 
-def hidden_key(key: bytes, job: str, secret: bytes) -> bytes:
-    """The key of a job in warm pods as it travels, or from that the key again: XOR with what the pods' key gives for the job's id.
-
-    Args:
-        key: The pods' secret.
-        job: The job's id. Each is used once, so that no two keys are hidden by the same bytes.
-        secret: The job's key, or what this gave for it; 32 bytes.
-    """
-    pad = hmac.digest(key, f"job\n{job}".encode(), hashlib.sha256)
-    return bytes(one ^ other for one, other in zip(secret, pad, strict=True))
-
-
 def check_request(key: bytes, method: str, path: str, body_digest: str, mac: str) -> bool:
     """Whether a request has the right signature. Takes the same time for all wrong ones."""
     return hmac.compare_digest(sign_request(key, method, path, body_digest).encode(), mac.encode("utf-8", "replace"))

@@ -42,7 +42,8 @@ def test_what_is_left_out_means_the_same_to_the_call_and_to_the_loop():
 
 
 def test_all_that_a_call_says_to_agents_is_in_the_order():
-    policy = Policy(timeout_s=1.0, stall_warn_s=2.0, stall_timeout_s=3.0, detach=True, max_restarts=4, grace_s=5.0)
+    others = ((field, 7 if field.default is None else not field.default) for field in dataclasses.fields(Policy))
+    policy = Policy(**{field.name: type(field.default or value)(value) for field, value in others})
     assert all(getattr(policy, field.name) != field.default for field in dataclasses.fields(Policy))
     spec = JobSpec(
         name="a", label="f", kind="call", snapshot="", topology=Topology(number_of_processes=2), policy=policy
@@ -50,14 +51,14 @@ def test_all_that_a_call_says_to_agents_is_in_the_order():
     assert order_of(spec).policy == policy
     order = order_of(spec, used_restarts=3)
     assert (order.policy, order.used_restarts) == (policy, 3)
-    assert wire.decode(Order, dataclasses.asdict(order_of(spec))).policy == policy
+    assert wire.decode(Order, wire.encode(order_of(spec))).policy == policy
 
 
 def test_a_stage_has_all_that_the_one_before_has():
     topology = Topology(number_of_processes=2)
     request = Request(label="f", kind="call", topology=topology, seed=3, image="x:1", threads=2)
     settled = Settled.of(request, name="a")
-    spec = JobSpec.complete(settled, snapshot="ab", blobs=("ab",), snapshot_bytes=5)
+    spec = JobSpec.complete(settled, None, snapshot="ab", blobs=("ab",), snapshot_bytes=5)
     for field in dataclasses.fields(Request):
         if field.name != "name":
             assert getattr(spec, field.name) == getattr(settled, field.name) == getattr(request, field.name)

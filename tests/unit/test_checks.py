@@ -68,7 +68,7 @@ def refused_run(refused):
 def test_good_arguments_pass():
     checked()
     made = run(number_of_processes=2, name="x", environment={"B": "2", "A": "1"}, timeout_s=3)
-    assert (made.request.topology.number_of_processes, made.request.environment) == (2, (("A", "1"), ("B", "2")))
+    assert (made.request.topology.number_of_processes, made.request.secrets) == (2, (("A", "1"), ("B", "2")))
     assert (made.request.policy.timeout_s, made.warnings, made.backend.name) == (3, (), "local")
 
 

@@ -98,7 +98,7 @@ def test_the_same_specification_makes_the_same_containers():
     from kale_dist.places.docker.containers import Facts
 
     plan = kd.render(
-        work, name="job", number_of_processes=5, cuda=True, environment={"HOME": "/x", "A": "b c"}, grace_s=90,
+        work, name="job", number_of_processes=5, cuda=True, environment={"NCCL_DEBUG": "INFO", "A": "b c"}, grace_s=90,
         on=kd.Docker(image="x/y:1", processes_per_pod=2, resources={"cpu": 1.5, "memory_gib": 2}),
     )  # fmt: skip
     assert [containers.ranks_of(plan.spec, number) for number in range(3)] == [range(2), range(2, 4), range(4, 5)]
@@ -115,7 +115,8 @@ def test_the_same_specification_makes_the_same_containers():
     assert {body["StopTimeout"] for body in bodies} == {125}
     assert all(host["LogConfig"]["Type"] == "json-file" for host in hosts)
     variables = dict(text.split("=", 1) for text in bodies[1]["Env"])
-    assert (variables["HOME"], variables["A"], variables["KALE_DIST_REPLICA_INDEX"]) == ("/x", "b c", "1")
+    assert (variables["NCCL_DEBUG"], variables["KALE_DIST_REPLICA_INDEX"]) == ("INFO", "1")
+    assert "b c" not in str(bodies) + str(plan)
     assert variables["KALE_DIST_CPU_REQUEST"] == "3000"
     assert json.loads(bodies[0]["Labels"][containers.SPEC_LABEL])["name"] == "job"
     assert plan.text.count("docker create") == 3

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+import uuid
 
 import pytest
 
@@ -109,8 +110,9 @@ def test_an_error_of_a_function_that_keeps_its_rank_quiet_stands_in_the_log():
 
 
 def test_a_jobs_folder_is_private_and_its_key_is_nowhere_else():
-    job = run(environment={"A": "b"})
-    job.wait()
+    token = uuid.uuid4().hex
+    job = run(seen, "TOKEN", environment={"TOKEN": token})
+    assert job.result() == job.retry().result() == token
     folder = inside(job).files.folder
     key = inside(job).files.key.read_bytes()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -120,6 +122,7 @@ def test_a_jobs_folder_is_private_and_its_key_is_nowhere_else():
         if path.is_file() and path != inside(job).files.key:
             content = path.read_bytes()
             assert key not in content
+            assert path.name.startswith("outcome") or token.encode() not in content
             assert key.hex().encode() not in content
 
 

@@ -4,7 +4,16 @@ import json
 import pytest
 
 from kale_dist.calls.options import Options
-from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
+from kale_dist.job.spec.job_spec import (
+    ClusterOptions,
+    JobSpec,
+    Policy,
+    Resources,
+    Settled,
+    Topology,
+    Volume,
+    VolumeKind,
+)
 from kale_dist.strategies import DDP
 
 
@@ -34,6 +43,45 @@ def test_a_spec_survives_json():
     again = JobSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert again == spec
     assert hash(again) == hash(spec)
+
+
+def test_a_record_has_only_what_is_set():
+    plain = a_spec(policy=Policy(timeout_s=1.5))
+    assert plain.to_json().keys() == {
+        "name", "label", "kind", "topology", "policy", "strategy", "snapshot", "blobs", "version"
+    }  # fmt: skip
+    assert plain.to_json()["policy"] == {"timeout_s": 1.5}
+    assert plain.to_json()["topology"] == {"number_of_processes": 2}
+    kept = a_spec(policy=Policy(stall_warn_s=None), saves=False).to_json()
+    assert (kept["policy"], kept["saves"]) == ({"stall_warn_s": None}, False)
+
+
+def test_secrets_are_sealed_with_the_key_of_their_job():
+    settled = Settled(
+        name="a",
+        label="f",
+        kind="call",
+        topology=Topology(number_of_processes=1),
+        secrets=(("A", "s3cret"), ("B", "é")),
+    )
+    key, other = b"k" * 32, b"o" * 32
+    assert "s3cret" not in repr(settled) + json.dumps(settled.to_json())
+    spec = JobSpec.complete(settled, key, snapshot="ab")
+    assert spec.secrets == (("A", ""), ("B", ""))
+    assert "s3cret" not in repr(spec) + json.dumps(spec.to_json())
+    again = JobSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    assert again == spec
+    assert again.opened(key).secrets == settled.secrets
+    assert spec.sealed != JobSpec.complete(settled, other, snapshot="ab").sealed
+    for wrong in (other, b""):
+        with pytest.raises(ValueError, match="not sealed with this key"):
+            again.opened(wrong)
+    for at in range(0, len(spec.sealed), 9):
+        changed = f"{spec.sealed[:at]}{int(spec.sealed[at], 16) ^ 1:x}{spec.sealed[at + 1 :]}"
+        with pytest.raises(ValueError, match="not sealed with this key"):
+            dataclasses.replace(spec, sealed=changed).opened(key)
+    plan = JobSpec.complete(settled, None, snapshot="ab")
+    assert (plan.secrets, plan.sealed) == (spec.secrets, "")
 
 
 def test_a_spec_cannot_be_changed():

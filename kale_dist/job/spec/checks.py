@@ -1,6 +1,6 @@
 """Checks of plain arguments: what a value must be, and the words that refuse another. Pure.
 
-A class of settings declares a table of its fields for `check_fields`; a `Check` itself takes a single argument.
+A class of settings declares with each field what it must be (`setting`), for `check_fields`; a `Check` itself takes a single argument.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from kale_dist.errors import ConfigError
 from kale_dist.wording import closest, show
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,10 +85,17 @@ def one_of(words: Iterable[str], problem: str = "it cannot be {}", remedy: str =
     return text(words.__contains__, problem, remedy, words)
 
 
-def check_fields(values: object, table: Mapping[str, Check], prefix: str = "") -> None:
-    """Check each field of an object that a table names; `prefix` comes before its name in a refusal."""
-    for field, one in table.items():
-        one(f"{prefix}{field}", getattr(values, field))
+def setting(default: T, check: Check) -> T:
+    """A field of a dataclass with its default and what it must be."""
+    made: T = dataclasses.field(default=default, metadata={"check": check})
+    return made
+
+
+def check_fields(values: Any, prefix: str = "") -> None:
+    """Check each `setting` of an object; `prefix` comes before its name in a refusal."""
+    for field in dataclasses.fields(values):
+        if "check" in field.metadata:
+            field.metadata["check"](f"{prefix}{field.name}", getattr(values, field.name))
 
 
 def keep(values: object, **fields: Any) -> None:

@@ -18,7 +18,7 @@ from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
-from kale_dist.wire import VERSION, Debugging, Policy, decode, fields_of
+from kale_dist.wire import VERSION, WRITTEN, Debugging, Policy, decode, encode, fields_of, seal, unseal
 
 __all__ = [
     "ClusterOptions", "Debugging", "JobSpec", "Policy", "Request", "Resources", "Settled", "Topology", "Volume", "VolumeKind"
@@ -74,7 +74,9 @@ class Request:
     seed: int | None = None
     volumes: tuple[Volume, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
-    """Variables set in the ranks, beyond what the backend gives them."""
+    """Variables of the ranks that libraries and drivers read as they begin: they stand in the pods' objects."""
+    secrets: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
+    """All other variables of the call. A `JobSpec` has their names, and `sealed` the values."""
     image: str = ""
     """Reference of the container image; empty on local."""
     recipe: Recipe | None = None
@@ -123,7 +125,8 @@ class Settled(Request):
 
     def to_json(self) -> dict[str, Any]:
         """A plain object for a record."""
-        return {**dataclasses.asdict(self), "strategy": strategies.to_json(self.strategy)}
+        names_only = dataclasses.replace(self, secrets=tuple((name, "") for name, _ in self.secrets))
+        return {**encode(names_only), "strategy": strategies.to_json(self.strategy)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +141,9 @@ class JobSpec(Settled):
     """Size of all blobs together."""
     resume: str = ""
     """Digest of an earlier job's checkpoint, from which the training resumes; empty for none."""
-    version: int = VERSION
+    sealed: str = ""
+    """The values of `secrets`, sealed with the job's key; empty for none, and in a plan."""
+    version: int = dataclasses.field(default=VERSION, metadata=WRITTEN)
     """Version of the formats with which the job was submitted; 2 for those before this field."""
 
     def check_version(self, ref: str) -> None:
@@ -151,9 +156,15 @@ class JobSpec(Settled):
             raise ContractError(f"{ref} was submitted by another version of kale_dist: install it to fetch the result")
 
     @classmethod
-    def complete(cls, settled: Settled, **snapshot: Any) -> JobSpec:
-        """A settled request with its snapshot, given as the fields of this class."""
-        return cls(**fields_of(settled, Settled), **snapshot)
+    def complete(cls, settled: Settled, key: bytes | None, **snapshot: Any) -> JobSpec:
+        """A settled request with its snapshot, given as the fields of this class, and its secrets sealed; without a key, as in a plan, left out."""
+        named = {"secrets": tuple((name, "") for name, _ in settled.secrets)}
+        sealed = "" if key is None else seal(key, dict(settled.secrets))
+        return cls(**{**fields_of(settled, Settled), **named}, sealed=sealed, **snapshot)
+
+    def opened(self, key: bytes) -> Self:
+        """The specification with its secrets' values, to submit it again."""
+        return dataclasses.replace(self, secrets=tuple(unseal(key, self.sealed).items()))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:

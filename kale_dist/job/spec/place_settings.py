@@ -15,7 +15,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec import names, volumes
-from kale_dist.job.spec.checks import FLAG, TEXT, Check, check_fields, keep, number, one_of, pairs, text, texts, whole
+from kale_dist.job.spec.checks import (
+    FLAG,
+    TEXT,
+    Check,
+    check_fields,
+    keep,
+    number,
+    one_of,
+    pairs,
+    setting,
+    text,
+    texts,
+    whole,
+)
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.spec.resources import Resources, resources
 from kale_dist.job.spec.volumes import Volume
@@ -49,30 +62,7 @@ def _whole(least: int, most: int = 2**31 - 1) -> Check:
 
 _WAIT = number("a number of seconds", "Give 0 or more", may_be_0=True)
 _LIST = "['einops==0.8'], or 'auto'"
-_PLAIN = {
-    "kind": _choice(*OBJECT_KINDS),
-    "runtime_field": _choice("runtimePatches", "podTemplateOverrides"),
-    "image_pull_policy": _choice("Always", "IfNotPresent", "Never"),
-    "context": TEXT,
-    "namespace": names.NAMESPACE.or_(""),
-    "runtime": names.RUNTIME.or_(""),
-    **dict.fromkeys(
-        ("priority_class", "runtime_class", "service_account", "scheduler_name", "cluster_secret", "queue"),
-        names.OBJECT_NAME.or_(""),
-    ),
-    **dict.fromkeys(("gang", "mount_service_account_token", "wait_for_nodes"), FLAG),
-    **dict.fromkeys(("master", "network_policy"), FLAG.or_(None)),
-    "servers": _whole(0),
-    "min_available": _whole(1),
-    "ttl_s": _whole(0),
-    "run_as_user": _whole(-1),
-    "metrics_port": _whole(1024, 65535),
-    "pending_timeout_s": number("a number of seconds", "Give seconds, or None for no limit").or_(None),
-    "input_wait_s": _WAIT,
-    "collect_wait_s": _WAIT,
-}
-"""What fields of `ClusterOptions` must be, each by itself."""
-
+_OBJECT = names.OBJECT_NAME.or_("")
 _TAKES_NONE = "It takes none: processes on this machine use its packages, folders and GPUs as they are"
 
 
@@ -137,7 +127,7 @@ class Docker:
     """Packages as a requirements file: its path, or its text."""
     resources: Resources = dataclasses.field(default_factory=Resources)
     """What each process gets: `Resources`, or a dict such as `{"cpu": 2, "memory": "4Gi", "gpus": 1}`."""
-    processes_per_pod: int | None = None
+    processes_per_pod: int | None = setting(None, whole(1).or_(None))
     """Processes in one container; None for 1."""
     keep_warm: str | float | None = None
     """How long the containers wait for the next call that fits, such as `"10 min"`; None: they end with their job."""
@@ -160,6 +150,7 @@ class Docker:
         ) -> None: ...
 
     def __post_init__(self) -> None:
+        check_fields(self)
         keep(self, **_container_settings(self), volumes=volumes.of_containers(self.volumes))
         if self.resources.extended:
             problem = f"{self.resources.extended[0][0]} cannot be asked of a Docker engine"
@@ -171,27 +162,27 @@ class Docker:
 class ClusterOptions:
     """Where and how pods run."""
 
-    kind: str = ""
+    kind: str = setting("", _choice(*OBJECT_KINDS))
     """What the job is on the cluster: `"pytorch"` (PyTorchJob of Kubeflow's Training Operator), `"train"` (TrainJob of
     Kubeflow Trainer v2), `"job"` (a batch Job, which needs no operator), `"mpi"` (MPIJob of the MPI Operator) or `"tf"` (TFJob of
     the Training Operator, for `launch`). Empty: the first of the first three that the cluster serves."""
-    runtime: str = ""
+    runtime: str = setting("", names.RUNTIME.or_(""))
     """The runtime of a TrainJob: name of a ClusterTrainingRuntime, or `TrainingRuntime/name` for one of the namespace. Empty:
     `torch-distributed`."""
-    runtime_field: str = ""
+    runtime_field: str = setting("", _choice("runtimePatches", "podTemplateOverrides"))
     """The field of a TrainJob that changes its pods: `runtimePatches`, or `podTemplateOverrides` before Trainer 2.2. Empty: what the cluster serves."""
-    servers: int = 0
+    servers: int = setting(0, _whole(0))
     """Parameter servers of a TFJob, beside the processes of the call."""
-    namespace: str = ""
+    namespace: str = setting("", names.NAMESPACE.or_(""))
     """Namespace of the job. Empty: the configured one, that of the kubeconfig's context, or the notebook's own pod's."""
-    context: str = ""
+    context: str = setting("", TEXT)
     """Context of the kubeconfig; empty for its current one."""
-    cluster_secret: str = ""
+    cluster_secret: str = setting("", _OBJECT)
     """Name of a Secret in your own namespace that holds the kubeconfig of another cluster, where the job then runs."""
     roles: str = ""
     """Resources by role, over those of `resources`: `{"worker": {"gpus": 1}}`. A PyTorchJob has `master` and `worker`; kinds
     whose pods are all alike have none. Kept as JSON."""
-    master: bool | None = None
+    master: bool | None = setting(None, FLAG.or_(None))
     """One master and workers, or workers only. None: with a master, unless the namespace forbids what it needs."""
     labels: tuple[tuple[str, str], ...] = ()
     """Labels of the job and its pods: `{"team": "vision"}`. Annotations and the node selector are written in the same way."""
@@ -202,38 +193,40 @@ class ClusterOptions:
     `patch`."""
     affinity: str = ""
     """A dict as in a pod, or its YAML."""
-    priority_class: str = ""
-    runtime_class: str = ""
+    priority_class: str = setting("", _OBJECT)
+    runtime_class: str = setting("", _OBJECT)
     """How pods are run: `nvidia` where GPUs need it."""
-    service_account: str = ""
-    mount_service_account_token: bool = False
+    service_account: str = setting("", _OBJECT)
+    mount_service_account_token: bool = setting(False, FLAG)  # noqa: FBT003 - a default
     image_pull_secrets: tuple[str, ...] = ()
     """Names of Secrets with which images are pulled, or one name."""
-    image_pull_policy: str = ""
-    scheduler_name: str = ""
-    queue: str = ""
+    image_pull_policy: str = setting("", _choice("Always", "IfNotPresent", "Never"))
+    scheduler_name: str = setting("", _OBJECT)
+    queue: str = setting("", _OBJECT)
     """Kueue's local queue."""
-    gang: bool = False
+    gang: bool = setting(False, FLAG)  # noqa: FBT003 - a default
     """Whether all pods are scheduled together or none is."""
-    min_available: int | None = None
+    min_available: int | None = setting(None, _whole(1))
     """How many pods have to be there before any starts, with `gang`; None for all."""
     secret_environment: tuple[tuple[str, str, str], ...] = ()
     """Variables whose values come from Secrets: `{"VARIABLE": "secret/key"}`."""
-    run_as_user: int | None = None
+    run_as_user: int | None = setting(None, _whole(-1))
     """User and group of the processes; None: the notebook pod's own in a pod, else 1000. -1: left to the cluster."""
-    ttl_s: int | None = TTL_S
+    ttl_s: int | None = setting(TTL_S, _whole(0))
     """Seconds after its end when the cluster deletes the job with its pods, their logs and its Secret (snapshot and key); None
     for never. What this machine has fetched and what is in a store stays. A TrainJob takes it from its runtime."""
-    pending_timeout_s: float | None = PENDING_TIMEOUT_S
+    pending_timeout_s: float | None = setting(
+        PENDING_TIMEOUT_S, number("a number of seconds", "Give seconds, or None for no limit").or_(None)
+    )
     """Seconds from submission after which a job that has not started fails; None for never. Left out, that is a day, and 5
     minutes if it waits for what only a person can mend, such as an image that does not exist."""
-    wait_for_nodes: bool = False
+    wait_for_nodes: bool = setting(False, FLAG)  # noqa: FBT003 - a default
     """Whether to submit a job that no node of today could ever run: an autoscaler or a person will add nodes."""
-    input_wait_s: float = 600.0
-    collect_wait_s: float = 600.0
-    metrics_port: int | None = None
+    input_wait_s: float = setting(600.0, _WAIT)
+    collect_wait_s: float = setting(600.0, _WAIT)
+    metrics_port: int | None = setting(None, _whole(1024, 65535))
     """Port of the first pod at which Prometheus finds `/metrics`, such as 9090, with the usual `prometheus.io/` annotations; None for none."""
-    network_policy: bool | None = None
+    network_policy: bool | None = setting(None, FLAG.or_(None))
     """Whether a NetworkPolicy lets only the job's own pods, and Prometheus at `metrics_port`, connect to its pods. None: if you may
     make one. True: the call is refused if you may not. False: for ports that your code opens to others."""
     patch: str = ""
@@ -252,7 +245,7 @@ class ClusterOptions:
             image_pull_secrets=_secrets(self.image_pull_secrets),
             secret_environment=_secret_environment(self.secret_environment),
         )
-        check_fields(self, _PLAIN)
+        check_fields(self)
         if self.runtime and self.kind not in ("", "train"):
             raise ConfigError("runtime", f"kind={self.kind!r} has no runtimes", "Leave it out, or give kind='train'")
         if self.servers and self.kind != "tf":
@@ -278,7 +271,7 @@ class Kubernetes(ClusterOptions):
     """Packages as a requirements file, as for `Docker`."""
     resources: Resources = dataclasses.field(default_factory=Resources)
     """What each process asks for: `Resources`, or a dict such as `{"cpu": 2, "memory": "4Gi", "gpus": 1, "rdma/hca": 1}`."""
-    processes_per_pod: int | None = None
+    processes_per_pod: int | None = setting(None, whole(1).or_(None))
     """Processes in one pod; None for 1."""
     keep_warm: str | float | None = None
     """How long the pods wait for the next call that fits, such as `"10 min"`; None: they end with their job."""
@@ -393,7 +386,6 @@ def _container_settings(place: Docker | Kubernetes) -> dict[str, Any]:
     if place.keep_warm is not None and not (warm_s and warm_s > 0):
         remedy = "Give how long they wait for the next call, such as '10 min', or leave it out"
         raise ConfigError("keep_warm", f"{show(place.keep_warm)} is not a time", remedy)
-    check_fields(place, {"processes_per_pod": whole(1).or_(None)})
     return {
         "image": image_of(place.image),
         "packages": packages if packages is None or isinstance(packages, str) else texts("packages", packages, _LIST),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kale_dist.errors import ConfigError
-from kale_dist.job.spec.checks import FLAG, TEXT, check_fields, keep, pairs, texts
+from kale_dist.job.spec.checks import FLAG, TEXT, check_fields, keep, pairs, setting, texts
 from kale_dist.wording import show
 
 TAG_PREFIX = "kd-"
@@ -55,18 +55,18 @@ class Recipe:
         ConfigError: A value is of another type. Its content is checked by the call that uses the recipe.
     """
 
-    base: str
-    platform: str
-    packages: tuple[str, ...]
+    base: str = setting("", TEXT)
+    platform: str = setting("linux/amd64", TEXT)
+    packages: tuple[str, ...] = ()
     """Sorted and in one spelling, once a call has taken them."""
-    apt: tuple[str, ...]
+    apt: tuple[str, ...] = ()
     """Sorted."""
-    files: tuple[ImageFile, ...]
-    environment: tuple[tuple[str, str], ...]
-    index_urls: tuple[str, ...]
+    files: tuple[ImageFile, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    index_urls: tuple[str, ...] = ()
     """In the place of pip's default index."""
-    allow_torch_change: bool
-    rebuild: bool
+    allow_torch_change: bool = setting(False, FLAG)  # noqa: FBT003 - a default
+    rebuild: bool = setting(False, FLAG)  # noqa: FBT003 - a default
     """Not part of its identity."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Recipe:
             allow_torch_change=allow_torch_change,
             rebuild=rebuild,
         )
-        check_fields(self, {"base": TEXT, "platform": TEXT, "allow_torch_change": FLAG, "rebuild": FLAG})
+        check_fields(self)
 
     @property
     def adds_something(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec import names, quantities
-from kale_dist.job.spec.checks import Check, check_fields, keep, number, text, whole
+from kale_dist.job.spec.checks import Check, check_fields, keep, number, setting, text, whole
 from kale_dist.wording import show
 
 DEFAULT_CPU = 1.0
@@ -24,9 +24,6 @@ GPU_CPU, GPU_MEMORY_GIB = 4.0, 16.0
 _GPU = "nvidia.com/gpu"
 _CORES = number("a number above 0", "Give a number of cores").or_(None)
 GIB = number("a number above 0", "Give a number of GiB, which are 1024 MiB").or_(None)
-_PLAIN = {
-    "cpu": _CORES, "cpu_limit": _CORES, "memory_gib": GIB, "shm_gib": GIB, "gpus": whole(0, remedy="GPUs are whole").or_(None)
-}  # fmt: skip
 _KNOWN = ("cpu", "cpu_limit", "memory", "memory_gib", "gpus", "gpu_resource", "shm", "shm_gib", "extended")
 _NAME = text(
     lambda name: "/" in name and names.is_qualified_name(name),
@@ -68,13 +65,13 @@ class Resources:
         ConfigError: A value is wrong, or its unit is not clear: `"2 GB"`.
     """
 
-    cpu: float | None
-    cpu_limit: float | None
-    memory_gib: float | None
-    gpus: int | None
-    gpu_resource: str
-    shm_gib: float | None
-    extended: tuple[tuple[str, str], ...]
+    cpu: float | None = setting(None, _CORES)
+    cpu_limit: float | None = setting(None, _CORES)
+    memory_gib: float | None = setting(None, GIB)
+    gpus: int | None = setting(None, whole(0, remedy="GPUs are whole").or_(None))
+    gpu_resource: str = _GPU
+    shm_gib: float | None = setting(None, GIB)
+    extended: tuple[tuple[str, str], ...] = ()
     """Name and amount of each."""
 
     def __init__(
@@ -139,7 +136,7 @@ class Resources:
         )
 
     def _check(self) -> None:
-        check_fields(self, _PLAIN, "resources.")
+        check_fields(self, "resources.")
         if self.cpu_limit is not None and self.cpu_limit < (self.cpu or 0):
             problem = f"{self.cpu_limit:g} is less than the {self.cpu:g} cores of `cpu`"
             raise ConfigError("resources.cpu_limit", problem, "Raise it, or lower `cpu`")

@@ -147,8 +147,7 @@ class WarmPlace:
             blobs=(*order.blobs, *([checkpoint] if checkpoint else ())), outcomes_on_stdout=False, ends_unfollowed=False,
             returns_head=False, note=f"Runs in the warm {self.inner.noun}s {there.object}",
         )  # fmt: skip
-        hidden = wire.hidden_key(sets_key, name, key).hex()
-        job = {"id": name, "key": hidden, "order": dataclasses.asdict(order)}
+        job = {"id": name, "sealed": wire.seal(sets_key, {"key": key.hex()}), "order": wire.encode(order)}
         head = HeadClient(lambda: self.inner.connect(there), sets_key)
         small = [digest for digest in order.blobs if store.path(digest).stat().st_size <= _SMALL_BYTES]
         packed = pack_blobs(store, small[:_MOST_SMALL])
@@ -219,7 +218,7 @@ def _set_for(spec: JobSpec) -> JobSpec:
     """The specification of a set that a job fits: all that its pods are made of, and this library as its snapshot."""
     return dataclasses.replace(
         spec, name=WARM, label="warm pods", kind=WARM, topology=dataclasses.replace(spec.topology, sizes=()),
-        threads=None, seed=None, recipe=None, strategy=strategies.DDP(), saves=False, debugging=Debugging(), blobs=(),
+        threads=None, seed=None, recipe=None, secrets=(), sealed="", strategy=strategies.DDP(), saves=False, debugging=Debugging(), blobs=(),
         policy=Policy(max_restarts=spec.policy.max_restarts, grace_s=spec.policy.grace_s), snapshot=hashlib.sha256(payload.runtime_zip()).hexdigest(),
         snapshot_bytes=0, resume="",
     )  # fmt: skip

@@ -32,7 +32,7 @@ from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.self_pod import SelfPod
 from kale_dist.places.manifests import Kind, ObjectSettings, claim_of, kind_of, owner_of
 from kale_dist.places.manifests.settings import CLAIM_SCHEME, INPUT_BYTES, PORT, STORE_FOLDER
-from kale_dist.wire import InputFiles, Order, Source, encode_json, payload
+from kale_dist.wire import InputFiles, Order, Source, encode, encode_json, payload
 from kale_dist.wire.blobs import FolderStore, Store, map_file, pack_blobs
 from kale_dist.wire.url_store import UrlStore
 from kale_dist.worker.rank import process_state
@@ -106,7 +106,7 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
 def render(spec: JobSpec) -> str:
     """The object and its Secret as YAML. What the Secret holds in bytes is left out, and named in a comment."""
     source, settings, kind = _source(spec), ObjectSettings(), kind_of(spec)
-    made = json.dumps(dataclasses.asdict(order(spec, source)), indent=2).encode()
+    made = json.dumps(encode(order(spec, source)), indent=2).encode()
     secret = manifests.input_secret(spec, settings, {}, {InputFiles.ORDER: made})
     files = [InputFiles.RUNTIME, InputFiles.KEY, *([InputFiles.SNAPSHOT] if source is Source.INPUT else [])]
     recipe = f"# {for_job.describe(spec.recipe, spec.image)}.\n" if spec.recipe is not None else ""

@@ -266,12 +266,12 @@ def last_condition(made: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _spec_annotation(spec: Settled) -> str:
-    """The specification as JSON, for `attach` from another machine: without the variables' values.
+    """The specification as JSON, for `attach` from another machine.
 
     The digests of the blobs are left out where there are so many that an annotation could not hold them; they are in
     the job's order, too.
     """
-    shown = {**spec.to_json(), "environment": [(name, "") for name, _ in spec.environment]}
+    shown = spec.to_json()
     text = json.dumps(shown, separators=(",", ":"))
     return text if len(text) <= _LARGEST_ANNOTATION else json.dumps({**shown, "blobs": ()}, separators=(",", ":"))
 

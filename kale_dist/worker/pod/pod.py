@@ -85,6 +85,8 @@ class Pod:
         self.store: FolderStore = own if within is None else within.store
         self.order = order
         """The order that all agents of the job have."""
+        self._environment = dict(os.environ)
+        os.environ.update(wire.unseal(key, order.sealed))
         state = ProcessState(
             environment=tuple(os.environ.items()),
             cwd=self._cwd(),
@@ -107,11 +109,11 @@ class Pod:
 
         Args:
             warm: The pod.
-            job: `id`, `key` (as `wire.hidden_key` gives it), and `order`.
+            job: `id`, `order`, and `sealed`: the job's key, sealed with that of the pods.
         """
         place = dataclasses.replace(warm.place, work=warm.place.work / "jobs" / str(job["id"]))
         place = dataclasses.replace(place, input=place.work / "input")
-        key = wire.hidden_key(warm.key, str(job["id"]), bytes.fromhex(job["key"]))
+        key = bytes.fromhex(wire.unseal(warm.key, job["sealed"])["key"])
         JobFiles(place.work / "job").folder.mkdir(mode=0o700, parents=True)
         place.input.mkdir(mode=0o700)
         order = dataclasses.replace(wire.decode(Order, job["order"]), prefix=f"/jobs/{job['id']}")
@@ -122,6 +124,8 @@ class Pod:
     def end_job(self, keep: Collection[str]) -> None:
         """Remove what a warm pod's job has left, but for some blobs. Blocks for a moment."""
         processes.end_orphans(limit_s=1.0, spare=self.pool.pid)
+        os.environ.clear()
+        os.environ.update(self._environment)
         shutil.rmtree(self.place.work, ignore_errors=True)
         for digest in set(self.store.list()) - set(keep):
             self.store.delete(digest)
