@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kale_dist import wire
-from kale_dist.errors import JobNotFoundError
+from kale_dist.errors import JobNotFoundError, StoreError
 from kale_dist.job import records
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.records import Record
-from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events
-from kale_dist.wire import BlockReader, FailureCause, JobFiles, LineBlock, LogLine, RankStateName, StateName
+from kale_dist.job.status import JobStatus, ReplicaStatus, closing_events, reduce_events
+from kale_dist.wire import BlockReader, FailureCause, JobFiles, LineBlock, LogLine, StateName, Verdict
 
 _PIECE_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 18
@@ -230,21 +230,21 @@ class JobReader:
             self._status = reduce_events(self._status, [one for name, one in last.items() if before.get(name) != one])
 
     def _died(self) -> JobStatus:
-        ended = None
-        with contextlib.suppress(OSError):
-            ended = max(path.stat().st_mtime for path in (self._files.record, self._files.events) if path.exists())
-        running = (RankStateName.PENDING, RankStateName.STARTING, RankStateName.RUNNING)
-        return dataclasses.replace(
-            self._status,
-            state=StateName.FAILED,
-            cause=FailureCause.AGENT_DIED,
-            reason="The agent that ran the job was killed, and its ranks with it",
-            ended=ended,
-            replicas=tuple(
-                dataclasses.replace(replica, state=RankStateName.STOPPED) if replica.state in running else replica
-                for replica in self._status.replicas
-            ),
-        )
+        """The status of a job whose agent was killed: the first process that sees it writes the last events, as a follower does."""
+        reason = "The agent that ran the job was killed, and its ranks with it"
+        verdict = Verdict(StateName.FAILED, FailureCause.AGENT_DIED, reason)
+        ended = (self._files.events if self._files.events.exists() else self._files.record).stat().st_mtime
+        closing = closing_events(verdict, self._status, self._status.attempt, ended)
+        # Where the disk is full, or another process is at it, the next read writes them.
+        with contextlib.suppress(OSError, StoreError), records.opened_lock(self._files) as lock:
+            if records.try_lock(lock):
+                self._read_events()
+                if not self._status.is_final:
+                    with self._files.events.open("ab") as file:
+                        # The agent may have left a torn line.
+                        file.write(b"\n" + b"".join(map(wire.encode_json, closing)))
+                    self._read_events()
+        return self._status if self._status.is_final else reduce_events(self._status, closing)
 
     def _identify_job(self) -> tuple[tuple[int, int] | None, int]:
         """Identifies this job among those of its name, by key file and folder: a folder's inode alone may be used again."""

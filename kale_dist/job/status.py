@@ -19,6 +19,7 @@ from kale_dist.wire import (
     Moment,
     RankStateName,
     StateName,
+    Verdict,
     visible,
 )
 
@@ -336,6 +337,27 @@ def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
                 for member in names or ():
                     status = _with_replica(status, member, in_collective=inside)
     return status
+
+
+def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float) -> list[dict[str, Any]]:
+    """The last events of a job whose agent has written none.
+
+    Args:
+        verdict: How it ended.
+        status: Of the job, with the ranks of its newest attempt.
+        attempt: The number of its newest attempt.
+        now: Seconds since 1970.
+    """
+    common = {"time": now, "attempt": attempt}
+    ranks = [
+        {
+            **common, "event": EventKind.RANK, "rank": replica.rank, "pid": None, "exit_code": replica.exit_code,
+            "signal": replica.signal, "state": RankStateName.FAILED if failed else RankStateName.STOPPED,
+        }
+        for replica in status.replicas
+        if (failed := replica.rank == verdict.rank) or not replica.state.has_ended
+    ]  # fmt: skip
+    return [*ranks, {**common, "event": EventKind.STATE, "rank": None, **verdict.fields()}]
 
 
 def _reduce_state(status: JobStatus, event: dict[str, Any]) -> JobStatus:

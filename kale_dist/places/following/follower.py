@@ -25,11 +25,11 @@ from kale_dist.job.backend import JobRef, Look, Part, Place, PlacedJob
 from kale_dist.job.reader import JobReader
 from kale_dist.job.records import Life, Record
 from kale_dist.job.spec.job_spec import WARM
+from kale_dist.job.status import closing_events
 from kale_dist.places.following.client import HeadClient
 from kale_dist.places.following.copy import Clock
 from kale_dist.places.following.life import CANCEL_MARGIN_S, Followed, FollowedLife, HeadReach, handles_of, next_life
 from kale_dist.places.following.sight import LOOK_S, Sight
-from kale_dist.places.following.verdict import closing_events
 from kale_dist.wire import CANCEL_GRACE_S, VERSION, EventKind, FailureCause, StateName, Verdict
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.messages import Restart, ToAgent, ToLive

@@ -8,14 +8,12 @@ ends badly, while its head still runs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 from kale_dist.job.backend import Look, Part, Trouble
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus, ReplicaStatus
 from kale_dist.places.manifests.bootstrap import EXIT_CODE
-from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName, Verdict, visible
+from kale_dist.wire import FailureCause, RankStateName, StateName, Verdict, visible
 
 RETRIED = frozenset(("evicted", "deleted", "node lost", "preempted", "killed"))
 """Losses after which a job is renewed. Out of memory is none of them: it would only happen again."""
@@ -170,27 +168,6 @@ def overlay(
         status, state=state, reason=visible(reason), queue_position=look.queue_position,
         needs_action=is_trouble and (troubles[0].needs_action or not troubles[0].heals),
     )  # fmt: skip
-
-
-def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float) -> Sequence[dict[str, Any]]:
-    """The last events of a job whose head has sent none.
-
-    Args:
-        verdict: How the life ended.
-        status: Of the job, with the ranks of its newest attempt.
-        attempt: The number of its newest attempt.
-        now: Seconds since 1970.
-    """
-    common = {"time": now, "attempt": attempt}
-    ranks = [
-        {
-            **common, "event": EventKind.RANK, "rank": replica.rank, "pid": None, "exit_code": replica.exit_code,
-            "signal": replica.signal, "state": RankStateName.FAILED if failed else RankStateName.STOPPED,
-        }
-        for replica in status.replicas
-        if (failed := replica.rank == verdict.rank) or not replica.state.has_ended
-    ]  # fmt: skip
-    return [*ranks, {**common, "event": EventKind.STATE, "rank": None, **verdict.fields()}]
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------
