@@ -21,10 +21,8 @@ from container_work import (
     train_slowly,
     writes_where_it_must,
 )
-from made_models import assert_learned_as_one_process, continue_in_parts
 
 import kale_dist as kd
-from kale_dist.cli import main
 from kale_dist.errors import (
     BackendError,
     ConfigError,
@@ -375,22 +373,6 @@ def test_an_engine_that_is_not_there_is_told_with_a_remedy(on, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_script_runs_in_a_container_with_its_modules_and_files(on, tmp_path, monkeypatch, capsys):
-    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
-    (tmp_path / "base.yaml").write_text("lr: 0.5")
-    (tmp_path / "train.py").write_text(
-        "import os, sys\nimport beside\n"
-        "print(beside.NAME, open(sys.argv[1]).read(), os.environ['RANK'], __file__.endswith('/train.py'))\n"
-        "sys.exit(3 if os.environ['RANK'] == '1' else 0)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    words = ["train.py", "-n", "2", "--on", "docker", "--name", on["name"], "--set", "image", on["image"]]
-    assert main(["launch", *words, "--", "base.yaml"]) == 3
-    assert sorted(capsys.readouterr().out.splitlines()) == ["beside lr: 0.5 0 True", "beside lr: 0.5 1 True"]
-
-
-@pytest.mark.nightly
 def test_the_job_saves_its_model_on_a_volume(image, tmp_path):
     from trainings import summing
 
@@ -403,13 +385,3 @@ def test_the_job_saves_its_model_on_a_volume(image, tmp_path):
     assert torch.equal(torch.load(saved, weights_only=True)["weight"], model.weight)
     assert torch.allclose(model.weight, torch.ones_like(model.weight), atol=0.1)
     job.delete()
-
-
-@pytest.mark.nightly
-def test_a_model_that_containers_make_is_kept_in_parts_in_a_folder_of_this_machine(image, tmp_path):
-    tmp_path.chmod(0o777)
-    on = kd.Docker(image=image, volumes={"/data": str(tmp_path)})
-    job, more = continue_in_parts(on, "/data/net")
-    assert job.result().parts == "/data/net"
-    # The notebook sees the folder that Docker mounts.
-    assert_learned_as_one_process(more.model)
