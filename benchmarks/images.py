@@ -1,4 +1,4 @@
-"""Images made without a build against `docker build` and push, and two containers of ours against `docker run`.
+"""Images made without a build against `docker build` and push, and a container of ours against `docker run`.
 
 Run it with `python benchmarks/images.py [rounds [change] [package] [step]]` where a Docker engine answers and a registry
 takes what is pushed: REGISTRY names it (`localhost:5000`), KALE_DIST_IMAGE the base in it, with Python 3.11 or later and
@@ -8,7 +8,7 @@ something that no cache has seen:
 
 - a tiny change: one file of a kilobyte, new in each round;
 - a package of 50 MB that does not compress, a new version in each round, from an index on this machine;
-- from the call to the first step of two ranks that have met, each in a container of its own.
+- from the call to the first step of two ranks that have met, in one container.
 
 What was pushed stays in the registry, below `bench-images`.
 """
@@ -198,23 +198,11 @@ def step_by_kale_dist() -> float:
 
 
 def step_by_docker_run() -> float:
-    """The same with two `docker run` and a script."""
-    network = f"bench-{uuid.uuid4().hex[:6]}"
-    run("docker", "network", "create", network)
-    meeting = ["--env", f"MASTER_ADDR={network}-0", "--env", "MASTER_PORT=29500", "--env", "WORLD_SIZE=2"]
-    try:
-        start = time.time()
-        for rank in range(2):
-            name = ["--name", f"{network}-{rank}", "--network", network, "--env", f"RANK={rank}"]
-            run("docker", "run", "--detach", *name, *meeting, BASE, "python3", "-c", FIRST_STEP)
-        last = 0.0
-        for rank in range(2):
-            run("docker", "wait", f"{network}-{rank}")
-            last = max(last, float(run("docker", "logs", f"{network}-{rank}").split()[-1]))
-        return last - start
-    finally:
-        run("docker", "rm", "--force", f"{network}-0", f"{network}-1")
-        run("docker", "network", "rm", network)
+    """The same with `docker run`, torchrun and a script."""
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", "python3", "-c", FIRST_STEP]
+    start = time.time()
+    said = run("docker", "run", "--rm", BASE, *torchrun)
+    return max(float(line.split()[-1]) for line in said.splitlines() if line.startswith("first step")) - start
 
 
 def compare(title: str, contestants: dict[str, Callable[[], float]], rounds: int) -> None:
@@ -266,7 +254,7 @@ def main(rounds: int, chosen: list[str]) -> None:
                 )
     if "step" in chosen:
         compare(
-            "From the call to the first step of two ranks in two containers",
+            "From the call to the first step of two ranks in a container",
             {"kale_dist": step_by_kale_dist, "docker run": step_by_docker_run},
             rounds,
         )

@@ -20,7 +20,7 @@ FILE_VARIABLE = "KALE_DIST_CONFIG"
 
 _PREFIX = "KALE_DIST_"
 
-_TABLE_REMEDY = 'Write it as {"processes_per_pod": 4}'
+_TABLE_REMEDY = 'Write it as {"keep_warm": "10 min"}'
 _REGISTRY = (
     names.is_registry_path,
     "is not a registry's host with a path",

@@ -297,7 +297,7 @@ def _sizes(options: Options, place: Place, training: Training | None) -> tuple[i
     if isinstance(place, Kubernetes) and training.checkpoint_every is None:
         problem = f"None, and with a range of processes {asked} the job resumes whenever pods come or go"
         raise ConfigError("checkpoint_every", problem, "Leave it out, or give one number of processes")
-    per_pod = None if isinstance(place, Local) else place.processes_per_pod or 1
+    per_pod = place.processes_per_pod or 1 if isinstance(place, Kubernetes) else None
     return training_checks.sizes(training, range(asked[0], asked[1] + 1), per_pod, cuda=bool(options.cuda))
 
 
@@ -355,8 +355,9 @@ def _on_machine(options: Options, there: Machine, rank_bytes: int, sizes: tuple[
 
 
 def _in_pods(options: Options, place: Docker | Kubernetes, sizes: tuple[int, ...], *, trains: bool) -> _Ranks:
-    """Lay the ranks out on pods or containers. What there is to run on is not asked here."""
-    per_pod = place.processes_per_pod or 1
+    """Lay the ranks out on pods, or in one container. What there is to run on is not asked here."""
+    is_pods = isinstance(place, Kubernetes)
+    per_pod = place.processes_per_pod or 1 if is_pods else 1
     world = sizes[-1] if sizes else max(_ELSEWHERE_PROCESSES, per_pod)
     if per_pod > world:
         problem = f"{per_pod} is more than the {world} of number_of_processes"
@@ -374,7 +375,13 @@ def _in_pods(options: Options, place: Docker | Kubernetes, sizes: tuple[int, ...
         cuda, notes = True, (f"Each process uses its GPU (resources.gpus is {each}). cuda=False trains on the CPU",)
     elif each and not cuda:
         warnings = (f"resources.gpus: {each} for each process, which trains on the CPU all the same. Add cuda=True",)
-    if cuda and world > 1 and place.processes_per_pod is None:
+    if not is_pods and place.processes_per_pod is not None:
+        sentence = (
+            "processes_per_pod: it does nothing with Docker, as one container has all processes of a job, and the next "
+            "version refuses it. Leave it out"
+        )
+        warnings = (*warnings, sentence)
+    if cuda and world > 1 and is_pods and place.processes_per_pod is None:
         sentence = (
             "processes_per_pod: each process has a pod of its own, so that GPUs of one node exchange gradients over the "
             "network. Give it as many processes as a node has GPUs, such as 8, or say processes_per_pod=1"
@@ -383,7 +390,7 @@ def _in_pods(options: Options, place: Docker | Kubernetes, sizes: tuple[int, ...
     servers = place.servers if isinstance(place, Kubernetes) else 0
     topology = Topology(
         number_of_processes=world + servers,
-        processes_per_pod=per_pod,
+        processes_per_pod=per_pod if is_pods else world,
         sizes=sizes if len(sizes) > 1 and world > per_pod else (),
     )
     return _Ranks(topology=topology, cuda=bool(cuda), warnings=warnings, notes=notes)

@@ -49,7 +49,7 @@ _MEANINGS = (
     (r"nvidia-container-cli: device error|unknown device|unresolvable CDI devices? .*gpu=\d", "its machine has fewer GPUs than this job needs beside those of other jobs", "Ask for fewer, or end a job: kale-dist jobs --on docker lists them", False),
     (r"could not select device driver|nvidia-container-cli|unknown or invalid runtime name: nvidia|unresolvable CDI", "the engine cannot give GPUs to containers", "Install the NVIDIA Container Toolkit where the engine runs, or leave out cuda and resources.gpus", False),
     (r"non-overlapping IPv4 address pool|address pools have been fully subnetted", "the engine has no address range left for a network", "Remove networks that nothing uses: docker network prune", False),
-    (r"Range of CPUs is from", "it has fewer cores than resources.cpu_limit and processes_per_pod ask for", "Ask for fewer", False),
+    (r"Range of CPUs is from", "it has fewer cores than resources= asks for", "Ask for fewer", False),
     (r"Minimum memory limit|less than the minimum", "the memory limit is too low for a container", "Raise resources.memory", False),
     (r"executable file not found|exec: .*: no such file|stat .*: no such file", "the image has no `python3` on its PATH", "Name an image with Python 3.11 or later and torch, with image=", False),
     (r"exec format error", "the image is made for another processor", "Name one for the engine's platform, with image=", False),

@@ -7,16 +7,6 @@ import time
 import kale_dist as kd
 
 
-def summed(factor):
-    import torch
-    import torch.distributed as dist
-
-    value = torch.tensor([dist.get_rank() + 1.0])
-    dist.all_reduce(value)
-    print(f"rank {dist.get_rank()} has {value.item()}")
-    return value.item() * factor
-
-
 def leaves_and_looks():
     """What is seen of a job before in the same containers; then leaves what the next one must not see."""
     import random
@@ -70,6 +60,13 @@ def hang():
 def fails_on_1():
     if kd.context().rank == 1:
         raise KeyError("no such column")
+    time.sleep(60)
+
+
+def eats_memory_on_1():
+    held = []
+    while kd.context().rank == 1:
+        held.append(bytearray(b"x") * (16 << 20))
     time.sleep(60)
 
 

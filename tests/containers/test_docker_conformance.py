@@ -43,7 +43,7 @@ class TestDockerBackend(BackendConformance):
             return JobSpec(
                 name=f"{PREFIX}-{behaviour}-{uuid.uuid4().hex[:6]}", label=behaviour, kind="call",
                 snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes,
-                topology=Topology(number_of_processes=2), image=plain_image, resources=Resources(memory_gib=1.0),
+                topology=Topology(number_of_processes=2, processes_per_pod=2), image=plain_image, resources=Resources(memory_gib=1.0),
             )  # fmt: skip
 
         return make

@@ -29,6 +29,7 @@ def run(**arguments):
         job.delete()
 
 
+@pytest.mark.nightly
 def test_an_image_is_made_once_in_the_registry_and_pinned_by_its_digest(settings, image, capfd):
     repository = f"{image.partition('/')[0]}/test-{uuid.uuid4().hex[:8]}"
     settings.setenv("KALE_DIST_REGISTRY", repository)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import time
 import uuid
 
@@ -22,32 +21,30 @@ def in_docker(scene, **settings):
     return kd.Docker(image=scene.part("plain_image"), **settings)
 
 
-def container(job, number):
-    return f"kale-dist-{job.name}-{number}"
+def container(job):
+    return f"kale-dist-{job.name}"
 
 
 def containers_of(scene, name, **filters):
     return scene.part("engine").api.containers(all=True, filters={"label": f"kale-dist.job={name}", **filters})
 
 
-def container_is_killed(scene, number):
+def container_is_killed(scene):
     job = scene.launch(waits, ready=2, on=in_docker(scene))
-    scene.part("engine").api.kill(container(job, number), signal="SIGKILL")
+    scene.part("engine").api.kill(container(job), signal="SIGKILL")
     status = scene.end_of(job)
     assert status.state.value == "failed", status
-    assert f"{container(job, number)} was killed from outside (SIGKILL" in status.reason
-    assert not containers_of(scene, job.name, status="running")
+    assert f"{container(job)} was killed from outside (SIGKILL" in status.reason
 
 
-def container_is_lost(scene, number):
+def container_is_lost(scene):
     on = in_docker(scene, volumes={"/data": str(scene.folder)})
     job = scene.launch(waits_the_first_time, "/data", ready=2, max_restarts=1, on=on)
-    scene.part("engine").api.remove_container(container(job, number), force=True)
+    scene.part("engine").api.kill(container(job), signal="SIGKILL")
     scene.succeeds(job, "second time of 0", "second time of 1")
     assert any("The job is renewed" in line.text for line in job.logs())
     assert job.status.attempt == 1
-    found = {item["Names"][0] for item in containers_of(scene, job.name)}
-    assert found == {f"/kale-dist-{job.name}.2-{number}" for number in (0, 1)}
+    assert [item["Names"] for item in containers_of(scene, job.name)] == [[f"/{container(job)}.2"]]
 
 
 def trains(scene, on, fails_in=None, epochs=12):
@@ -78,7 +75,7 @@ def container_is_lost_while_the_engine_refuses(scene):
     scene.patch.setenv("DOCKER_HOST", f"tcp://{network.here}")
     job = trains(scene, kd.Docker(image=IMAGE))
     network.refuse()
-    engine.api.remove_container(container(job, 1), force=True)
+    engine.api.kill(container(job))
     time.sleep(15)
     network.mend()
     status = scene.end_of(job)
@@ -87,27 +84,27 @@ def container_is_lost_while_the_engine_refuses(scene):
     assert not [line.text for line in job.logs() if "from the beginning" in line.text]
 
 
-def containers_are_removed(scene):
-    job = scene.launch(waits, ready=1, number_of_processes=1, max_restarts=3, on=in_docker(scene))
-    scene.part("engine").api.remove_container(container(job, 0), force=True)
+def container_is_removed(scene):
+    job = scene.launch(waits, ready=2, max_restarts=3, on=in_docker(scene))
+    scene.part("engine").api.remove_container(container(job), force=True)
     status = scene.end_of(job)
     assert status.state.value == "cancelled"
     assert status.reason == "The job was deleted while it ran, and its last lines are lost"
 
 
 def memory_runs_out(scene):
-    on = in_docker(scene, resources={"memory_gib": 0.5})
-    scene.fails(scene.launch(eats_memory, number_of_processes=1, on=on), "died", "512 MiB")
+    job = scene.launch(eats_memory, on=in_docker(scene, resources={"memory_gib": 0.25}))
+    scene.fails(job, "died", "was killed because memory ran out", "512 MiB")
+    assert job.status.reason.startswith(f"Rank {job.status.failed_rank} ")
 
 
 def container_is_paused(scene):
     engine = scene.part("engine")
     job = scene.launch(counts, 80, 0.1, on=in_docker(scene))
     scene.until(lambda: any(line.rank == 1 and line.text == "000003" for line in job.logs()), job)
-    for number in (1, 0):
-        engine.api.pause(container(job, number))
-        time.sleep(8)
-        engine.api.unpause(container(job, number))
+    engine.api.pause(container(job))
+    time.sleep(8)
+    engine.api.unpause(container(job))
     scene.succeeds(job, 80, 80)
     check_counts(job, 80)
 
@@ -116,29 +113,6 @@ def check_counts(job, number):
     """No line of either rank is missing, and none came twice."""
     for rank in (0, 1):
         assert [int(line.text) for line in job.logs(ranks=rank)] == list(range(number))
-
-
-@contextlib.contextmanager
-def cut_off(scene, pid, address):
-    """While it is open, no packet of an address reaches the network that a process is in."""
-    rule = ["nsenter", "--net", "--target", str(pid), "iptables"]
-    away = ["INPUT", "--source", address, "--jump", "DROP"]
-    if subprocess.run([*rule, "--append", *away], capture_output=True, check=False).returncode:
-        pytest.skip("only root of the engine's machine can cut its networks")
-    yield
-    subprocess.run([*rule, "--delete", *away], check=True)
-
-
-def network_is_cut(scene):
-    engine = scene.part("engine")
-    job = scene.launch(counts, 200, 0.1, on=in_docker(scene))
-    scene.until(lambda: any(line.rank == 1 and line.text == "000003" for line in job.logs()), job)
-    head, relay = (engine.api.inspect_container(container(job, number)) for number in (0, 1))
-    [network] = relay["NetworkSettings"]["Networks"].values()
-    with cut_off(scene, head["State"]["Pid"], network["IPAddress"]):
-        time.sleep(10)
-    scene.succeeds(job, 200, 200)
-    check_counts(job, 200)
 
 
 def clock_is_an_hour_behind(scene):
@@ -153,7 +127,7 @@ def clock_is_an_hour_behind(scene):
 
 POINTS = (
     "before kale_dist.job.records:create",
-    "after kale_dist.places.docker.networks:ensure",
+    "after kale_dist.places.docker.engines:ensure_network",
     "before docker.api.container:ContainerApiMixin.create_container_from_config",
     "after docker.api.container:ContainerApiMixin.create_container_from_config",
     "before docker.api.container:ContainerApiMixin.put_archive",

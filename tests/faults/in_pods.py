@@ -13,7 +13,7 @@ import uuid
 
 import pytest
 from fault_work import counts, waits
-from in_containers import check_counts, ctrl_c, cut_off, trains
+from in_containers import check_counts, ctrl_c, trains
 from on_cluster import IMAGE, Network, grant, make_claim, pods_in, run_kubectl, write_kubeconfig
 from on_this_machine import breaking_at
 
@@ -54,8 +54,12 @@ def network_is_cut(scene):
     has_counted(scene, job)
     worker = f"{job.name}-worker-0"
     address = run_kubectl("-n", scene.namespace, "get", "pod", worker, "-o", "jsonpath={.status.podIP}")
-    with cut_off(scene, process_of(scene.namespace, f"{job.name}-master-0"), address):
-        time.sleep(10)
+    rule = ["nsenter", "--net", "--target", str(process_of(scene.namespace, f"{job.name}-master-0")), "iptables"]
+    away = ["INPUT", "--source", address, "--jump", "DROP"]
+    if subprocess.run([*rule, "--append", *away], capture_output=True, check=False).returncode:
+        pytest.skip("only root of the node's machine can cut its networks")
+    time.sleep(10)
+    subprocess.run([*rule, "--delete", *away], check=True)
     scene.succeeds(job, 300, 300)
     check_counts(job, 300)
 

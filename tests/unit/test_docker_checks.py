@@ -44,7 +44,6 @@ def test_an_engine_that_does_not_answer_is_no_empty_list(monkeypatch, tmp_path):
         ({"store": "pvc://claim"}, "store", "Docker has no argument"),
         ({"resources": {"rdma/hca": 1}}, "resources", "rdma/hca"),
         ({"resources": {"gpus": 0}, "cuda": True}, "resources.gpus", "needs one"),
-        ({"processes_per_pod": 3, "number_of_processes": 2}, "processes_per_pod", "more than the 2"),
         ({"environment": {"A B": "x"}}, "environment", "'A B'"),
         ({"volumes": ["/data"]}, "volumes", "is not a dict"),
         ({"volumes": {"/data": "pvc://claim"}}, "volumes", "a volume of a cluster"),
@@ -92,31 +91,32 @@ def test_folders_and_volumes_are_told_apart(tmp_path, monkeypatch):
     assert made[3].source.startswith("/")
 
 
-def test_the_same_specification_makes_the_same_containers():
-    """What is asked of the engine, without an engine: pods' resources times their ranks, and each GPU once."""
+def test_a_job_is_one_container_with_all_ranks_and_the_same_each_time():
+    """What is asked of the engine, without an engine: each process's resources, together."""
     from kale_dist.places.docker import containers
     from kale_dist.places.docker.containers import Facts
 
     plan = kd.render(
         work, name="job", number_of_processes=5, cuda=True, environment={"NCCL_DEBUG": "INFO", "A": "b c"}, grace_s=90,
-        on=kd.Docker(image="x/y:1", processes_per_pod=2, resources={"cpu": 1.5, "memory_gib": 2}),
+        on=kd.Docker(image="x/y:1", resources={"cpu": 1.5, "memory_gib": 2}, volumes={"/data": "datasets:ro"}),
     )  # fmt: skip
-    assert [containers.ranks_of(plan.spec, number) for number in range(3)] == [range(2), range(2, 4), range(4, 5)]
-    bodies = [containers.container(plan.spec, 1, number, Facts(user="7:8", cores=16)) for number in range(3)]
-    assert bodies == [containers.container(plan.spec, 1, number, Facts(user="7:8", cores=16)) for number in range(3)]
-    hosts = [body["HostConfig"] for body in bodies]
-    assert [host["NanoCpus"] for host in hosts] == [3_000_000_000, 3_000_000_000, 1_500_000_000]
-    assert [host["Memory"] for host in hosts] == [4 << 30, 4 << 30, 2 << 30]
-    assert [host["DeviceRequests"][0]["DeviceIDs"] for host in hosts] == [["0", "1"], ["2", "3"], ["4"]]
-    assert [body["Labels"][containers.GPUS_LABEL] for body in bodies] == ["0,1", "2,3", "4"]
-    others = Facts(gpus=(1, 4, 5, 6, 8))
-    chosen = [containers.container(plan.spec, 1, number, others)["HostConfig"]["DeviceRequests"] for number in range(3)]
-    assert [request["DeviceIDs"] for (request,) in chosen] == [["1", "4"], ["5", "6"], ["8"]]
-    assert {body["StopTimeout"] for body in bodies} == {125}
-    assert all(host["LogConfig"]["Type"] == "json-file" for host in hosts)
-    variables = dict(text.split("=", 1) for text in bodies[1]["Env"])
-    assert (variables["NCCL_DEBUG"], variables["KALE_DIST_REPLICA_INDEX"]) == ("INFO", "1")
-    assert "b c" not in str(bodies) + str(plan)
-    assert variables["KALE_DIST_CPU_REQUEST"] == "3000"
-    assert json.loads(bodies[0]["Labels"][containers.SPEC_LABEL])["name"] == "job"
-    assert plan.text.count("docker create") == 3
+    body, again, small, chosen = (
+        containers.container(plan.spec, 1, Facts(user="7:8", **changes))
+        for changes in ({"cores": 16}, {"cores": 16}, {"cores": 4}, {"gpus": (1, 4, 5, 6, 8)})
+    )
+    assert body == again
+    assert (body["HostConfig"]["NanoCpus"], small["HostConfig"]["NanoCpus"]) == (7_500_000_000, 4_000_000_000)
+    assert body["HostConfig"]["Memory"] == 10 << 30
+    for made, gpus in ((body, "01234"), (chosen, "14568")):
+        assert made["HostConfig"]["DeviceRequests"][0]["DeviceIDs"] == list(gpus)
+        assert made["Labels"][containers.GPUS_LABEL] == ",".join(gpus)
+    assert (body["StopTimeout"], body["HostConfig"]["LogConfig"]["Type"]) == (125, "json-file")
+    variables = dict(text.split("=", 1) for text in body["Env"])
+    assert (variables["NCCL_DEBUG"], variables["KALE_DIST_REPLICA_INDEX"]) == ("INFO", "0")
+    assert "b c" not in str(body) + str(plan)
+    assert json.loads(body["Labels"][containers.SPEC_LABEL])["name"] == "job"
+    for part in (
+        "docker network create kale-dist\n", "docker create --name kale-dist-job ", "--cpus 7.5",
+        "--mount type=volume,source=datasets,target=/data,readonly", "docker start kale-dist-job\n",
+    ):  # fmt: skip
+        assert part in plan.text

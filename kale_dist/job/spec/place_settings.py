@@ -115,7 +115,7 @@ class Local:
 @_suggests
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Docker:
-    """Containers of a Docker or Podman engine."""
+    """A container of a Docker or Podman engine, which has all processes of a job."""
 
     image: str | Recipe | None = None
     """Any image with PyTorch (the notebook's major version) and this Python's minor version, or a `Recipe` of one, which
@@ -126,11 +126,11 @@ class Docker:
     requirements: str | pathlib.PurePath | None = None
     """Packages as a requirements file: its path, or its text."""
     resources: Resources = dataclasses.field(default_factory=Resources)
-    """What each process gets: `Resources`, or a dict such as `{"cpu": 2, "memory": "4Gi", "gpus": 1}`."""
+    """What the container gets for each process: `Resources`, or a dict such as `{"cpu": 2, "memory": "4Gi", "gpus": 1}`."""
     processes_per_pod: int | None = setting(None, whole(1).or_(None))
-    """Processes in one container; None for 1."""
+    """Does nothing but warn, and goes with the next version."""
     keep_warm: str | float | None = None
-    """How long the containers wait for the next call that fits, such as `"10 min"`; None: they end with their job."""
+    """How long the container waits for the next call that fits, such as `"10 min"`; None: it ends with its job."""
     volumes: tuple[Volume, ...] = ()
     """`{"/data": "/home/me/data"}` mounts a folder of this machine, `{"/data": "datasets"}` a volume of the engine; with
     `:ro` at the end they are read-only."""

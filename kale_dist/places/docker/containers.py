@@ -1,4 +1,4 @@
-"""Makes the requests for the containers of a job, from its specification. Pure."""
+"""Makes the request for the container of a job, which has all its ranks, from its specification. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from kale_dist.places.orders import order_of
 from kale_dist.wire import Order, PodVariable, Source
 
 NETWORK = "kale-dist"
-"""The network that jobs of one container share, and the beginning of the others' names."""
+"""The network that the containers of all jobs share. In it nothing of a job listens but its agent, which asks for the job's key."""
 
 JOB_LABEL = "kale-dist.job"
 RUN_LABEL = "kale-dist.run"
-POD_LABEL = "kale-dist.pod"
 SPEC_LABEL = "kale-dist.spec"
 SUBMITTED_BY_LABEL = "kale-dist.submitted-by"
 GPUS_LABEL = "kale-dist.gpus"
@@ -32,10 +31,10 @@ TERMINATION_FILE = f"{WORK_FOLDER}/last-words"
 """The file of an agent's verdict, in the place of a pod's termination message."""
 
 CANCELLED_FILE = f"{INPUT_FOLDER}/cancelled"
-"""A file in the first container that names who cancelled. Without it, followers of other users would call the job lost."""
+"""A file in the container that names who cancelled. Without it, followers of other users would call the job lost."""
 
 INPUT_BYTES = 8 << 20
-"""A snapshot up to this size is copied into each container; a larger one into the first, from which the others fetch it."""
+"""A snapshot up to this size is copied as one file, which who attaches from another machine reads; a larger one blob by blob."""
 
 _TERMINATION_VARIABLE = "KALE_DIST_TERMINATION_LOG"
 _GIB = 1 << 30
@@ -45,44 +44,27 @@ _NANO = 1_000_000_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Values for containers that do not follow from the specification, but from the engine's machine."""
+    """Values for a container that do not follow from the specification, but from the engine's machine."""
 
     user: str = ""
     """User and group of the processes, as numbers; empty: the image's own."""
     groups: tuple[int, ...] = ()
     """Further groups of the processes."""
     cores: int | None = None
-    """Cores of the engine's machine, which all containers share."""
+    """Cores of the engine's machine."""
     submitter: str = ""
     gpus: tuple[int, ...] = ()
     """Numbers of the job's GPUs; empty: the first ones."""
-    network: str = NETWORK
 
 
 def object_name(job: str, life: int) -> str:
-    """Prefix of the names of a job's containers. Names of jobs have no dot, so no other job has these names."""
+    """End of the name of a job's container. Names of jobs have no dot, so no other job has it."""
     return job if life == 1 else f"{job}.{life}"
 
 
-def container_name(job: str, life: int, number: int) -> str:
-    """Name of a container, unique among all users of the engine."""
-    return f"kale-dist-{object_name(job, life)}-{number}"
-
-
-def network_name(spec: JobSpec, life: int) -> str:
-    """Name of the network of a job: several containers have one of their own."""
-    return NETWORK if spec.topology.number_of_pods == 1 else f"{NETWORK}-{object_name(spec.name, life)}"
-
-
-def host_name(job: str, life: int, number: int) -> str:
-    """Host name of a container in the network of its job."""
-    return f"{job}-{number}" if life == 1 else f"{job}-life{life}-{number}"
-
-
-def ranks_of(spec: JobSpec, number: int) -> range:
-    """Ranks of a container."""
-    per = spec.topology.processes_per_pod
-    return range(number * per, min((number + 1) * per, spec.topology.number_of_processes))
+def container_name(job: str, life: int) -> str:
+    """Name of a job's container, unique among all users of the engine."""
+    return f"kale-dist-{object_name(job, life)}"
 
 
 def gpus_of(spec: JobSpec) -> int:
@@ -91,18 +73,16 @@ def gpus_of(spec: JobSpec) -> int:
 
 
 def source_of(spec: JobSpec) -> Source:
-    """Where the agents get the snapshot from."""
+    """Where the agent gets the snapshot from."""
     return Source.INPUT if spec.snapshot_bytes <= INPUT_BYTES else Source.STREAM
 
 
 def make_order(spec: JobSpec, life: Life, torch_flags: Any = ()) -> Order:
-    """The order that the agents of a job get."""
+    """The order that the agent of a job gets."""
     return order_of(
         spec,
         used_restarts=life.used_restarts,
         object=object_name(spec.name, life.number),
-        processes_per_agent=spec.topology.processes_per_pod,
-        head=host_name(spec.name, life.number, 0),
         port=PORT,
         source=source_of(spec),
         torch_flags=torch_flags,
@@ -111,24 +91,22 @@ def make_order(spec: JobSpec, life: Life, torch_flags: Any = ()) -> Order:
     )
 
 
-def container(spec: JobSpec, life: int, number: int, facts: Facts) -> dict[str, Any]:
-    """The body of the request that makes a container, as the engine's API has it.
+def container(spec: JobSpec, life: int, facts: Facts) -> dict[str, Any]:
+    """The body of the request that makes a job's container, as the engine's API has it.
 
     Args:
         spec: The job, with its image.
         life: How many objects the job has had, this one included.
-        number: Which container.
         facts: The values of the engine's machine.
     """
     labels = {
         JOB_LABEL: spec.name,
         RUN_LABEL: str(life),
-        POD_LABEL: str(number),
         SPEC_LABEL: json.dumps(spec.to_json(), separators=(",", ":")),
         **({SUBMITTED_BY_LABEL: facts.submitter} if facts.submitter else {}),
     }
-    host = host_name(spec.name, life, number)
-    devices = _devices(spec, number, facts)
+    # With a count, an engine would give the same GPUs to every container.
+    devices = [str(number) for number in facts.gpus or range(gpus_of(spec) * spec.topology.number_of_processes)]
     if devices:
         labels[GPUS_LABEL] = ",".join(devices)
     return {
@@ -136,73 +114,58 @@ def container(spec: JobSpec, life: int, number: int, facts: Facts) -> dict[str, 
         # Not as the command: the image's entry point would get it as arguments.
         "Entrypoint": bootstrap.command(),
         "Cmd": [],
-        "Hostname": host,
-        "Env": [f"{name}={value}" for name, value in _environment(spec, number, facts)],
+        "Hostname": spec.name,
+        "Env": [f"{name}={value}" for name, value in _environment(spec)],
         "Labels": labels,
         "User": facts.user,
         "WorkingDir": HOME_FOLDER,
         "StopTimeout": spec.policy.pod_grace_s,
-        "HostConfig": _host(spec, number, facts, devices),
-        "NetworkingConfig": {"EndpointsConfig": {facts.network: {"Aliases": [host]}}},
+        "HostConfig": _host(spec, facts, devices),
     }
 
 
 def render(spec: JobSpec) -> str:
     """The `docker` command lines that would start the same job, for people."""
-    facts = Facts(network=network_name(spec, 1))
-    where = "each container" if source_of(spec) is Source.INPUT else "the first container"
+    name = container_name(spec.name, 1)
     lines = [
         *([f"# {for_job.describe(spec.recipe, spec.image)}."] if spec.recipe is not None else []),
-        f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs, copied into {where}.",
-        f"docker network create {facts.network}",
+        f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs, copied into the container.",
+        f"docker network create {NETWORK}",
+        _command_line(name, container(spec, 1, Facts())),
+        f"docker cp <input of {name}> {name}:{INPUT_FOLDER}",
+        f"docker start {name}",
     ]
-    names = [container_name(spec.name, 1, number) for number in range(spec.topology.number_of_pods)]
-    for number, name in enumerate(names):
-        lines.append(_command_line(name, container(spec, 1, number, facts)))
-    lines += [f"docker cp <input of {name}> {name}:{INPUT_FOLDER}" for name in names]
-    lines.append(f"docker start {' '.join(names)}")
     return "\n".join(lines) + "\n"
 
 
-def _environment(spec: JobSpec, number: int, facts: Facts) -> list[tuple[str, str]]:
+def _environment(spec: JobSpec) -> list[tuple[str, str]]:
     fixed = {**identity_of(HOME_FOLDER), "PYTHONUNBUFFERED": "1"}
     variables = {
         PodVariable.INPUT: INPUT_FOLDER,
         PodVariable.WORK: WORK_FOLDER,
         PodVariable.FIRST_POD: "0",
-        PodVariable.REPLICA_INDEX: str(number),
+        PodVariable.REPLICA_INDEX: "0",
         _TERMINATION_VARIABLE: TERMINATION_FILE,
     }
-    if facts.cores:
-        # Otherwise the ranks of each container would use threads for all cores of the machine.
-        share = spec.resources.cpu or facts.cores / spec.topology.number_of_processes
-        variables[PodVariable.CPU_REQUEST] = str(max(1, int(share * len(ranks_of(spec, number)) * 1000)))
     return [*(fixed | dict(spec.environment)).items(), *((str(name), value) for name, value in variables.items())]
 
 
-def _devices(spec: JobSpec, number: int, facts: Facts) -> list[str]:
-    """The numbers of a container's GPUs: with a count, an engine would give the same GPUs to every container."""
-    gpus = gpus_of(spec)
-    first = number * spec.topology.processes_per_pod * gpus
-    places = range(first, first + len(ranks_of(spec, number)) * gpus)
-    return [str(facts.gpus[place] if facts.gpus else place) for place in places]
-
-
-def _host(spec: JobSpec, number: int, facts: Facts, devices: list[str]) -> dict[str, Any]:
-    asked, ranks = spec.resources, len(ranks_of(spec, number))
+def _host(spec: JobSpec, facts: Facts, devices: list[str]) -> dict[str, Any]:
+    asked, ranks = spec.resources, spec.topology.number_of_processes
     host: dict[str, Any] = {
-        "NetworkMode": facts.network,
+        "NetworkMode": NETWORK,
         "RestartPolicy": {"Name": "no"},
         "ShmSize": math.ceil(asked.shm_of(ranks, 2 * _SHM_GIB_PER_RANK) * _GIB),
         "CapDrop": ["ALL"],
         "SecurityOpt": ["no-new-privileges"],
-        # A container's output is a bounded copy: the whole log is in the first container's folder, and in the job's.
+        # A container's output is a bounded copy: the whole log is in the agent's folder, and in the job's.
         "LogConfig": {"Type": "json-file", "Config": {"max-size": "50m", "max-file": "2"}},
         "Mounts": [_mount(volume) for volume in spec.volumes],
     }
     cores = asked.cpu_limit or asked.cpu
     if cores:
-        host["NanoCpus"] = int(cores * ranks * _NANO)
+        # An engine refuses more than its machine has, and ranks may share that.
+        host["NanoCpus"] = int(min(cores * ranks, facts.cores or math.inf) * _NANO)
     if asked.memory_gib:
         # Without swap: a process that needs more memory is killed, instead of becoming very slow.
         host["Memory"] = host["MemorySwap"] = math.ceil(asked.memory_gib * ranks * _GIB)
@@ -225,7 +188,7 @@ def _mount(volume: Volume) -> dict[str, Any]:
 
 def _command_line(name: str, body: dict[str, Any]) -> str:
     host = body["HostConfig"]
-    options = [("hostname", body["Hostname"]), ("network", host["NetworkMode"]), ("network-alias", body["Hostname"])]
+    options = [("hostname", body["Hostname"]), ("network", host["NetworkMode"])]
     options += [("cap-drop", "ALL"), ("security-opt", "no-new-privileges"), ("shm-size", str(host["ShmSize"]))]
     options += [("log-driver", "json-file"), ("workdir", body["WorkingDir"])]
     if "NanoCpus" in host:
@@ -238,6 +201,6 @@ def _command_line(name: str, body: dict[str, Any]) -> str:
         read_only = ",readonly" if mount["ReadOnly"] else ""
         options.append(("mount", f"type={mount['Type']},source={mount['Source']},target={mount['Target']}{read_only}"))
     options += [("env", variable) for variable in body["Env"]]
-    options += [("label", f"{key}={body['Labels'][key]}") for key in (JOB_LABEL, POD_LABEL)]
+    options.append(("label", f"{JOB_LABEL}={body['Labels'][JOB_LABEL]}"))
     lines = [f"docker create --name {name}", *(f"--{option} {shlex.quote(value)}" for option, value in options)]
     return " \\\n    ".join([*lines, f"--entrypoint python3 {body['Image']} -c '<bootstrap>'"])

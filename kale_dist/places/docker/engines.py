@@ -11,6 +11,8 @@ import pathlib
 import threading
 from collections.abc import Iterator
 
+import docker.errors
+
 from kale_dist import config
 from kale_dist.errors import BackendError, ConfigError, StoreError, log, warn
 from kale_dist.image import engine, for_job
@@ -20,13 +22,14 @@ from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, Topology, Vol
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.places.checkup import Check, broken, failed, ok, warning
 from kale_dist.places.docker import containers
-from kale_dist.places.docker.containers import Facts
+from kale_dist.places.docker.containers import NETWORK, Facts
 from kale_dist.worker.agent.usage import Driver, assigned_gpu
 
 _HOLDING = ("created", "running", "paused", "restarting")
 """States of containers whose GPUs are not free; a container that was just created is about to run."""
 
 _DEFAULT_USER = 1000
+_CONFLICT = 409
 
 _lock = threading.Lock()
 _engines: dict[str, Engine] = {}
@@ -66,6 +69,22 @@ def disconnect() -> None:
         found.close()
 
 
+def ensure_network(engine: Engine) -> None:
+    """Create the network of all jobs' containers, unless it is there. It is never removed: another job may be starting.
+
+    Raises:
+        BackendError: It cannot be created.
+    """
+    with explained(f"creating the network {NETWORK}"):
+        if any(each["Name"] == NETWORK for each in engine.api.networks(names=[NETWORK])):
+            return
+        try:
+            engine.api.create_network(NETWORK, driver="bridge", check_duplicate=True)
+        except docker.errors.APIError as error:
+            if error.status_code != _CONFLICT:
+                raise
+
+
 # -- before a job --------------------------------------------------------------------------------------------------------
 
 
@@ -97,14 +116,14 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
 
 
 def _on_engine(engine: Engine, request: Request) -> Topology:
-    """The layout of the ranks: of a range of processes, the most that the engine's machine has cores or GPUs for."""
+    """All ranks in one container: of a range of processes, the most that the engine's machine has cores or GPUs for."""
     topology = request.topology
     if not topology.sizes:
         return topology
     room = len(gpus_of(engine)) if request.cuda else int(engine.info.get("NCPU") or 0)
     world, sentence = size_on_machine(topology.sizes, room)
     log(sentence)
-    return Topology(number_of_processes=world, processes_per_pod=min(topology.processes_per_pod, world))
+    return Topology(number_of_processes=world, processes_per_pod=world)
 
 
 def _check_volumes(engine: Engine, spec: Request) -> None:
@@ -125,18 +144,16 @@ def _check_volumes(engine: Engine, spec: Request) -> None:
 
 
 def _check_size(engine: Engine, spec: Request) -> None:
-    """Refuse containers that need more cores or memory than the engine's machine has."""
+    """Refuse processes each of which needs more cores or memory than the engine's machine has."""
     asked = spec.resources
-    ranks = min(spec.topology.processes_per_pod, spec.topology.number_of_processes)
-    cores, there = (asked.cpu_limit or asked.cpu or 0) * ranks, int(engine.info.get("NCPU") or 0)
+    cores, there = asked.cpu_limit or asked.cpu or 0, int(engine.info.get("NCPU") or 0)
     if there and cores > there:
         field = "cpu_limit" if asked.cpu_limit else "cpu"
-        problem = f"{cores:g} cores for a container of {ranks} processes, and the engine's machine has {there}"
-        raise ConfigError(f"resources.{field}", problem, "Lower it, or processes_per_pod")
-    memory = int(engine.info.get("MemTotal") or 0) / _GIB
-    if memory and (asked.memory_gib or 0) * ranks > memory:
-        problem = f"{(asked.memory_gib or 0) * ranks:g} GiB for a container, and the engine's machine has {memory:.1f}"
-        raise ConfigError("resources.memory", problem, "Lower it, or processes_per_pod")
+        raise ConfigError(f"resources.{field}", f"{cores:g} cores, and the engine's machine has {there}", "Lower it")
+    memory, wanted = int(engine.info.get("MemTotal") or 0) / _GIB, asked.memory_gib or 0
+    if memory and wanted > memory:
+        problem = f"{wanted:g} GiB, and the engine's machine has {memory:.1f}"
+        raise ConfigError("resources.memory", problem, "Lower it")
 
 
 def _warn(engine: Engine, spec: Request) -> None:

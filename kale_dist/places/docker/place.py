@@ -1,8 +1,7 @@
-"""The Docker engine as a place: a container takes the part of a pod; input and results are copied as archives."""
+"""The Docker engine as a place: one container has all ranks of a job; input and results are copied as archives."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -12,20 +11,19 @@ import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import docker.errors
 
 from kale_dist.errors import BackendError, ConfigError, JobExistsError, JobNotFoundError, StoreError, warn
 from kale_dist.image.engine import Engine, explained
-from kale_dist.image.engine import explain as explain_engine
 from kale_dist.job import records
 from kale_dist.job.backend import HeadConnection, JobRef, Look, Part, Place, PlacedJob, Trouble
 from kale_dist.job.records import FIRST_LIFE, Life
 from kale_dist.job.spec.job_spec import JobSpec, VolumeKind
 from kale_dist.job.status import JobStatus, ReplicaStatus
-from kale_dist.places.docker import archive, containers, engines, networks
+from kale_dist.places.docker import archive, containers, engines
 from kale_dist.places.docker.archive import Entry
 from kale_dist.places.docker.containers import Facts
 from kale_dist.places.docker.explain import End, explain
@@ -48,13 +46,10 @@ from kale_dist.wire.blobs import FolderStore, pack_blobs, unpack_blobs
 from kale_dist.wording import listing, untrusted
 from kale_dist.worker.rank import process_state
 
-_AT_ONCE = 8
-"""How many requests are sent to an engine at the same time."""
-
 _CONNECT_S = 1.0
 """A container on this machine answers or refuses within milliseconds. If none answers, the connection goes through the engine."""
 
-_CONFLICT = 409
+_NOT_FOUND, _CONFLICT = 404, 409
 _ENDED = ("exited", "dead", "removing")
 _WORDS = 20
 _PIECE_BYTES = 1 << 20
@@ -73,7 +68,7 @@ while data := port.recv(1 << 17):
     while view:
         view = view[os.write(1, view):]
 """
-"""A program run by exec in the first container: it connects its standard streams to the port in its first argument."""
+"""A program run by exec in a container: it connects its standard streams to the port in its first argument."""
 
 
 class DockerPlace(Place):
@@ -87,8 +82,6 @@ class DockerPlace(Place):
     object_name = staticmethod(containers.object_name)
 
     def __init__(self) -> None:
-        # A container that has ended does not change, and is inspected once.
-        self._ended: dict[str, Part] = {}
         self._bridged: set[str] = set()
 
     def volumes(self) -> Sequence[str]:
@@ -111,7 +104,7 @@ class DockerPlace(Place):
     def start(
         self, spec: JobSpec, key: bytes, life: Life = FIRST_LIFE, checkpoint: pathlib.Path | None = None
     ) -> PlacedJob:
-        """Create a job's containers, copy their input into them, and start them. After an error none is left."""
+        """Create a job's container, copy its input into it, and start it. After an error none is left."""
         engine = engines.connect()
         order = containers.make_order(spec, life, process_state.read_flags(cuda=spec.cuda))
         files: dict[str, bytes | pathlib.Path] = {
@@ -123,95 +116,55 @@ class DockerPlace(Place):
             files[InputFiles.SNAPSHOT] = pack_blobs(FolderStore(records.blobs_dir()), spec.blobs)
         if checkpoint is not None:
             files[InputFiles.CHECKPOINT] = checkpoint
-        facts = engines.facts_of(engine)
-        made: list[str] = []
+        engines.ensure_network(engine)
+        fresh = _fresh_volumes(engine, spec)
+        handle = _handle(engine, spec, life.number)
+        name, identifier = _name(handle), ""
         try:
-            facts = dataclasses.replace(facts, network=networks.ensure(engine, spec, life.number))
-            with engines.gpus_held(engine, spec, facts) as settled:
-                _start_all(engine, spec, life.number, settled, files, made)
+            with engines.gpus_held(engine, spec, engines.facts_of(engine)) as facts:
+                with explained(f"creating the container {name} from {spec.image}"):
+                    identifier = _create(engine, spec, name, containers.container(spec, life.number, facts))
+                with explained(f"copying the job's input into the container {name}"):
+                    engine.api.put_archive(identifier, "/", archive.pack(_input(spec, facts, files, fresh)))
+                with explained(f"starting the container {name} from {spec.image}"):
+                    engine.api.start(identifier)
         except BaseException:
-            _remove(engine, made)
-            networks.remove(engine, spec.name, life.number)
+            if identifier:
+                _remove(engine, identifier)
             raise
-        return _handle(engine, spec, life.number)
+        return handle
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def look(self, handle: PlacedJob) -> Look:
-        """The states of the job's containers."""
+        """The state of the job's container."""
         engine = _engine(handle)
-        parts = []
-        for item in _list(engine, handle, every=True):
-            identifier, state = item["Id"], str(item.get("State") or "")
-            if identifier in self._ended:
-                parts.append(self._ended[identifier])
-            elif state in (*_ENDED, "paused"):
-                # Another process may remove it between the list and the look.
-                with explained(f"looking at a container of {handle.ref}"), contextlib.suppress(docker.errors.NotFound):
-                    parts.append(self._inspect(engine, identifier))
-            else:
-                name = str((item.get("Names") or ["?"])[0]).lstrip("/")
-                waits = state == "created"
-                number = _number(item.get("Labels") or {})
-                parts.append(Part(number=number, name=name, uid=identifier, state="waiting" if waits else "running"))
-        parts.sort(key=lambda part: part.number)
-        if any(part.lost for part in parts) and (person := self._canceller(engine, handle)):
+        with explained(f"looking at the container of {handle.ref}"):
+            try:
+                part = _part(engine, engine.api.inspect_container(_name(handle)))
+            except docker.errors.NotFound:
+                return Look(gone=True)
+        if part.lost and (person := _read(engine, part.uid, containers.CANCELLED_FILE).decode(errors="replace")):
             trouble = Trouble(sentence=f"The job was cancelled by {person}", cause=FailureCause.USER)
-            is_over = all(part.state == "ended" for part in parts)
-            return Look(parts=tuple(parts), trouble=trouble, finished="cancelled" if is_over else "")
-        troubles = [part for part in parts if part.trouble is not None]
-        # A container that was killed explains more than the others, which ended because of it.
-        first = min(troubles, key=lambda part: (part.lost != "out of memory", not part.lost, part.number), default=None)
-        return Look(parts=tuple(parts), trouble=first.trouble if first is not None else None, gone=not parts)
+            return Look(parts=(part,), trouble=trouble, finished="cancelled")
+        return Look(parts=(part,), trouble=part.trouble)
 
     def survey(self, namespace: str | None, labels: Mapping[str, str]) -> Sequence[JobStatus]:
-        """Statuses of the jobs on the engine, oldest first, by the first container of each job."""
+        """Statuses of the jobs on the engine, oldest first."""
         if namespace is not None or labels:
             argument = "namespace" if namespace is not None else "labels"
             raise ConfigError(argument, "jobs on a Docker engine have none", "Leave it out")
         engine = engines.connect()
         with explained("listing containers"):
             found = engine.api.containers(all=True, filters={"label": containers.JOB_LABEL})
-        jobs: dict[str, Any] = {}
-        for item in sorted(found, key=lambda item: (item["Created"], -_number(item["Labels"]))):
-            jobs.setdefault(item["Labels"][containers.JOB_LABEL], []).append(item)
-        return [_surveyed(name, items) for name, items in jobs.items()]
-
-    def _canceller(self, engine: Engine, handle: PlacedJob) -> str:
-        """Who cancelled a job, from the file that `kill` wrote into its first container; empty if it was not cancelled."""
-        head = containers.container_name(handle.spec.name, handle.life, 0)
-        return _read(engine, head, containers.CANCELLED_FILE).decode(errors="replace")
-
-    def _inspect(self, engine: Engine, identifier: str) -> Part:
-        detail = engine.api.inspect_container(identifier)
-        state, status = detail["State"], str(detail["State"]["Status"])
-        name, number = str(detail["Name"]).lstrip("/"), _number(detail["Config"].get("Labels") or {})
-        has_ended = status in _ENDED
-        exit_code = int(state.get("ExitCode") or 0)
-        end = End(
-            name=name, status=status, exit_code=exit_code, is_out_of_memory=bool(state.get("OOMKilled")),
-            error=str(state.get("Error") or ""), memory_bytes=int((detail.get("HostConfig") or {}).get("Memory") or 0),
-            last_line=_last_line(engine, identifier) if has_ended and exit_code else "",
-        )  # fmt: skip
-        trouble, lost = explain(end)
-        message = b""
-        if has_ended:
-            with contextlib.suppress(BackendError, StoreError):
-                message = _read(engine, identifier, containers.TERMINATION_FILE)
-        part = Part(
-            number=number, name=name, uid=identifier, state="ended" if has_ended else "running",
-            exit_code=exit_code if has_ended else None, message=message.decode(errors="replace"), trouble=trouble, lost=lost,
-        )  # fmt: skip
-        if has_ended:
-            self._ended[identifier] = part
-        return part
+        return [_surveyed(item) for item in sorted(found, key=lambda item: item["Created"])]
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def head_output(self, handle: PlacedJob, *, follow: bool) -> Iterator[Iterator[bytes]]:
-        """The output of the first container. Of one that has ended the whole log and all events come first, from its folder."""
-        engine, name = _engine(handle), containers.container_name(handle.spec.name, handle.life, 0)
+        """The container's output. Of one that has ended the whole log and all events come first, from its folder."""
+        engine, name = _engine(handle), _name(handle)
         with explained(f"reading the output of {name}"):
             is_over = not follow and engine.api.inspect_container(name)["State"]["Status"] in _ENDED
             stream = engine.api.logs(name, stream=True, follow=follow)
@@ -242,8 +195,8 @@ class DockerPlace(Place):
         return written[-limit:]
 
     def connect(self, handle: PlacedJob) -> HeadConnection:
-        """Connect to the first container's agent: directly where its network is this machine's, else through the engine."""
-        engine, name = _engine(handle), containers.container_name(handle.spec.name, handle.life, 0)
+        """Connect to the container's agent: directly where its network is this machine's, else through the engine."""
+        engine, name = _engine(handle), _name(handle)
         with explained(f"connecting to {name}"):
             within = engine.api.inspect_container(name)["NetworkSettings"]["Networks"]
         address = next((str(each["IPAddress"]) for each in within.values() if each.get("IPAddress")), "")
@@ -260,8 +213,8 @@ class DockerPlace(Place):
             return _Bridge(engine.api.exec_start(made, socket=True))
 
     def fetch(self, handle: PlacedJob, name: str, target: pathlib.Path) -> bool:
-        """Copy a file out of the first container, even after its end."""
-        engine, container = _engine(handle), containers.container_name(handle.spec.name, handle.life, 0)
+        """Copy a file out of the container, even after its end."""
+        engine, container = _engine(handle), _name(handle)
         with explained(f"fetching {name} from the container {container}"):
             try:
                 stream, _ = engine.api.get_archive(container, f"{WORK_FOLDER}/job/{handle.name_at_head(name)}")
@@ -274,48 +227,42 @@ class DockerPlace(Place):
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def kill(self, handle: PlacedJob, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
-        """End the job's containers; the engine sends SIGKILL when the grace is over."""
-        engine = _engine(handle)
-        if not why:
-            mark = Entry(path=containers.CANCELLED_FILE.lstrip("/"), mode=0o444, data=records.identity().encode())
-            head = containers.container_name(handle.spec.name, handle.life, 0)
-            with contextlib.suppress(docker.errors.APIError):
-                engine.api.put_archive(head, "/", archive.pack([mark]))
+        """End the job's container, unless it ends by itself; the engine sends SIGKILL when the grace is over."""
+        if head_leaves:
+            return
+        engine, name = _engine(handle), _name(handle)
 
-        def stop(identifier: str) -> None:
+        def stop() -> None:
             with contextlib.suppress(Exception):
-                engine.api.stop(identifier, timeout=max(1, round(grace_s)))
+                engine.api.stop(name, timeout=max(1, round(grace_s)))
 
-        for item in _list(engine, handle, every=False):
-            if head_leaves and not _number(item["Labels"]):
-                continue
+        with explained(f"ending the container {name}"):
+            if not why:
+                mark = Entry(path=containers.CANCELLED_FILE.lstrip("/"), mode=0o444, data=records.identity().encode())
+                with contextlib.suppress(docker.errors.APIError):
+                    engine.api.put_archive(name, "/", archive.pack([mark]))
             if grace_s > 0:
-                threading.Thread(target=stop, args=(item["Id"],), daemon=True).start()
+                threading.Thread(target=stop, daemon=True).start()
             else:
                 with contextlib.suppress(docker.errors.APIError):
-                    engine.api.kill(item["Id"], signal="SIGTERM" if head_leaves else "SIGKILL")
+                    engine.api.kill(name)
 
     def remove(self, handle: PlacedJob) -> None:
-        """Remove the job's containers and their files."""
-        engine = _engine(handle)
-        _remove(engine, [item["Id"] for item in _list(engine, handle, every=True)])
-        networks.remove(engine, handle.spec.name, handle.life)
+        """Remove the job's container and its files."""
+        _remove(_engine(handle), _name(handle))
 
     # -- adoption -----------------------------------------------------------------------------------------------------
 
     def adopt(self, ref: JobRef, *, trust: bool | None) -> tuple[PlacedJob, bytes | None]:
-        """Find a job on the engine: a label has its specification, the first container's input its key and snapshot."""
+        """Find a job on the engine: a label has its specification, the container's input its key and snapshot."""
         engine = engines.connect()
         with explained(f"looking for {ref}"):
             found = engine.api.containers(all=True, filters={"label": f"{containers.JOB_LABEL}={ref.name}"})
-        heads = {
-            int(item["Labels"].get(containers.RUN_LABEL) or 1): item for item in found if not _number(item["Labels"])
-        }
-        if not heads:
+        if not found:
             raise JobNotFoundError(
                 f"There is no job {ref.name!r} on the Docker engine at {engine.url}. {listing(self.name)}"
             )
-        life, head = max(heads.items())
+        head = max(found, key=lambda item: int(item["Labels"][containers.RUN_LABEL]))
         labels = head["Labels"]
         try:
             spec = JobSpec.from_json(json.loads(labels[containers.SPEC_LABEL]))
@@ -323,7 +270,7 @@ class DockerPlace(Place):
             raise JobNotFoundError(
                 f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
             ) from error
-        handle = _handle(engine, dataclasses.replace(spec, name=ref.name), life)
+        handle = _handle(engine, dataclasses.replace(spec, name=ref.name), int(labels[containers.RUN_LABEL]))
         if not trust:
             if trust is not None:
                 warn(untrusted(ref))
@@ -399,35 +346,48 @@ def _handle(engine: Engine, spec: JobSpec, life: int) -> PlacedJob:
     )
 
 
-def _list(engine: Engine, handle: PlacedJob, *, every: bool) -> Sequence[dict[str, Any]]:
-    labels = [f"{containers.JOB_LABEL}={handle.spec.name}", f"{containers.RUN_LABEL}={handle.life}"]
-    with explained(f"listing the containers of {handle.ref}"):
-        found: Sequence[dict[str, Any]] = engine.api.containers(all=every, filters={"label": labels})
-    return found
+def _name(handle: PlacedJob) -> str:
+    return containers.container_name(handle.spec.name, handle.life)
 
 
-def _surveyed(name: str, items: Sequence[Mapping[str, Any]]) -> JobStatus:
-    """The status of a job from the list of its containers, oldest first."""
-    heads = [item for item in items if not _number(item["Labels"])] or list(items)
-    head = max(heads, key=lambda item: int(item["Labels"].get(containers.RUN_LABEL) or 1))
-    state = StateName.RUNNING if head["State"] == "running" else StateName.PENDING
-    if head["State"] in _ENDED:
-        state = StateName.SUCCEEDED if str(head["Status"]).startswith("Exited (0)") else StateName.FAILED
+def _surveyed(item: Mapping[str, Any]) -> JobStatus:
+    """The status of a job from its container, as the engine lists it."""
+    labels = item["Labels"]
+    state = StateName.RUNNING if item["State"] == "running" else StateName.PENDING
+    if item["State"] in _ENDED:
+        state = StateName.SUCCEEDED if str(item["Status"]).startswith("Exited (0)") else StateName.FAILED
     world_size = 0
     # Another version of kale_dist may have written it.
     with contextlib.suppress(KeyError, ValueError, TypeError):
-        world_size = int(json.loads(head["Labels"][containers.SPEC_LABEL])["topology"]["number_of_processes"])
+        world_size = int(json.loads(labels[containers.SPEC_LABEL])["topology"]["number_of_processes"])
     return JobStatus(
-        ref=str(JobRef("docker", name)),
+        ref=str(JobRef("docker", labels[containers.JOB_LABEL])),
         state=state,
-        created=float(items[0]["Created"]),
+        created=float(item["Created"]),
         replicas=tuple(ReplicaStatus(rank=rank) for rank in range(world_size)),
     )
 
 
-def _number(labels: Mapping[str, str]) -> int:
-    text = labels.get(containers.POD_LABEL, "")
-    return int(text) if text.isdecimal() else 0
+def _part(engine: Engine, detail: Mapping[str, Any]) -> Part:
+    """A container with why it ended or does not run, from how the engine describes it."""
+    state, identifier, name = detail["State"], str(detail["Id"]), str(detail["Name"]).lstrip("/")
+    status, exit_code = str(state["Status"]), int(state.get("ExitCode") or 0)
+    has_ended = status in _ENDED
+    end = End(
+        name=name, status=status, exit_code=exit_code, is_out_of_memory=bool(state.get("OOMKilled")),
+        error=str(state.get("Error") or ""), memory_bytes=int((detail.get("HostConfig") or {}).get("Memory") or 0),
+        last_line=_last_line(engine, identifier) if has_ended and exit_code else "",
+    )  # fmt: skip
+    trouble, lost = explain(end)
+    message = b""
+    if has_ended:
+        with contextlib.suppress(BackendError, StoreError):
+            message = _read(engine, identifier, containers.TERMINATION_FILE)
+    return Part(
+        number=0, name=name, uid=identifier,
+        state="ended" if has_ended else "waiting" if status == "created" else "running",
+        exit_code=exit_code if has_ended else None, message=message.decode(errors="replace"), trouble=trouble, lost=lost,
+    )  # fmt: skip
 
 
 def _last_line(engine: Engine, identifier: str) -> str:
@@ -449,64 +409,32 @@ def _read(engine: Engine, container: str, path: str) -> bytes:
     return b""
 
 
-def _start_all(
-    engine: Engine, spec: JobSpec, life: int, facts: Facts, files: Mapping[str, bytes | pathlib.Path], made: list[str]
-) -> None:
-    fresh = _fresh_volumes(engine, spec)
-
-    def make(number: int) -> str:
-        name = containers.container_name(spec.name, life, number)
-        with explained(f"creating the container {name} from {spec.image}"):
-            try:
-                body = containers.container(spec, life, number, facts)
-                identifier = str(engine.api.create_container_from_config(body, name=name)["Id"])
-            except docker.errors.APIError as error:
-                if error.status_code == _CONFLICT:
-                    raise JobExistsError(
-                        f"name: the Docker engine at {engine.url} has a container {name} already. Choose another name, "
-                        f"or remove the old job: kale-dist delete docker://{spec.name}"
-                    ) from error
-                raise
-        made.append(identifier)
-        return identifier
-
-    def begin(number: int) -> None:
-        identifier = first if number == 0 else make(number)
-        name = containers.container_name(spec.name, life, number)
-        with explained(f"copying the job's input into the container {name}"):
-            engine.api.put_archive(identifier, "/", archive.pack(_input(spec, number, facts, files, fresh)))
-        with explained(f"starting the container {name} from {spec.image}"):
-            engine.api.start(identifier)
-
-    # The first container is made alone: if the job's name is taken, nothing has to be undone.
-    first = make(0)
-    _each(begin, range(spec.topology.number_of_pods))
-
-
-def _each(act: Callable[[Any], None], items: Sequence[Any]) -> None:
-    """Call `act` with each item, in several threads; raises the first error when all have ended."""
-    if items:
-        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist docker") as pool:
-            for done in [pool.submit(act, item) for item in items]:
-                done.result()
+def _create(engine: Engine, spec: JobSpec, name: str, body: dict[str, Any]) -> str:
+    try:
+        return str(engine.api.create_container_from_config(body, name=name)["Id"])
+    except docker.errors.APIError as error:
+        if error.status_code != _CONFLICT:
+            raise
+        raise JobExistsError(
+            f"name: the Docker engine at {engine.url} has a container {name} already. Choose another name, "
+            f"or remove the old job: kale-dist delete docker://{spec.name}"
+        ) from error
 
 
 def _input(
-    spec: JobSpec, number: int, facts: Facts, files: Mapping[str, bytes | pathlib.Path], fresh: Sequence[str]
+    spec: JobSpec, facts: Facts, files: Mapping[str, bytes | pathlib.Path], fresh: Sequence[str]
 ) -> Iterator[Entry]:
     """The contents of a container before its start: folders that its user can write into, and the job's input."""
     user, _, group = facts.user.partition(":")
     own = (int(user or 0), int(group or 0))
     yield Entry(path="kale-dist", mode=0o755)
-    folders = [INPUT_FOLDER, WORK_FOLDER, HOME_FOLDER]
-    for folder in folders:
+    for folder in (INPUT_FOLDER, WORK_FOLDER, HOME_FOLDER):
         yield Entry(path=folder.lstrip("/"), mode=0o700, owner=own)
-    for mount in fresh if number == 0 else ():
+    for mount in fresh:
         yield Entry(path=mount.lstrip("/"), mode=0o755, owner=own)
     for name, data in files.items():
-        if number == 0 or name != InputFiles.CHECKPOINT:
-            yield Entry(path=f"{INPUT_FOLDER}/{name}".lstrip("/"), mode=0o400, data=data, owner=own)
-    if number == 0 and InputFiles.SNAPSHOT not in files:
+        yield Entry(path=f"{INPUT_FOLDER}/{name}".lstrip("/"), mode=0o400, data=data, owner=own)
+    if InputFiles.SNAPSHOT not in files:
         store, inside = FolderStore(records.blobs_dir()), pathlib.PurePosixPath(WORK_FOLDER, "blobs")
         known: set[pathlib.PurePosixPath] = set()
         for digest in spec.blobs:
@@ -529,14 +457,11 @@ def _fresh_volumes(engine: Engine, spec: JobSpec) -> tuple[str, ...]:
     return tuple(volume.mount_path for volume in named if volume.source not in there)
 
 
-def _remove(engine: Engine, identifiers: Sequence[str]) -> None:
-    def remove_one(identifier: str) -> None:
-        with contextlib.suppress(docker.errors.NotFound):
-            try:
-                engine.api.remove_container(identifier, v=True, force=True)
-            except docker.errors.APIError as error:
-                # Another process is removing it.
-                if error.status_code != _CONFLICT:
-                    raise explain_engine(error, "removing a container") from error
-
-    _each(remove_one, identifiers)
+def _remove(engine: Engine, container: str) -> None:
+    """Remove a container, which may be gone already, or on its way because another process removes it."""
+    with explained("removing a container"):
+        try:
+            engine.api.remove_container(container, v=True, force=True)
+        except docker.errors.APIError as error:
+            if error.status_code not in (_NOT_FOUND, _CONFLICT):
+                raise

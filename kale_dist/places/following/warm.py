@@ -249,8 +249,9 @@ def _described(made: Record, noun: str) -> str:
     spec = made.spec
     gpus = (spec.resources.gpus or int(spec.cuda)) * spec.topology.number_of_processes
     queue = f", quota of the queue {spec.cluster.queue}" if spec.cluster.queue else ""
+    pods = f"{spec.topology.number_of_pods} {noun}{'s' if spec.topology.number_of_pods > 1 else ''}"
     return (
-        f"{made.ref} holds {spec.topology.number_of_pods} {noun}s{f', {gpus} GPUs' if gpus else ''}{queue} until it has waited "
+        f"{made.ref} holds {pods}{f', {gpus} GPUs' if gpus else ''}{queue} until it has waited "
         f"{facts.duration(spec.keep_warm_s or 0.0)} for a call that fits. To end it before: kale-dist cancel {made.ref}"
     )
 

@@ -34,7 +34,7 @@ def claim(local_rank: int, local_world_size: int, each: int) -> str:
         raise ContractError(
             f"{local_world_size} process{'es need' if local_world_size > 1 else ' needs'} {needed} GPUs here, and torch sees "
             f"{there}. A process sees one part of a divided GPU (MIG) at most, and time slices of one GPU as one GPU: give "
-            "each process a pod of its own there (processes_per_pod=1), or ask for fewer processes"
+            "each process a pod of its own on a cluster (processes_per_pod=1), or ask for fewer processes"
         )
     device = f"cuda:{local_rank * each}"
     torch.cuda.set_device(device)
