@@ -2,7 +2,6 @@
 
 import io
 import json
-import pathlib
 import subprocess
 import time
 import uuid
@@ -10,12 +9,12 @@ import zipfile
 
 import pytest
 import yaml
+from golden_jobs import JOBS, job
 
 from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 from kale_dist.places import manifests
 from kale_dist.places.manifests import KINDS, ObjectSettings
 
-GOLDEN = sorted((pathlib.Path(__file__).parents[1] / "golden").glob("*.yaml"))
 IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"
 
 
@@ -69,13 +68,13 @@ def serves(kind, spec):
 
 
 def test_an_api_server_takes_every_golden_file(restricted):
-    known = [path.stem for path in GOLDEN if _takes(path, restricted)]
+    known = [name for name in JOBS if _takes(name, restricted)]
     assert {"default", "everything", "job", "volumes"} <= set(known)
 
 
-def _takes(path, restricted):
-    """Have the server take a file; False if it does not know this form of the kind."""
-    text = path.read_text().replace("namespace: team-a", f"namespace: {restricted}")
+def _takes(name, restricted):
+    """Have the server take the object of a file; False if it does not know this form of the kind."""
+    text = manifests.to_yaml(job(name)).replace("namespace: team-a", f"namespace: {restricted}")
     given = yaml.safe_load(text)
     kind = next(kind for kind in KINDS.values() if kind.name == given["kind"])
     if not serves(kind, given["spec"]):
@@ -90,12 +89,12 @@ def _takes(path, restricted):
         text = yaml.safe_dump(given)
     taken = json.loads(kubectl("apply", "--dry-run=server", "--validate=strict", "-o", "json", "-f", "-", text=text))
     # The server keeps what it knows and drops the rest without a word.
-    assert lost(given["spec"], taken["spec"]) == [], path.stem
+    assert lost(given["spec"], taken["spec"]) == [], name
     return True
 
 
 def test_pod_security_takes_every_pod_without_a_folder_of_its_node(restricted):
-    made = [yaml.safe_load(path.read_text()) for path in GOLDEN]
+    made = [job(name) for name in JOBS]
     # Before Trainer 2.2, what a container may do is said by the runtime alone.
     made = [given for given in made if "podTemplateOverrides" not in given["spec"]]
     # RDMA pins memory, which "restricted" does not allow: docs/gpus.md says so.

@@ -1,6 +1,7 @@
 """The jobs of the golden files, for tests of their text and for those that show them to an API server."""
 
 import dataclasses
+import difflib
 import json
 
 from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
@@ -169,3 +170,51 @@ def job(name):
     """The object of a golden file."""
     spec, settings = JOBS[name]
     return manifests.kind_of(spec).make(spec, settings)
+
+
+WHOLE = ("default", "job", "tf", "train")
+"""Jobs whose golden file is the whole manifest. Those of the others are what differs from the whole one that is most like theirs."""
+
+
+def text(name):
+    """What the golden file of a job has."""
+    if name in WHOLE:
+        return manifests.to_yaml(job(name))
+    base = next((one for one in ("job", "train") if JOBS[one][0].cluster.kind == JOBS[name][0].cluster.kind), "default")
+    return "\n".join([f"# What differs from {base}.yaml.", *_differences("", job(base), job(name))]) + "\n"
+
+
+def _differences(path, before, after):
+    """Lines about all that is removed (-), added (+), named (>) or of another value (=); items of lists by their names, added ones with their place."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        pairs = (before, after), (after, before)
+        gone, come = (
+            [key for key in one if key not in other and isinstance(one[key], dict | list)] for one, other in pairs
+        )
+        if len(gone) == len(come) == 1:
+            yield f"> {path}.{gone[0]} is {come[0]}"
+            before = {come[0] if key == gone[0] else key: value for key, value in before.items()}
+        for key in [*before, *(key for key in after if key not in before)]:
+            yield from _difference(f"{path}.{key}".lstrip("."), before.get(key), after.get(key))
+    elif isinstance(before, list) and isinstance(after, list):
+        old, new = ([_name(item) for item in items] for items in (before, after))
+        for _, begin, end, begin_new, end_new in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+            same = old[begin:end] == new[begin_new:end_new]
+            yield from (() if same else (f"- {path}[{name}]" for name in old[begin:end]))
+            for at in range(begin_new, end_new):
+                then = before[begin + at - begin_new] if same else None
+                yield from _difference(f"{path}[{new[at] if same else at}]", then, after[at])
+    elif before != after:
+        yield f"= {path}: {json.dumps(after, ensure_ascii=False)}"
+
+
+def _difference(path, before, after):
+    if after is None:
+        return [f"- {path}"]
+    return (
+        [f"+ {path}: {json.dumps(after, ensure_ascii=False)}"] if before is None else _differences(path, before, after)
+    )
+
+
+def _name(item):
+    return str(item.get("name") or item.get("mountPath") or json.dumps(item)) if isinstance(item, dict) else str(item)
