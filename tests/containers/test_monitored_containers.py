@@ -1,4 +1,4 @@
-"""Callbacks, a profile, a tracker and a sweep, in containers."""
+"""Callbacks, a tracker and a sweep, in containers."""
 
 import pytest
 import torch
@@ -15,15 +15,13 @@ pytestmark = pytest.mark.nightly
 def test_all_of_it_comes_back_from_containers(image, tmp_path):
     stop = EarlyStopping("train/loss", mode="max", patience=2)
     job = train(
-        kd.Docker(image=image), epochs=9, profile=3, track=TensorBoard(folder=str(tmp_path)),
+        kd.Docker(image=image), epochs=9, track=TensorBoard(folder=str(tmp_path)),
         callbacks=[stop, ModelCheckpoint("eval/loss"), EMA(0.5)],
     )  # fmt: skip
     result = job.result()
     assert (result.epochs, result.stopped_early, result.best_epoch) == (3, True, 3)
     assert torch.equal(job.best_state_dict()["weight"], job.state_dict()["weight"])
     assert not torch.equal(job.averaged_state_dict()["weight"], job.state_dict()["weight"])
-    assert [row["steps"] for row in job.profile().rows] == [3, 3]
-    assert job.profile().trace(1, tmp_path / "trace.json.gz").stat().st_size
     found = series(tmp_path / job.name)
     assert (found["train/loss"], found["pace/lr"], found["strategy/collective_s"]) == (3, 3, 3)
 
