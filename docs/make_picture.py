@@ -100,10 +100,6 @@ PENDING = """job = kd.distribute(
     model, train_loader, criterion, optimizer, number_of_processes=2, on=cluster, name="digits",
 )
 job"""
-PROFILED = """job = kd.distribute(
-    model, train_loader, criterion, optimizer, number_of_processes=2, profile=10, name="profiled",
-)
-job"""
 HALF_WAY = """() => Number(document.querySelector('.kd-job [role=progressbar]')?.ariaValueNow) >= 62"""
 
 
@@ -188,7 +184,6 @@ PICTURES_OF: dict[str, Callable[[jupyter_lab.Notebook], None]] = {
     "usage": used,
     "failed": widget("failed", FAILS),
     "pending": widget("pending", PENDING),
-    "profile": widget("succeeded-profile", PROFILED),
     "compare": output("compare", COMPARED, "The same in all"),
     "jobs": output("jobs", "kd.jobs()", "digits-3"),
     "sweep": output("sweep", SWEPT, "10 of 10 trials"),

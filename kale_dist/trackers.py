@@ -186,7 +186,7 @@ def series(rows: Sequence[MetricRow], first: int) -> Iterator[tuple[MetricRow, s
     for number, row in enumerate(rows, start=first):
         step = row.step if row.step is not None else row.epoch if row.epoch is not None else number
         # Metrics of steps are averages over ranks.
-        rank = f"/rank {row.rank}" if row.source in ("report", "profile", "usage") and row.rank else ""
+        rank = f"/rank {row.rank}" if row.source in ("report", "usage") and row.rank else ""
         for name, value in row.values:
             yield row, f"{row.source}/{name}{rank}", value, step
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.job.backend import Backend, Plan
 from kale_dist.job.live_job import LiveJob
-from kale_dist.job.profiles import Profile
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import ImageFile
@@ -36,7 +35,6 @@ __all__ = [
     "LogLine",
     "MetricRow",
     "Plan",
-    "Profile",
     "RankProgress",
     "RankStateName",
     "ReplicaStatus",

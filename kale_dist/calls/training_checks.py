@@ -50,7 +50,6 @@ _SEVERAL = "Pass several as a dict, such as {'generator': one, 'critic': another
 _A_LOADER = "Make one: DataLoader(dataset, batch_size=32)"
 _PLAIN = {
     **dict.fromkeys(("epochs", "accumulate"), whole(1)),
-    "profile": whole(1).or_(None),
     "checkpoint_every": Check(
         lambda value: wording.interval(value) is not None if isinstance(value, str) else whole(1).test(value),
         "{} is neither a number of epochs of 1 or more nor how often to write one",

@@ -84,7 +84,6 @@ def distribute(
     strategy: str | strategies.Settings | None = None,
     state: Sequence[Any] = (),
     callbacks: Sequence[Any] = (),
-    profile: int | None = None,
     save_to: str | os.PathLike[str] | None = None,
     resume_from: Job[Any] | str | os.PathLike[str] | None = None,
 ) -> Job[TrainingResult]:
@@ -151,7 +150,6 @@ def distribute(
             lists, dicts and sets.
         callbacks: `kd.callbacks.EarlyStopping`, `ModelCheckpoint`, `EMA` or `SWA`, and functions `fn(epoch, metrics, model)`
             that rank 0 calls after each epoch.
-        profile: Steps (from the second on) of which each process takes a profile, for `job.profile()`; None for none.
         save_to: Where the job itself saves the trained weights, as `torch.save` writes a `state_dict`: a path, `pvc://claim/path`
             on a cluster, or a URL that fsspec opens. They come back all the same. Of a model that ranks make with `fsdp`, a folder.
         resume_from: An earlier job, its name or reference, or the path of a checkpoint: the training continues there, with

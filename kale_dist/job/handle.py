@@ -30,7 +30,6 @@ from kale_dist.errors import (
 from kale_dist.job import debugging, interrupts, watch, weights
 from kale_dist.job.backend import Backend, JobRef, PlaceEvent
 from kale_dist.job.outcomes import OutcomeReader
-from kale_dist.job.profiles import Profile
 from kale_dist.job.spec.checks import whole
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus
@@ -176,8 +175,6 @@ class Job(Generic[R]):
         rows: list[dict[str, Any]] = []
         measured: dict[str, Any] = {}
         for row in self.status.metrics:
-            if row.source == "profile":
-                continue
             place = _place(row)
             place |= {"from_batch": row.from_batch} if row.from_batch else {}
             # What was measured of a training step is sent just before what the step returned, if it returned something.
@@ -374,19 +371,6 @@ class Job(Generic[R]):
         self._check_trains()
         self._succeed(None)
         return self._outcomes.kept_state("averaged_state", self.status.attempt)
-
-    def profile(self) -> Profile:
-        """Where the time of a step goes in each rank, if the call had `profile=`. Printed, it is a table; `trace()` writes a file.
-
-        Raises:
-            ResultUnavailableError: There is no profile, or not yet.
-        """
-        found = Profile(self.status, self.results)
-        if not found.rows:
-            ended = self.status.is_final
-            remedy = "Pass profile=10 to distribute()" if ended else "It comes after these steps, if profile= was given"
-            raise ResultUnavailableError(f"{self.ref} has no profile{'' if ended else ' yet'}. {remedy}", self.ref)
-        return found
 
     @short_refusals
     def save(

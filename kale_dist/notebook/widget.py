@@ -117,7 +117,6 @@ class JobWidget(anywidget.AnyWidget):
     progress = traitlets.Unicode().tag(sync=True)
     error = traitlets.Unicode().tag(sync=True)
     curves = traitlets.Unicode().tag(sync=True)
-    profile = traitlets.Unicode().tag(sync=True)
     history = traitlets.Unicode().tag(sync=True)
     ranks = traitlets.Unicode().tag(sync=True)
     notes = traitlets.Unicode().tag(sync=True)

@@ -10,7 +10,6 @@ from kale_dist.wire.decoding import WRITTEN, decode, encode, fields_of, learn
 from kale_dist.wire.events import (
     HISTORY,
     MEASURED_SOURCES,
-    PHASES,
     BatchLoss,
     EventKind,
     FailureCause,

@@ -50,12 +50,8 @@ import json
 from collections.abc import Iterator
 from typing import Any, Self
 
-MEASURED_SOURCES = ("strategy", "pace", "profile")
+MEASURED_SOURCES = ("strategy", "pace")
 """Sources of metrics that the training loop measures by itself: for trackers and tables, not for curves."""
-
-PHASES = ("data", "forward", "backward", "exchange", "optimizer")
-"""The parts of a training step whose times a profile has, in this order."""
-
 
 HISTORY = ("memory_gib", "gpu_percent", "gpu_memory_gib", "data_percent", "exchange_percent", "samples_per_s")
 """The numbers that a `Moment` has of each rank, in this order."""
@@ -154,7 +150,7 @@ class MetricRow:
     epoch: int | None
     step: int | None
     source: str
-    """`train`, `eval`, `averaged` (the evaluation of averaged weights), `strategy`, `pace`, `profile`, `usage` or `report`."""
+    """`train`, `eval`, `averaged` (the evaluation of averaged weights), `strategy`, `pace`, `usage` or `report`."""
     values: tuple[tuple[str, float], ...]
     from_batch: int = 0
     """The first batch of the epoch that they are of, where the training resumed within it; 0 for the whole epoch."""

@@ -98,7 +98,7 @@ def test_a_notebook_that_waits_for_a_misspelt_image_says_so_once(namespace, tmp_
 def test_a_job_of_which_one_pod_fits_names_the_other_one_and_what_it_lacks(namespace, capsys):
     [node] = json.loads(run_kubectl("get", "nodes", "-o", "json"))["items"]
     most = float(node["status"]["allocatable"]["cpu"]) * 0.55
-    on = pods_in(namespace, resources={"cpu": most, "memory": "256Mi"}, wait_for_nodes=True, master=True)
+    on = pods_in(namespace, resources={"cpu": most, "memory": "256Mi"}, master=True)
     job = kd.launch(rank_and, 0, number_of_processes=2, on=on)
     wait_for(job, lambda status: "no node has that much free" in status.reason)
     pods = json.loads(run_kubectl("-n", namespace, "get", "pods", "-o", "json"))["items"]

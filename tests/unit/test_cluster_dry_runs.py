@@ -28,7 +28,7 @@ ALL = frozenset(
 )
 
 
-def check(monkeypatch, tmp_path, *, answers, may_create_pods=True, spec=None, **changes):
+def check(monkeypatch, tmp_path, *, answers, may_create_pods=True, spec=None, quotas=(), **changes):
     spec = spec or a_spec(image="x:1", cluster=ClusterOptions(namespace="team"), **changes)
     with FakeApi().running() as api:
         review = {"spec": {"resourceAttributes": {}}, "status": {"allowed": may_create_pods}}
@@ -38,7 +38,7 @@ def check(monkeypatch, tmp_path, *, answers, may_create_pods=True, spec=None, **
         for path in set(answers) - {JOBS, PODS, SECRETS}:
             api.answer("GET", path, *answers[path])
         monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path / "config")))
-        found = preflight.check(client.connect(), spec, preflight.Namespace(granted=ALL))
+        found = preflight.check(client.connect(), spec, preflight.Namespace(granted=ALL, quotas=quotas))
         return found, [(method, path) for method, path, _ in api.asked]
 
 
@@ -121,7 +121,6 @@ def test_what_no_node_can_ever_hold_is_refused(monkeypatch, tmp_path):
     for resources, processes, name in (
         (Resources(cpu=3), 1, "nodes-too-small"),
         (Resources(cpu=1, memory_gib=64), 1, "nodes-too-small"),
-        (Resources(cpu=1), 8, "cluster-too-small"),
     ):
         found, _ = check(
             monkeypatch, tmp_path, answers={NODES: two}, resources=resources,
@@ -150,78 +149,25 @@ def test_an_image_with_another_python_is_warned_of(monkeypatch, tmp_path, told, 
     assert all(words in str(item.trouble) for item, (_, words) in zip(found, said, strict=True))
 
 
-def pod(cpu, owner="ReplicaSet", phase="Running", node="n"):
-    return {
-        "metadata": {"name": "p", "ownerReferences": [{"apiVersion": "v1", "kind": owner, "name": "o", "uid": "u"}]},
-        "spec": {"nodeName": node, "containers": [{"name": "c", "resources": {"requests": {"cpu": cpu}}}]},
-        "status": {"phase": phase},
-    }
-
-
 @pytest.mark.parametrize(
-    ("others", "cpu", "is_said"),
+    ("hard", "sizes", "names"),
     [
-        ([pod("100m")], 1, True),
-        ([pod("100m", "DaemonSet")], 1, True),
-        ([pod("100m")], 0.95, False),
-        ([pod("100m", node="another")], 1, False),
-        ([pod("100m", phase="Succeeded")], 1, False),
-        # Pods of jobs end.
-        ([pod("2", "PyTorchJob")], 1, False),
+        ({"requests.cpu": "1"}, (), ["quota-sum"]),
+        ({"memory": "3Gi"}, (), ["quota-sum"]),
+        ({"pods": "1"}, (), ["quota-sum"]),
+        ({"pods": "2", "requests.cpu": "4"}, (), []),
+        # A range of processes needs no more than its lower number.
+        ({"pods": "1"}, (1, 2), []),
     ],
 )
-def test_pods_that_never_fit_together_beside_those_that_stay_are_warned_of(monkeypatch, tmp_path, others, cpu, is_said):
-    answers = {NODES: nodes({"cpu": "2", "memory": "24Gi"}), "/api/v1/pods": (200, {"items": others})}
-    found, _ = check(
-        monkeypatch, tmp_path, answers=answers, resources=Resources(cpu=cpu), topology=Topology(number_of_processes=2)
+def test_pods_that_a_quota_never_allows_together_are_refused(monkeypatch, tmp_path, hard, sizes, names):
+    quota = types.SimpleNamespace(
+        metadata=types.SimpleNamespace(name="q", namespace="team"), spec=types.SimpleNamespace(hard=hard)
     )
-    assert [(item.name, item.is_fatal) for item in found] == [("no-room", False)] * is_said
-
-
-def test_a_range_of_processes_needs_room_for_its_lower_number_only(monkeypatch, tmp_path):
-    answers = {NODES: nodes({"cpu": "2", "memory": "24Gi"}), "/api/v1/pods": (200, {"items": []})}
-    for sizes, names in (((2, 3, 4), []), ((3, 4), ["cluster-too-small"])):
-        topology = Topology(number_of_processes=4, sizes=sizes)
-        asked = {"resources": Resources(cpu=1), "topology": topology, "policy": Policy(max_restarts=10)}
-        found, _ = check(monkeypatch, tmp_path, answers=answers, **asked)
-        assert [item.name for item in found] == names
-
-
-def test_a_sum_that_fits_does_not_hide_pods_of_which_none_fits_a_node(monkeypatch, tmp_path):
-    answers = {
-        NODES: nodes({"cpu": "2", "memory": "24Gi"}, {"cpu": "2", "memory": "24Gi"}),
-        "/api/v1/pods": (200, {"items": []}),
-    }
-    answers[NODES][1]["items"][1]["metadata"]["name"] = "m"
-    found, _ = check(
-        monkeypatch, tmp_path, answers=answers, resources=Resources(cpu=1.3), topology=Topology(number_of_processes=3)
-    )
-    assert [item.name for item in found] == ["no-room"]
-    assert "2 of them" in str(found[0].trouble)
-
-
-def quota(hard, used):
-    spec = types.SimpleNamespace(hard=hard)
-    return types.SimpleNamespace(
-        metadata=types.SimpleNamespace(name="q", namespace="team"),
-        spec=spec,
-        status=types.SimpleNamespace(hard=hard, used=used),
-    )
-
-
-@pytest.mark.parametrize(
-    ("hard", "used", "expected"),
-    [
-        ({"requests.cpu": "1"}, {}, [("quota-too-small", True)]),
-        ({"requests.cpu": "4"}, {"requests.cpu": "3"}, [("quota", False)]),
-        ({"count/pytorchjobs.kubeflow.org": "2"}, {"count/pytorchjobs.kubeflow.org": "2"}, [("quota", True)]),
-        ({"pods": "2", "requests.cpu": "4"}, {}, []),
-    ],
-)
-def test_sums_over_all_pods_are_compared_with_quotas(hard, used, expected):
-    kind = manifests.KINDS["pytorch"]
-    groups = kind.pod_groups(kind.make(a_spec()))
-    assert [(item.name, item.is_fatal) for item in preflight.quota_sums([quota(hard, used)], kind, groups)] == expected
+    asked = {"topology": Topology(number_of_processes=2, sizes=sizes), "policy": Policy(max_restarts=10 * len(sizes))}
+    found, _ = check(monkeypatch, tmp_path, answers={}, quotas=(quota,), **asked)
+    assert [item.name for item in found] == names
+    assert all(item.is_fatal and "in all" in str(item.trouble) for item in found)
 
 
 @pytest.mark.parametrize(("suspended", "has_queue", "names"), [

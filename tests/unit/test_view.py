@@ -649,32 +649,6 @@ def test_views_load_without_torch_and_are_pure():
     assert view.html(running(), [line("x")], 5.0) == view.html(running(), [line("x")], 5.0)
 
 
-def _profile(rank, **seconds):
-    values = dict.fromkeys(("data", "forward", "backward", "exchange", "optimizer"), 0.01) | seconds
-    pairs = (
-        ("steps", 10.0),
-        ("step_s", sum(values.values())),
-        *((f"{name}_s", value) for name, value in values.items()),
-    )
-    return MetricRow(time=0.0, rank=rank, epoch=1, step=None, source="profile", values=pairs)
-
-
-def test_a_profile_names_the_rank_that_others_wait_for():
-    rows = (_profile(0, exchange=0.05), _profile(1, data=0.05))
-    status = JobStatus(ref="local://j", replicas=(ReplicaStatus(rank=0), ReplicaStatus(rank=1)), metrics=rows)
-    table = facts.profile(status, 8)
-    assert table.titles == ("rank", "ms a step", "data", "forward", "backward", "exchange", "optimizer", "remark")
-    assert [row[-1] for row in table.rows] == ["", "the slowest"]
-    assert table.rows[1][2] == "50 (56%)"
-    assert "where the time of a step goes:" in view.text(status)
-    assert "the slowest" in view.parts(status)["profile"]
-    assert curves.collect(status.metrics) == ()
-    # Of equal ones none is, and a later attempt counts.
-    status = dataclasses.replace(status, metrics=(*rows, _profile(1, exchange=0.05)))
-    assert facts.profile(status, 8).titles[-1] == "optimizer"
-    assert facts.profile(dataclasses.replace(status, metrics=()), 8).rows == ()
-
-
 def test_a_job_that_waits_for_a_person_looks_other_than_one_in_a_queue():
     queued = JobStatus(ref="local://x", reason="The image is absent")
     stuck = dataclasses.replace(queued, needs_action=True)

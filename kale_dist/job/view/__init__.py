@@ -8,11 +8,9 @@ notebook, an exported page, and a viewer that strips styles.
 from __future__ import annotations
 
 from kale_dist.job.view.markup import html, parts
-from kale_dist.job.view.markup import profile as profile_html
-from kale_dist.job.view.plain import profile as profile_text
 from kale_dist.job.view.plain import text
 
-__all__ = ["LOG_LINES", "html", "parts", "profile_html", "profile_text", "text"]
+__all__ = ["LOG_LINES", "html", "parts", "text"]
 
 LOG_LINES = 12
 """How many of the log's last lines a picture shows."""

@@ -153,7 +153,7 @@ class _Box:
 def collect(rows: Iterable[MetricRow], losses: Sequence[BatchLoss] = ()) -> tuple[Curve, ...]:
     """The curves of a job's metrics: those of `_FIRST` first, the others in the order of their first report.
 
-    Counters of strategies (bytes, staleness), profiles, learning rates and paces are left out, because they would outnumber
+    Counters of strategies (bytes, staleness), learning rates and paces are left out, because they would outnumber
     the training's own metrics.
 
     Args:

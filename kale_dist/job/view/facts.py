@@ -10,10 +10,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 
 from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus, values_of
-from kale_dist.wire import PHASES, LogLine, RankStateName, StateName, visible
-
-_CLEARLY = 1.1
-"""A rank is marked as the slowest if it computes this many times as long as the mean of the others."""
+from kale_dist.wire import LogLine, RankStateName, StateName, visible
 
 MAX_LINE_CHARACTERS = 600
 """Pictures cut longer lines of the log; the log itself has them whole."""
@@ -295,28 +292,6 @@ def table(status: JobStatus, limit: int) -> Table:
 def _worst_first(replica: ReplicaStatus) -> tuple[int, float, int]:
     pace = replica.progress.samples_per_s if replica.progress is not None else None
     return _WORST_FIRST[replica.state], math.inf if pace is None else pace, replica.rank
-
-
-def profile(status: JobStatus, limit: int) -> Table:
-    """The table of a profile: milliseconds and shares of a step's parts in each rank, at most `limit`; else empty.
-
-    The rank whose step takes clearly longest without the exchange is marked, because the others wait for it.
-    """
-    last = {row.rank: dict(row.values) for row in status.metrics if row.source == "profile" and row.rank is not None}
-    ranks = sorted(last)
-    own = {rank: last[rank]["step_s"] - last[rank]["exchange_s"] for rank in ranks}
-    slowest = max(ranks, key=own.__getitem__, default=None)
-    others = [own[rank] for rank in ranks if rank != slowest]
-    is_clear = slowest is not None and bool(others) and own[slowest] > _CLEARLY * sum(others) / len(others)
-    rows = []
-    for rank in ranks[:limit]:
-        values, total = last[rank], last[rank]["step_s"] or math.inf
-        cells = [f"{number(1000 * values[f'{name}_s'])} ({values[f'{name}_s'] / total:.0%})" for name in PHASES]
-        rows.append(
-            (str(rank), number(1000 * values["step_s"]), *cells, "the slowest" if is_clear and rank == slowest else "")
-        )
-    titles = ("rank", "ms a step", *PHASES, "remark")
-    return Table.of(titles, rows, range(len(titles) - 1), left_out=len(ranks) - len(rows))
 
 
 def _remark(replica: ReplicaStatus, above: tuple[int, str] | None) -> str:

@@ -113,7 +113,7 @@ def parts(
         shows_history: Whether to draw `history`, which changes more rarely than the others.
 
     Returns:
-        `head`, `progress`, `error`, `curves`, `profile`, `history`, `ranks` and `notes`, in the order in which they are
+        `head`, `progress`, `error`, `curves`, `history`, `ranks` and `notes`, in the order in which they are
         shown; empty texts for absent parts. The curves and the history are data, which the page draws.
     """
     drawn = curves.data(curves.collect(status.metrics, status.losses), began=status.started)
@@ -131,7 +131,6 @@ def _parts(
         "progress": _progress(status, None if is_frozen else now, is_frozen=is_frozen),
         "error": _error(status),
         "curves": drawn,
-        "profile": profile(status),
         **({} if history is None else {"history": history}),
         **({"ranks": _ranks(status, is_frozen=is_frozen)} if shows_ranks else {}),
         "notes": _notes(status),
@@ -302,17 +301,6 @@ def _ranks(status: JobStatus, *, is_frozen: bool) -> str:
     more = f'<div style="{_MUTED};margin-top:4px">and {found.left_out:,} more ranks</div>' if found.left_out else ""
     drawn = table(found, "Ranks", colours=colours)
     return f'<div style="margin-top:12px">{_folded(status, drawn + more)}</div>'
-
-
-def profile(status: JobStatus) -> str:
-    """Draw the table of a profile; empty without a profile."""
-    found = facts.profile(status, _MAX_RANKS)
-    if not found.rows:
-        return ""
-    return (
-        '<div style="margin-top:14px"><div style="font-weight:600;margin-bottom:3px">Where the time of a step goes</div>'
-        f"{table(found, 'Profile')}</div>"
-    )
 
 
 def table(

@@ -39,7 +39,6 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
         lines += drawn(dataclasses.replace(ranks, titles=titles))
     if ranks.left_out:
         lines.append(f"and {ranks.left_out:,} more")
-    lines += profile(status)
     if error is not None:
         lines.append(f"error of rank {error[0]}: {error[1]}")
     for note in status.notes[-_MAX_NOTES:]:
@@ -47,12 +46,6 @@ def text(status: JobStatus, tail: Sequence[LogLine] = (), now: float | None = No
     if tail:
         lines += ["", *(f"{line.prefix} {facts.log_text(line)}".rstrip() for line in tail)]
     return "\n".join(lines)
-
-
-def profile(status: JobStatus) -> list[str]:
-    """The lines of a profile's table; empty without a profile."""
-    spent = facts.profile(status, _MAX_RANKS)
-    return ["where the time of a step goes:", *drawn(spent)] if spent.rows else []
 
 
 def progress_line(status: JobStatus, now: float | None) -> str:

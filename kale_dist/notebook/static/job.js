@@ -181,7 +181,7 @@ const ANSWER_MS = 2000; // a kernel that runs a cell may answer only after the c
 const SAID_MS = 6000;
 const MAX_WAIT_MS = 60000;
 const ENDED = ["succeeded", "failed", "cancelled"];
-const PARTS = ["head", "progress", "error", "curves", "profile", "history", "ranks", "notes"];
+const PARTS = ["head", "progress", "error", "curves", "history", "ranks", "notes"];
 const HISTORY_TITLE = "Memory, GPUs and waiting"; // as in job/view/curves.py
 const AFTER = {
   cancel: "The job will be cancelled then.",

@@ -1,9 +1,10 @@
 """Asks the cluster, before anything is created there, what would keep a job from running.
 
-Three dry runs (`dry_run="All"`) ask the cluster itself: of the job's object, of its Secret, and, where this user may create
-pods, of one pod of each kind as the controller would make it. They answer for rights, schema, names, the quota of one pod,
-limit ranges, Pod Security, service accounts and priority classes. They do not look at sums over pods, claims, Secrets and
-nodes: those are looked up here, where they may be read. What may not be read shows when the job runs.
+Dry runs (`dry_run="All"`) ask the cluster itself: of the job's object, of its Secret, and, where this user may create pods, of
+one pod of each kind as the controller would make it. They answer for rights, schema, names, the quota of one pod, limit ranges,
+Pod Security, service accounts and priority classes. What they do not look at is looked up here, where it may be read: claims,
+Secrets, a pod that no node can hold, and pods that a quota never allows together. What else may keep pods waiting, the scheduler
+and the quotas say when the job runs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kubernetes import client
@@ -38,13 +40,14 @@ from kale_dist.wire import InputFiles
 _TIMEOUT_S = 10.0
 _AT_ONCE = 8
 _MANY_NODES = 500
-_MANY_PODS = 5000
-_ROUNDING = 1e-6
 _ENFORCE = "pod-security.kubernetes.io/enforce"
 _RESTRICTED = "restricted"
 
 _NOT_OURS = frozenset(("rights", "forbidden", "object-exists", "busy", "server-error", "refused", "credentials"))
 """Refusals of a pod's dry run that show nothing of the controller's pods: this user's rights, and a busy cluster."""
+
+_TOLD_ELSEWHERE = frozenset(("rights", "job-exists", "object-exists"))
+"""Missing rights are reported with all others; a name that is taken has its own error class, at the submission."""
 
 _ONLY_WARN = frozenset(("webhook", "webhook-unreachable", "quota"))
 """Refusals that may not hold for the controller's pods: a webhook sees this user and a pod without an owner; a quota empties."""
@@ -52,11 +55,6 @@ _ONLY_WARN = frozenset(("webhook", "webhook-unreachable", "quota"))
 HOST_LABEL = "kubernetes.io/hostname"
 _WORDS = {"cpu": "cores", "memory": "of memory"}
 """The words after an amount of a resource."""
-
-_STAYING = frozenset(("DaemonSet", "Node", "ReplicaSet", "StatefulSet"))
-"""Owners of pods that do not end by themselves, as those of jobs do."""
-
-_SECRETS = ("secrets", "count/secrets")
 
 NOT_MADE_YET = "made-first"
 """Stands for the image in dry runs: an API server wants one."""
@@ -153,27 +151,22 @@ def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Findin
     kind = kind_of(spec)
     job = kind.make(spec, ObjectSettings(submitter=cluster.identity))
     groups = kind.pod_groups(job)
-    waits = bool(getattr(spec.cluster, "wait_for_nodes", False))
-    # A range of processes runs as soon as its lower number has room.
-    spare = spec.topology.number_of_pods - spec.topology.fewest_pods
-    least = [*groups[:-1], dataclasses.replace(groups[-1], pods=max(0, groups[-1].pods - spare))]
-    questions: tuple[Callable[[], list[Finding]], ...] = (
-        functools.partial(_dry_runs, cluster, spec, kind, job),
-        functools.partial(_dry_pods, cluster, job, groups),
+    questions: tuple[Callable[[], Iterable[Finding]], ...] = (
+        *(functools.partial(_dry_run, cluster, kind, *each) for each in _made(cluster, spec, kind, job, groups)),
         functools.partial(_claims, cluster, groups),
         functools.partial(_named, cluster, job, groups),
         functools.partial(_runtime, cluster, job),
-        *((functools.partial(_python, spec),) if spec.cuda else ()),
-        *(() if waits else (functools.partial(_nodes, cluster, least),)),
+        functools.partial(_python, spec),
+        functools.partial(_never, cluster, spec, namespace.quotas, groups),
     )
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist checks") as pool:
-        found = [item for task in [pool.submit(ask) for ask in questions] for item in task.result()]
-    sums = list(quota_sums(namespace.quotas, kind, groups))
-    # The dry run of one pod shows less of the same.
-    found = [item for item in found if not (sums and item.name in ("quota", "quota-too-small"))] + sums
-    # So does Trainer's webhook of a runtime that does not exist.
-    has_no_runtime = any(item.name == "runtime" for item in found)
-    found = [item for item in found if not (has_no_runtime and item.name == "webhook")]
+        found = [
+            item for task in [pool.submit(lambda ask=ask: [*ask()]) for ask in questions] for item in task.result()
+        ]
+    # A dry run says of one pod what the sum says of all, and Trainer's webhook that there is no such runtime.
+    names = {item.name for item in found}
+    told = {"quota": "quota-sum", "quota-too-small": "quota-sum", "webhook": "runtime"}
+    found = [item for item in found if told.get(item.name) not in names]
     missing = missing_rights(cluster, kind, namespace.granted, connects=bool(spec.keep_warm_s) or spec.kind == "live")
     # What a job does without, its plan shows.
     names_policies = spec.cluster.network_policy is not False
@@ -254,45 +247,47 @@ def missing_rights(
 # -- dry runs ------------------------------------------------------------------------------------------------------------
 
 
-def _dry_runs(cluster: Cluster, spec: Settled, kind: Kind, job: dict[str, Any]) -> list[Finding]:
-    """The object and its Secret, as they would be created."""
-    namespace, settings = cluster.namespace, ObjectSettings()
-    secret: Any = manifests.input_secret(spec, settings, {}, {InputFiles.KEY: b"0" * 32})
-    create_job = functools.partial(
-        cluster.custom.create_namespaced_custom_object_with_http_info, *kind.api, namespace, kind.plural, job
-    )
-    create_secret = functools.partial(cluster.core.create_namespaced_secret_with_http_info, namespace, secret)
-    found = []
-    for resource, name, create in (
-        (kind.plural, job["metadata"]["name"], create_job),
-        ("secrets", secret["metadata"]["name"], create_secret),
-    ):
-        doing = Doing(verb="create", resource=resource, namespace=namespace, name=name, kind=kind.word)
-        try:
-            answer = create(dry_run="All")
-            found += _warnings(answer)
-            found += _ignored_queue(cluster, kind, queue.queue_of(job), answer[0]) if resource == kind.plural else []
-        except Exception as error:
-            seen = api.look_up(error, doing)
-            # Missing rights are reported with all others; a name that is taken has its own error class, at the submission.
-            if seen.name in ("rights", "job-exists", "object-exists"):
-                continue
-            if not api.status_of(error):
-                raise api.explain(error, doing) from error
+def _made(
+    cluster: Cluster, spec: Settled, kind: Kind, job: Mapping[str, Any], groups: Sequence[PodGroup]
+) -> Iterator[tuple[str, Any, Callable[..., Any]]]:
+    """The job's object, its Secret and one pod of each kind, with their resource and what creates each."""
+    core = cluster.core
+    create: Any = cluster.custom.create_namespaced_custom_object_with_http_info
+    yield kind.plural, job, lambda place, body, **how: create(*kind.api, place, kind.plural, body, **how)
+    secret = manifests.input_secret(spec, ObjectSettings(), {}, {InputFiles.KEY: b"0" * 32})
+    yield "secrets", secret, core.create_namespaced_secret_with_http_info
+    if _lookup(functools.partial(may, cluster, "", "pods", "create")) is True:
+        for group in groups:
+            yield "pods", _example_pod(job, group), core.create_namespaced_pod_with_http_info
+
+
+def _dry_run(cluster: Cluster, kind: Kind, resource: str, body: Any, create: Callable[..., Any]) -> Iterator[Finding]:
+    """What the cluster says of an object, or of a pod as the controller would make it."""
+    is_pod, name = resource == "pods", body["metadata"]["name"]
+    doing = Doing(verb="create", resource=resource, namespace=cluster.namespace, name=name, kind=kind.word)
+    try:
+        answer = create(cluster.namespace, body, dry_run="All", _request_timeout=_TIMEOUT_S)
+    except Exception as error:
+        seen, answers = api.look_up(error, doing), bool(api.status_of(error))
+        if not (is_pod or answers or seen.name in _TOLD_ELSEWHERE):
+            raise api.explain(error, doing) from error
+        # What cannot be asked of a pod here shows when the job runs.
+        if is_pod and answers and seen.name not in _NOT_OURS:
+            yield Finding(name=seen.name, trouble=seen.trouble, is_fatal=seen.name not in _ONLY_WARN)
+        elif not is_pod and seen.name not in _TOLD_ELSEWHERE:
             trouble = dataclasses.replace(seen.trouble, sentence=f"Cannot {doing}: {seen.words}")
-            found.append(Finding(name=seen.name, trouble=trouble, is_fatal=seen.name not in ("busy", "server-error")))
-    return found
+            yield Finding(name=seen.name, trouble=trouble, is_fatal=seen.name not in ("busy", "server-error"))
+        return
+    yield from _warnings(answer)
+    if resource == kind.plural:
+        yield from _ignored_queue(cluster, kind, queue.queue_of(body), answer[0])
 
 
-def _ignored_queue(cluster: Cluster, kind: Kind, name: str, taken: Any) -> list[Finding]:
+def _ignored_queue(cluster: Cluster, kind: Kind, name: str, taken: Any) -> Iterator[Finding]:
     """Kueue suspends what names a queue as soon as it is created; it does not know every kind."""
-    if (
-        not name
-        or kind.is_suspended(taken)
-        or _lookup(functools.partial(_read_queue, cluster, name)) in (None, _MISSING)
-    ):
-        return []
-    return [_found("queue-ignored", is_fatal=False, object=name, **sentences.facts_of(kind))]
+    is_free = bool(name) and not kind.is_suspended(taken)
+    if is_free and _lookup(functools.partial(_read_queue, cluster, name)) not in (None, _MISSING):
+        yield _found("queue-ignored", is_fatal=False, object=name, **sentences.facts_of(kind))
 
 
 def _read_queue(cluster: Cluster, name: str) -> Any:
@@ -300,164 +295,72 @@ def _read_queue(cluster: Cluster, name: str) -> Any:
     return cluster.custom.get_namespaced_custom_object(*where)
 
 
-def _dry_pods(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup]) -> list[Finding]:
-    """One pod of each kind, as the controller would make it."""
-    if _lookup(functools.partial(may, cluster, "", "pods", "create")) is not True:
-        return []
-    found = []
-    for pod in _example_pods(job, groups):
-        doing = Doing(verb="create", resource="pods", namespace=cluster.namespace, name=pod["metadata"]["name"])
-        try:
-            found += _warnings(
-                cluster.core.create_namespaced_pod_with_http_info(
-                    cluster.namespace, pod, dry_run="All", _request_timeout=_TIMEOUT_S
-                )
-            )
-        except Exception as error:  # noqa: BLE001 - what cannot be checked here shows when the job runs
-            seen = api.look_up(error, doing)
-            if api.status_of(error) and seen.name not in _NOT_OURS:
-                found.append(Finding(name=seen.name, trouble=seen.trouble, is_fatal=seen.name not in _ONLY_WARN))
-    return found
+def _example_pod(job: Mapping[str, Any], group: PodGroup) -> dict[str, Any]:
+    template = copy.deepcopy(group.template)
+    meta = template.setdefault("metadata", {})
+    meta |= {"name": f"{job['metadata']['name']}-{group.role}-0", "namespace": job["metadata"]["namespace"]}
+    spec = {**template["spec"], "restartPolicy": "Never"}
+    if group.put_before:
+        spec["initContainers"] = [*spec.get("initContainers", ()), *group.put_before]
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
 
-def _example_pods(job: Mapping[str, Any], groups: Sequence[PodGroup]) -> Iterator[Any]:
-    for group in groups:
-        template = copy.deepcopy(group.template)
-        meta = template.setdefault("metadata", {})
-        meta |= {"name": f"{job['metadata']['name']}-{group.role}-0", "namespace": job["metadata"]["namespace"]}
-        spec = {**template["spec"], "restartPolicy": "Never"}
-        if group.put_before:
-            spec["initContainers"] = [*spec.get("initContainers", ()), *group.put_before]
-        yield {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
-
-
-def _warnings(answer: Any) -> list[Finding]:
+def _warnings(answer: Any) -> Iterator[Finding]:
     """The API server's warnings about an object that it accepts: unknown fields, Pod Security that only warns."""
-    headers = answer[2] or {}
-    values = [value for name, value in headers.items() if name.lower() == "warning"]
-    texts = [part.split('"')[1] for value in values for part in value.split("299 - ") if part.count('"') >= 2]  # noqa: PLR2004 - a pair
-    return [
-        Finding(name="warning", trouble=Trouble(sentence=f"The API server says: {sentences.cut(text)}"), is_fatal=False)
-        for text in texts
-    ]
+    values = [value for name, value in (answer[2] or {}).items() if name.lower() == "warning"]
+    for text in re.findall(r'299 - "((?:\\.|[^"\\])*)"', " ".join(values)):
+        said = sentences.cut(text.replace('\\"', '"'))
+        trouble = Trouble(sentence=f"The API server says: {said}")
+        yield Finding(name="warning", trouble=trouble, is_fatal=False)
 
 
-# -- sums, nodes and names -----------------------------------------------------------------------------------------------
+# -- sizes, nodes and names ----------------------------------------------------------------------------------------------
 
 
-def sums_of(groups: Sequence[PodGroup]) -> dict[str, float]:
-    """What all pods of a job ask for together, of each resource."""
-    together: dict[str, float] = {}
+def _never(cluster: Cluster, spec: Settled, quotas: Sequence[Any], groups: Sequence[PodGroup]) -> Iterator[Finding]:
+    """What can never be, whoever ends: pods that a quota does not allow together, and a pod that is larger than every node."""
+    largest: dict[str, float] = {}
+    together = {"pods": float(spec.topology.fewest_pods)}
+    # A range of processes runs as soon as its lower number has room.
+    spare = spec.topology.number_of_pods - spec.topology.fewest_pods
     for group in groups:
-        for key, amount in _amounts(group).items():
-            together[key] = together.get(key, 0.0) + amount * group.pods
-    return together
+        pods = group.pods - (spare if group is groups[-1] else 0)
+        for key, amount in _requests(group).items():
+            largest[key] = max(largest.get(key, 0.0), amount)
+            together[key] = together.get(key, 0.0) + amount * pods
+    for quota in quotas:
+        for name, text in (quota.spec.hard or {}).items():
+            needed = together.get(name.removeprefix("requests."), 0.0)
+            if needed > quantities.amount(text):
+                facts = {"limited": quantities.amount(text), "requested": needed}
+                texts = {key: f"{name}={quantities.amount_text(name, amount)}" for key, amount in facts.items()}
+                meta = quota.metadata
+                yield _found(
+                    "quota-sum", "quota-too-small", is_fatal=True, quota=meta.name, namespace=meta.namespace, **texts
+                )
+    nodes = () if spec.cluster.wait_for_nodes else _list_nodes(cluster) or ()
+    for key, needed in largest.items() if 0 < len(nodes) < _MANY_NODES else ():
+        most = max(quantities.amount((node.status.allocatable or {}).get(key, "0")) for node in nodes)
+        if needed > most:
+            facts = {"wanted": needed, "largest": most}
+            texts = {name: quantities.amount_text(key, amount) for name, amount in facts.items()}
+            yield _found("nodes-too-small", is_fatal=True, resource=_WORDS.get(key, f"of {key}"), **texts)
 
 
-def _amounts(group: PodGroup, *, limits: bool = False) -> dict[str, float]:
-    """What a pod asks for of each resource, or its limits."""
+def _requests(group: PodGroup) -> dict[str, float]:
+    """What a pod asks for of each resource."""
     sums: dict[str, float] = {}
     for container in group.template["spec"]["containers"]:
         resources = container.get("resources") or {}
-        asked = {**(resources.get("limits") or {}), **({} if limits else resources.get("requests") or {})}
-        for key, text in asked.items():
+        for key, text in {**(resources.get("limits") or {}), **(resources.get("requests") or {})}.items():
             sums[key] = sums.get(key, 0.0) + quantities.amount(text)
     return sums
-
-
-def quota_sums(quotas: Sequence[Any], kind: Kind, groups: Sequence[PodGroup]) -> Iterator[Finding]:
-    """Quotas that the job exceeds: all of its pods together, which no dry run sums up."""
-    once = (f"count/{kind.plural}.{kind.group}", *_SECRETS)
-    asked = dict.fromkeys(once, 1.0)
-    counted = ("pods", "count/pods", *(("services", "count/services") if kind.services_a_pod else ()))
-    for group in groups:
-        requests, limits = _amounts(group), _amounts(group, limits=True)
-        amounts = {
-            **dict.fromkeys(counted, 1.0),
-            **requests,
-            **{f"requests.{key}": amount for key, amount in requests.items()},
-            **{f"limits.{key}": amount for key, amount in limits.items()},
-        }
-        for key, amount in amounts.items():
-            asked[key] = asked.get(key, 0.0) + amount * group.pods
-    for quota in quotas:
-        hard, used = quota.status.hard or quota.spec.hard or {}, quota.status.used or {}
-        for key, text in hard.items():
-            need, limit, taken = asked.get(key, 0.0), quantities.amount(text), quantities.amount(used.get(key, "0"))
-            if not need or taken + need <= limit:
-                continue
-            allowed, is_used, needed = (quantities.amount_text(key, number) for number in (limit, taken, need))
-            name, what = "quota-too-small" if need > limit else "quota", key.removeprefix("count/")
-            yield _found(
-                # What this library makes itself is refused at once, and not only a pod.
-                name, is_fatal=need > limit or key in once, quota=quota.metadata.name, namespace=quota.metadata.namespace,
-                limited=f"{what}={allowed}", used=is_used, requested=f"{what}={needed}",
-            )  # fmt: skip
-
-
-def _nodes(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
-    """What the job asks for and the nodes can never hold; empty for the many users who may not list nodes."""
-    found = _list_nodes(cluster)
-    if found is None or len(found) >= _MANY_NODES:
-        return []
-    never = list(node_sums([node.status.allocatable or {} for node in found], groups))
-    list_pods = functools.partial(cluster.core.list_pod_for_all_namespaces, limit=_MANY_PODS)
-    pods = None if never else _lookup(lambda: list_pods(_request_timeout=_TIMEOUT_S).items)
-    return never if pods is None or pods is _MISSING else list(_no_room(found, pods, groups))
 
 
 def _list_nodes(cluster: Cluster) -> Sequence[Any] | None:
     """The nodes, not all of very many; None if this user may not list them."""
     found = _lookup(lambda: cluster.core.list_node(limit=_MANY_NODES, _request_timeout=_TIMEOUT_S).items)
     return None if found is _MISSING else found
-
-
-def _no_room(nodes: Sequence[Any], pods: Sequence[Any], groups: Sequence[PodGroup]) -> Iterator[Finding]:
-    """The resource of which the nodes hold too little for all pods of the job, beside the pods that do not end by themselves."""
-    free = {
-        node.metadata.name: {key: quantities.amount(text) for key, text in (node.status.allocatable or {}).items()}
-        for node in nodes
-    }
-    for pod in pods:
-        owners = {owner.kind for owner in pod.metadata.owner_references or ()}
-        if pod.spec.node_name in free and owners & _STAYING and pod.status.phase == "Running":
-            for container in pod.spec.containers:
-                for key, text in ((container.resources and container.resources.requests) or {}).items():
-                    left = free[pod.spec.node_name]
-                    left[key] = left.get(key, 0.0) - quantities.amount(text)
-    for key in sums_of(groups):
-        asked = sorted((_amounts(group).get(key, 0.0) for group in groups for _ in range(group.pods)), reverse=True)
-        room = [left.get(key, 0.0) for left in free.values()]
-        placed = 0
-        for amount in asked:
-            number = next((number for number, left in enumerate(room) if left >= amount - _ROUNDING), None)
-            if number is not None:
-                room[number] -= amount
-                placed += 1
-        if placed < len(asked):
-            texts = {"wanted": sum(asked), "largest": max(0.0, sum(left.get(key, 0.0) for left in free.values()))}
-            facts = {name: quantities.amount_text(key, amount) for name, amount in texts.items()}
-            facts |= {"pods": str(len(asked)), "placed": str(placed), "resource": _WORDS.get(key, f"of {key}")}
-            yield _found("no-room", is_fatal=False, **facts)
-
-
-def node_sums(allocatable: Sequence[Mapping[str, str]], groups: Sequence[PodGroup]) -> Iterator[Finding]:
-    """What a job asks for that the nodes can never hold, even when they are empty."""
-    largest_pod: dict[str, float] = {}
-    together = sums_of(groups)
-    for group in groups:
-        for key, amount in _amounts(group).items():
-            largest_pod[key] = max(largest_pod.get(key, 0.0), amount)
-    for key, needed in largest_pod.items():
-        have = [quantities.amount(node.get(key, "0")) for node in allocatable]
-        for name, wanted, there in (
-            ("nodes-too-small", needed, max(have, default=0.0)),
-            ("cluster-too-small", together[key], sum(have)),
-        ):
-            if wanted > there:
-                texts = {"wanted": quantities.amount_text(key, wanted), "largest": quantities.amount_text(key, there)}
-                yield _found(name, is_fatal=True, resource=_WORDS.get(key, f"of {key}"), **texts)
-                break
 
 
 _SHARE = 0.9
@@ -512,33 +415,27 @@ def fitted(
     return dataclasses.replace(given, **chosen), note
 
 
-def _claims(cluster: Cluster, groups: Sequence[PodGroup]) -> list[Finding]:
+def _claims(cluster: Cluster, groups: Sequence[PodGroup]) -> Iterator[Finding]:
     core, namespace = cluster.core, cluster.namespace
     pods = sum(group.pods for group in groups)
     volumes = [volume for group in groups for volume in group.template["spec"].get("volumes") or ()]
-    found = []
-    for name in dict.fromkeys(
-        volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume
-    ):
+    claims = [volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume]
+    for name in dict.fromkeys(claims):
         read = functools.partial(core.read_namespaced_persistent_volume_claim, name, namespace)
-        claim = _lookup(functools.partial(read, _request_timeout=_TIMEOUT_S))
-        if claim is None:
-            continue
-        facts = {"object": name, "namespace": namespace, "pods": str(pods), "kind": "persistentvolumeclaim"}
-        facts["claims"] = name
-        problem = ""
+        claim, problem, why = _lookup(functools.partial(read, _request_timeout=_TIMEOUT_S)), "", ""
         if claim is _MISSING:
             problem = "missing"
-        elif claim.metadata.deletion_timestamp is not None or claim.status.phase == "Lost":
+        elif claim is not None and (claim.metadata.deletion_timestamp is not None or claim.status.phase == "Lost"):
             problem = "claim-lost"
-            facts["why"] = "it has lost its volume" if claim.status.phase == "Lost" else "it is being deleted"
-        elif pods > 1:
+            why = "it has lost its volume" if claim.status.phase == "Lost" else "it is being deleted"
+        elif claim is not None and pods > 1:
             modes = set(claim.status.access_modes or claim.spec.access_modes or ())
             one_node = "" if all(_is_held(group.template["spec"]) for group in groups) else "claim-one-node"
             problem = {("ReadWriteOncePod",): "claim-one-pod", ("ReadWriteOnce",): one_node}.get(tuple(modes), "")
         if problem:
-            found.append(_found("claim", problem, is_fatal=problem != "claim-one-node", **facts))
-    return found
+            facts = {"object": name, "claims": name, "namespace": namespace, "pods": str(pods), "why": why}
+            is_fatal = problem != "claim-one-node"
+            yield _found("claim", problem, is_fatal=is_fatal, kind="persistentvolumeclaim", **facts)
 
 
 def _is_held(pod: Mapping[str, Any]) -> bool:
@@ -548,62 +445,46 @@ def _is_held(pod: Mapping[str, Any]) -> bool:
     return HOST_LABEL in (pod.get("nodeSelector") or {}) or any(term.get("matchFields") for term in terms)
 
 
-def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup]) -> list[Finding]:
+def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup]) -> Iterator[Finding]:
     """Secrets, ConfigMaps and a queue that the job names."""
-    core, namespace = cluster.core, cluster.namespace
-    own = manifests.input_secret_name(job["metadata"]["name"])
-    secrets: list[str] = []
-    config_maps: list[str] = []
-    pull_secrets: list[str] = []
+    core, namespace, queue_name = cluster.core, cluster.namespace, queue.queue_of(job)
+    named = [("queue-missing", "queue", queue_name)] if queue_name else []
     for pod in (group.template["spec"] for group in groups):
-        for volume in pod.get("volumes") or ():
-            if "secret" in volume and not volume["secret"].get("optional"):
-                secrets.append(volume["secret"]["secretName"])
-            if "configMap" in volume and not volume["configMap"].get("optional"):
-                config_maps.append(volume["configMap"]["name"])
-        for variable in (entry for each in pod["containers"] for entry in each.get("env") or ()):
-            source = (variable.get("valueFrom") or {}).get("secretKeyRef")
-            if source and not source.get("optional"):
-                secrets.append(source["name"])
-        pull_secrets += [secret["name"] for secret in pod.get("imagePullSecrets") or ()]
-    queue_name = queue.queue_of(job)
-    kinds: tuple[tuple[str, str, Sequence[str], Callable[[str], Any]], ...] = (
-        ("missing", "secret", [name for name in secrets if name != own],
-         lambda name: core.read_namespaced_secret(name, namespace)),
-        ("missing", "configmap", config_maps, lambda name: core.read_namespaced_config_map(name, namespace)),
-        ("pull-secret-missing", "secret", pull_secrets, lambda name: core.read_namespaced_secret(name, namespace)),
-        ("queue-missing", "queue", [queue_name] if queue_name else [], functools.partial(_read_queue, cluster)),
-    )  # fmt: skip
-    return [
-        _found("missing", entry, is_fatal=entry == "missing", kind=kind, object=name, namespace=namespace)
-        for entry, kind, names, read in kinds
-        for name in dict.fromkeys(names)
-        if _lookup(functools.partial(read, name)) is _MISSING
-    ]
+        variables = [entry.get("valueFrom") or {} for each in pod["containers"] for entry in each.get("env") or ()]
+        for holder, word, field in (
+            *((volume, "secret", "secretName") for volume in pod.get("volumes") or ()),
+            *((volume, "configMap", "name") for volume in pod.get("volumes") or ()),
+            *((variable, "secretKeyRef", "name") for variable in variables),
+        ):
+            if word in holder and not holder[word].get("optional"):
+                named.append(("missing", word.removesuffix("KeyRef").lower(), holder[word][field]))
+        named += [("pull-secret-missing", "secret", secret["name"]) for secret in pod.get("imagePullSecrets") or ()]
+    reads = {"secret": core.read_namespaced_secret, "configmap": core.read_namespaced_config_map}
+    own = manifests.input_secret_name(job["metadata"]["name"])
+    for entry, kind, name in dict.fromkeys(named):
+        is_queue = kind == "queue"
+        read = (
+            functools.partial(_read_queue, cluster) if is_queue else functools.partial(reads[kind], namespace=namespace)
+        )
+        if name != own and _lookup(functools.partial(read, name)) is _MISSING:
+            yield _found("missing", entry, is_fatal=entry == "missing", kind=kind, object=name, namespace=namespace)
 
 
-def _python(spec: Settled) -> list[Finding]:
+def _python(spec: Settled) -> Iterator[Finding]:
     """Compare the image's Python, as its registry names it, with the notebook's."""
-    variables = {} if spec.image == NOT_MADE_YET else for_job.variables_of(spec.image)
+    variables = {} if spec.image == NOT_MADE_YET or not spec.cuda else for_job.variables_of(spec.image)
     version, here = variables.get("PYTHON_VERSION", ""), loading.python_version()
-    if not version or version.split(".")[:2] == here.split("."):
-        return []
-    return [_found("image-python", is_fatal=False, image=spec.image, version=version, here=here)]
+    if version and version.split(".")[:2] != here.split("."):
+        yield _found("image-python", is_fatal=False, image=spec.image, version=version, here=here)
 
 
-def _runtime(cluster: Cluster, job: Mapping[str, Any]) -> list[Finding]:
+def _runtime(cluster: Cluster, job: Mapping[str, Any]) -> Iterator[Finding]:
     """The runtime that a TrainJob names; only few users may read those of the whole cluster."""
     wanted = job["spec"].get("runtimeRef")
     there = objects.runtimes(cluster) if wanted else ()
-    if not there or not wanted:
-        return []
-    prefix = "TrainingRuntime/" if wanted["kind"] == "TrainingRuntime" else ""
-    name = f"{prefix}{wanted['name']}"
-    return (
-        []
-        if name in there
-        else [_found("runtime", "runtime-missing", is_fatal=True, object=name, there=", ".join(there))]
-    )
+    name = f"{'TrainingRuntime/' * (wanted['kind'] == 'TrainingRuntime')}{wanted['name']}" if wanted else ""
+    if there and name not in there:
+        yield _found("runtime", "runtime-missing", is_fatal=True, object=name, there=", ".join(there))
 
 
 def _found(name: str, entry: str = "", *, is_fatal: bool, **facts: str) -> Finding:

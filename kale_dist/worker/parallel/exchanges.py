@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from kale_dist.worker.training.clock import timed
 from kale_dist.worker.training.group import Group
-from kale_dist.worker.training.profiling import timed
 
 _RANK = 4
 _PLAIN_STEPS = 10

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from kale_dist.errors import KaleDistError
+from kale_dist.worker.training.clock import timed
 from kale_dist.worker.training.group import Group
-from kale_dist.worker.training.profiling import timed
 
 SLOT_BYTES = 4 << 20
 """A slot's largest size, which stays in a core's cache; longer tensors are exchanged in pieces."""

@@ -19,6 +19,7 @@ from kale_dist.wording import listed
 from kale_dist.worker.training import checkpoint, model_file, parts, supervised
 from kale_dist.worker.training.callbacks import Callbacks
 from kale_dist.worker.training.checkpoint import Stored
+from kale_dist.worker.training.clock import CLOCK, collective_s
 from kale_dist.worker.training.contents import Checkpoint, Given, Position, Progress, RankPosition, Resume
 from kale_dist.worker.training.data.batches import Feed, Role
 from kale_dist.worker.training.data.generators import RandomStates, seed_generators
@@ -28,7 +29,6 @@ from kale_dist.worker.training.group import Group, bits_of, copy_where_differing
 from kale_dist.worker.training.notices import STOPPED, Captured, Losses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
 from kale_dist.worker.training.parts import Folders, Made
-from kale_dist.worker.training.profiling import CLOCK, Profiler, collective_s
 from kale_dist.worker.training.result import (
     Averaged,
     Structure,
@@ -214,7 +214,6 @@ class Session:
     control: OptimizerControl
     losses: Losses
     callbacks: Callbacks
-    profiler: Profiler | None
     captured: Captured | None
     """Set in rank 0 until the end of the first epoch."""
     drifts: int = 0
@@ -241,9 +240,8 @@ class Session:
             name = torch.cuda.get_device_name(group.device)
             group.log(f"precision='bf16' is emulated on this GPU ({name}), and slow. Use precision='fp16'.")
         _follow_lazy_modules((trained.model, trained.criterion), strategy)
-        profiler = Profiler(training.profile, group.device, strategy) if training.profile else None
         losses = Losses(group, trained.model)
-        loaders = _loaders(setup, profiler, losses)
+        loaders = _loaders(setup, losses)
         callbacks = Callbacks(training, trained.model, strategy, setup.layouts, group)
         control = _control(setup, loaders, callbacks)
         stack.enter_context(control.installed())
@@ -267,7 +265,6 @@ class Session:
             control=control,
             losses=losses,
             callbacks=callbacks,
-            profiler=profiler,
             captured=Captured(training, trained) if group.rank == 0 else None,
             bits=bits_of(trained.tensors().values()),
         )
@@ -373,8 +370,6 @@ class Session:
                 ranks=2,
                 warns=True,
             )
-        if self.profiler is not None:
-            self.profiler.end(epoch)
         self.control.flush()
         self._follow_names()
         self.strategy.end_epoch()
@@ -672,7 +667,6 @@ class Session:
             metrics=progress.values,
             epochs=progress.epochs,
             stopped_early=progress.stopped,
-            trace=None if self.profiler is None else self.profiler.trace,
         )
         if state is None:
             return outcome
@@ -694,11 +688,11 @@ class Session:
 # -- parts of a session ----------------------------------------------------------------------------------------------
 
 
-def _loaders(setup: Setup, profiler: Profiler | None, losses: Losses) -> Loaders:
+def _loaders(setup: Setup, losses: Losses) -> Loaders:
     """The loaders with their feeds, not divided yet."""
     parts = setup.parts
     evaluation = Role(name="eval", group=parts.column, row=parts.row, epochs=setup.training.epochs, loss=losses.latest)
-    train = dataclasses.replace(evaluation, name="train", pace=parts.pace, strategy=setup.strategy, profiler=profiler)
+    train = dataclasses.replace(evaluation, name="train", pace=parts.pace, strategy=setup.strategy)
     feed = Feed(role=train)
     return Loaders(setup.training, setup.trained, setup.group, feed, Feed(role=evaluation, training=feed))
 

@@ -242,8 +242,6 @@ class TrainingResult:
     strategy: dict[str, float] = dataclasses.field(default_factory=dict)
     """Numbers of the strategy, summed over ranks and epochs, such as `bytes_sent`; of the last epoch where a sum means nothing
     (`consensus_distance`). `collective_s` are the seconds in collectives, a mean over ranks."""
-    trace: bytes | None = dataclasses.field(default=None, repr=False)
-    """This rank's Chrome trace, compressed by gzip, if `profile` was given; `job.profile().trace()` writes it to a file."""
 
     def __getitem__(self, name: str) -> Any:
         """Refuse a name that is asked of the result itself."""

@@ -39,7 +39,6 @@ class Training:
     """Settings, also where the call gave a word or nothing."""
     state: Sequence[Any] = ()
     callbacks: Sequence[Any] = ()
-    profile: int | None = None
     save_to: Any = None
     """The call's own value; once it is checked, a path or a URL that rank 0 writes to, a folder for a model in parts, or None."""
 

@@ -305,18 +305,6 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             heals=False,
         ),
         Entry(
-            "cluster-too-small", (Seen.STRUCTURE,), "",
-            "the pods need {wanted} {resource} together, and the cluster has {largest}: they can never all run",
-            "Ask for less (resources=, number_of_processes=), or give wait_for_nodes=True if the cluster adds nodes when pods wait",
-            heals=False,
-        ),
-        Entry(
-            "no-room", (Seen.STRUCTURE,), "",
-            "the {pods} pods need {wanted} {resource} together, and beside pods that do not end by themselves the nodes have "
-            "{largest}, room for {placed} of them: the job waits until such pods are gone",
-            "Ask for less (resources=, number_of_processes=), or give wait_for_nodes=True if the cluster adds nodes when pods wait",
-        ),
-        Entry(
             "pull-secret-missing", (Seen.STRUCTURE,), "",
             "there is no Secret {object} in the namespace {namespace}, which image_pull_secrets= names",
             "Without it the nodes may not be able to pull the image",

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from kale_dist.errors import KaleDistError
 from kale_dist.wire import EventKind, context
+from kale_dist.worker.training.clock import CLOCK, MOVING, time_spent
 from kale_dist.worker.training.contents import Position, RankPosition
 from kale_dist.worker.training.data.dealing import length
 from kale_dist.worker.training.data.generators import (
@@ -26,7 +27,6 @@ from kale_dist.worker.training.data.generators import (
 from kale_dist.worker.training.data.moving import count, move
 from kale_dist.worker.training.data.sharding import Pace, Portion
 from kale_dist.worker.training.group import Group
-from kale_dist.worker.training.profiling import CLOCK, MOVING, Profiler, time_spent
 from kale_dist.worker.training.strategy import Strategy
 
 
@@ -59,8 +59,6 @@ class Role:
     pace: Pace | None = None
     """None for a loader that is not trained on."""
     strategy: Strategy | None = None
-    profiler: Profiler | None = None
-    """None where no profile is wanted."""
 
     @property
     def argument(self) -> str:
@@ -263,8 +261,6 @@ class Batches:
         if not self._has_begun:
             self._has_begun = True
             self._go_to_start()
-        if role.profiler is not None:
-            role.profiler.begin_step(counts.epoch)
         with CLOCK.phase("data"):
             try:
                 portion, batch = self._next() if role.row.is_alone else self._next_of_peers()
@@ -273,8 +269,6 @@ class Batches:
                 raise
             with CLOCK.phase(MOVING):
                 batch = move(batch, role.group.device)
-        if role.profiler is not None:
-            role.profiler.took_batch()
         self.index += 1
         self.samples += portion.local
         counts.samples += portion.local
