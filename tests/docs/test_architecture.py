@@ -20,6 +20,47 @@ def test_every_file_that_it_names_is_there():
     assert len(named) > 30
 
 
+def rows():
+    """The rows of "Where frequent changes go": the change, and the text about its files."""
+    table = PAGE.partition("Where frequent changes go:")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| (.+?) \| (.+) \|$", table, re.MULTILINE))
+
+
+def test_each_name_that_a_row_of_frequent_changes_gives_is_in_its_files():
+    for change, text in rows().items():
+        named = re.findall(r"`([\w./]+\.(?:py|md))`", f"{change} {text}")
+        paths = [
+            path
+            for path in (*LIBRARY.rglob("*.py"), *(ROOT / "docs").glob("*.md"))
+            if any(f"/{path}".endswith(f"/{one}") for one in named)
+        ]
+        content = "\n".join(path.read_text() for path in paths)
+        for name in re.findall(r"`(\w+)(?:\.\w+)?`(?! in `(?:image|docs))", text):
+            assert name in content, (change, name)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change", "elsewhere"),
+    [
+        ("stall_warn_s", "an argument of both verbs that agents read", set()),
+        ("clip_norm", "an argument of `distribute` that ranks read", {"calls/signatures.py"}),
+        ("runtime_class", "a setting of a place", set()),
+    ],
+)
+def test_an_argument_stands_in_the_files_of_its_row_alone(argument, change, elsewhere):
+    found = {
+        path.relative_to(LIBRARY).as_posix()
+        for path in LIBRARY.rglob("*.py")
+        if re.search(rf"\b{argument}\b", path.read_text())
+    }
+    named = set(re.findall(r"`([\w/]+\.py)`", rows()[change]))
+    assert {one for one in found if one.startswith(("calls/", "cli/", "job/", "wire/"))} <= named | elsewhere
+    pages = [
+        name for name in re.findall(r"`(docs/\w+\.md)`", rows()[change]) if f"`{argument}`" in (ROOT / name).read_text()
+    ]
+    assert pages
+
+
 def test_its_tree_names_everything_in_the_root_of_the_library():
     tree = re.search(r"```text\nkale_dist/\n(.*?)```", PAGE, re.DOTALL)[1]
     own = {path.name for path in LIBRARY.glob("*.py")} | {
