@@ -27,7 +27,7 @@ class Continued:
     """The job's reference, or the file's path."""
     path: pathlib.Path
     sentences: tuple[str, ...]
-    """From where the training continues, and what this call sets otherwise than the earlier one."""
+    """The checkpoint to continue from, and the settings that this call changes."""
     options: tuple[Mapping[str, Any], ...]
     """Of the optimizer's parameter groups once they are restored; empty where the call's own count."""
     schedule: Mapping[str, Any]

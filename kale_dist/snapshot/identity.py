@@ -18,7 +18,7 @@ def storage_id(storage: Any) -> int:
 
 
 def place_of(tensor: Any) -> tuple[Any, ...] | None:
-    """Return what strided tensors share that show the same numbers; None without memory of its own, as of a DTensor or an empty one."""
+    """A key that is equal for tensors that view the same memory; None for tensors without memory, such as a DTensor or an empty one."""
     if not tensor.numel() or not tensor.data_ptr():
         return None
     form = tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()

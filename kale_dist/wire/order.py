@@ -189,7 +189,7 @@ class Order:
     job: str
     """The job's name."""
     object: str
-    """Name of its object, such as `<name>-2`, with which outcomes are signed: one of an earlier object is none of this one."""
+    """The object's name, such as `<name>-2`. It is part of each outcome's signature, so an outcome of an earlier object is rejected."""
     used_restarts: int = 0
     """How many restarts earlier heads of the job have used, as far as the notebook knew."""
     number_of_processes: int

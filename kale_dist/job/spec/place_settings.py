@@ -370,7 +370,7 @@ def word_of(place: Place) -> str:
 
 
 def filled(place: T, configured: T) -> T:
-    """A place with what it leaves open taken from a configured one of its kind."""
+    """A place whose unset settings are those of a configured one of its kind."""
     fields = dataclasses.fields(place)  # type: ignore[arg-type]
     mine = {field.name for field, _ in _set(place, fields)}
     changes = {field.name: value for field, value in _set(configured, fields) if field.name not in mine}

@@ -264,7 +264,7 @@ def _data(one: Series, began: float | None) -> dict[str, Any]:
 
 
 def _places(one: Series, began: float | None) -> dict[str, Any]:
-    """Where its points and gaps are on the other axes that know all of them."""
+    """Positions of the points and gaps on each other axis that has a value for all of them."""
     found = {}
     xs = {x for x, _ in one.points} | {x for gap in one.gaps for x in gap}
     for axis, known in one.places.items():

@@ -16,7 +16,7 @@ from kale_dist.places.manifests.bootstrap import EXIT_CODE
 from kale_dist.wire import FailureCause, RankStateName, StateName, Verdict, visible
 
 RETRIED = frozenset(("evicted", "deleted", "node lost", "preempted", "killed"))
-"""Losses after which a job is renewed. Out of memory is none of them: it would only happen again."""
+"""Losses after which a job is renewed. Running out of memory is not one of them, because it would happen again."""
 
 _UNSURE = (FailureCause.AGENT_DIED, FailureCause.DIED, FailureCause.LEFT, FailureCause.LOST)
 """Causes of a head's verdict that only state that something was killed; the place may know by what."""

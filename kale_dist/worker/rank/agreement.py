@@ -37,7 +37,7 @@ class _Scope:
     savers: tuple[SaveAtOneStep, ...] = ()
     """The trainings that save."""
     own: SaveAtOneStep | None = None
-    """That of the user's loop."""
+    """The user's own loop, registered by `kd.leaving()`."""
 
 
 def begin(store: Any, name: str = "function") -> None:
@@ -117,7 +117,7 @@ class SaveAtOneStep:
 
     @classmethod
     def of(cls, world_size: int, *, is_in_step: bool = True) -> SaveAtOneStep | None:
-        """That of a training on so many ranks; None where nobody asks, or where only some ranks of the job train."""
+        """The saver of a training on so many ranks; None if no agent asks for checkpoints, or only some ranks of the job train."""
         place = context.context()
         is_alone = world_size == 1
         if not place.in_job or not (is_alone or (world_size == place.world_size and _Scope.store is not None)):

@@ -365,8 +365,8 @@ class Session:
         if not feed.counts.passes:
             # Before this rank meets the others, who may be in another place. Two ranks see it, whoever of them it is.
             self.group.log(
-                "train_step did not iterate the loader it was given, or its class iterates by itself: data is not divided over the"
-                " ranks. Where the step makes a loader of its own, all ranks read the same: make it before the call, and pass it.",
+                "train_step did not iterate the loader it was given, or the loader's class overrides `__iter__`: the data is not sharded."
+                " Where the step makes a loader of its own, all ranks read the same: make it before the call, and pass it.",
                 ranks=2,
                 warns=True,
             )

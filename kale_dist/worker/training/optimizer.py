@@ -70,8 +70,8 @@ class Schedules:
             )
             return 1
         self.group.log(
-            f"{name} was made for {total} steps ({per_epoch}): in each batch it moves by the progress through the data,"
-            " and ends where it would on one process."
+            f"{name} was made for {total} steps ({per_epoch}): it is stepped in proportion to the data read,"
+            " so the schedule ends where it would on one process."
         )
         index = portion.index // self.pace.accumulate
         return (index + 1) * alone // steps - index * alone // steps

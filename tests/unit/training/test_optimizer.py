@@ -419,7 +419,7 @@ def test_a_schedule_made_for_the_batches_of_one_process_ends_where_it_would_ther
             assert found[0] == last
             assert found[1] == pytest.approx(rate, abs=1e-12)
     said = ranks(2, lambda: rates(make, samples, 2))[0][2]
-    assert "moves by the progress through the data" in said
+    assert "stepped in proportion to the data read" in said
 
 
 def test_a_schedule_made_for_the_ranks_is_stepped_once_a_batch(ranks):
