@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib.machinery
 import inspect
 import pathlib
@@ -126,7 +127,7 @@ class _Collector:
         else:
             folders = [pathlib.Path(place) for place in spec.submodule_search_locations]
             added = [file for folder in folders for file in self._package(top, folder)]
-        return [found for file in added for found in _imports(file)]
+        return [found for file in added for found in _imports(_text(file.source), file.source)]
 
     def add_script(self, path: pathlib.Path, words: Iterable[str]) -> list[str]:
         """Add a script, and return the names that it imports.
@@ -140,7 +141,7 @@ class _Collector:
         folders = (path.parent.resolve(), pathlib.Path.cwd().resolve())
         data = (self._file("", folder, file) for folder in folders for name in inside for file in _below(folder / name))
         self._keep([script], data, path)
-        return list(_imports(script))
+        return list(_imports(_text(script.source), script.source))
 
     def has_taken(self, name: str) -> bool:
         """Whether a name is a local module, or a member of one."""
@@ -248,11 +249,11 @@ def _text(path: pathlib.Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.suffix == ".py" else ""
 
 
-def _tree(path: pathlib.Path) -> ast.AST | None:
-    """A file's syntax tree; None if it is not Python."""
+def _tree(text: str, path: pathlib.Path) -> ast.AST | None:
+    """The syntax tree of a file's text; None if it is not Python."""
     for _ in range(_PARSING_TRIES):
         try:
-            return ast.parse(_text(path))
+            return ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
         except SystemError:
@@ -265,7 +266,7 @@ def _tree(path: pathlib.Path) -> ast.AST | None:
 
 def _literals(path: pathlib.Path) -> set[str]:
     """The string literals of a Python file."""
-    tree = _tree(path)
+    tree = _tree(_text(path), path)
     nodes = ast.walk(tree) if tree is not None else ()
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
@@ -278,9 +279,13 @@ def _plain(literal: str) -> bool:
     )
 
 
-def _imports(file: ModuleFile) -> Iterator[str]:
-    """Yield the absolute names in a file's import statements, including those within functions."""
-    tree = _tree(file.source)
+@functools.lru_cache(maxsize=256)
+def _imports(text: str, path: pathlib.Path) -> tuple[str, ...]:
+    """The absolute names in the import statements of a file's text, including those within functions. A call asks for the same as the one before."""
+    return tuple(_imported(_tree(text, path)))
+
+
+def _imported(tree: ast.AST | None) -> Iterator[str]:
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -311,7 +316,7 @@ def notes_on_edits(name: str) -> list[str]:
         return []
     try:
         text = pathlib.Path(str(module.__file__)).read_bytes()
-        written = set(_codes(compile(text, str(module.__file__), "exec", dont_inherit=True)))
+        written = _written(text, str(module.__file__))
     except (OSError, SyntaxError, ValueError) as error:
         return [f"{module.__file__} can no longer be compiled ({error}): the ranks' import of {name} will fail."]
     values = [one for value in vars(module).values() for one in (value, *_members(value, module))]
@@ -325,6 +330,11 @@ def notes_on_edits(name: str) -> list[str]:
         f"was. To run the same code in both: importlib.reload({name}), or restart the kernel."
     )
     return [note]
+
+
+@functools.lru_cache(maxsize=64)
+def _written(text: bytes, path: str) -> frozenset[types.CodeType]:
+    return frozenset(_codes(compile(text, path, "exec", dont_inherit=True)))
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

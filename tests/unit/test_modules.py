@@ -269,6 +269,7 @@ def test_parsing_is_tried_again_where_python_mixes_up_two_threads(local, monkeyp
 
     monkeypatch.setattr(modules.ast, "parse", parse_now)
     assert names(modules.collect(["one"])) == ["one.py", "two.py"]
+    local({"one.py": "import two  # changed\n"})
     left[0] = -1
     with pytest.raises(SnapshotError, match=r"one\.py could not be searched for imports"):
         modules.collect(["one"])
