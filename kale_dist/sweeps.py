@@ -137,14 +137,14 @@ def sweep(
     if name is not None:
         names.check(name)
     chosen = name or f"sweep-{uuid.uuid4().hex[:5]}"
-    study, lock = _open(chosen, storage, direction, sampler, pruner)
+    study, opened, lock = _open(chosen, storage, direction, sampler, pruner)
     before = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
     if before >= trials:
         warn(
             f"name: the sweep {chosen!r} has {before} trials already, and trials={trials}: the call is not made again. Choose"
             " another name for a new search, or more trials"
         )
-    return Sweep(call, study, metric=metric, trials=trials, parallel=parallel, processes=processes, lock=lock)
+    return Sweep(call, study, opened, metric=metric, trials=trials, parallel=parallel, processes=processes, lock=lock)
 
 
 def sweeps() -> list[str]:
@@ -191,6 +191,7 @@ class Sweep:
         self,
         call: Callable[[optuna.Trial], Job[Any]],
         study: optuna.Study,
+        storage: optuna.storages.BaseStorage,
         *,
         metric: str,
         trials: int,
@@ -201,6 +202,8 @@ class Sweep:
         self._call = call
         self.study = study
         """Optuna's study, for `optuna.visualization` and everything else that it offers."""
+        self._storage = storage
+        self._storage_id = storage.get_study_id_from_name(study.study_name)
         self._metric = metric
         self._trials = trials
         self._parallel = parallel
@@ -407,7 +410,7 @@ class Sweep:
             if job is None or is_lost:
                 self._again(frozen.number, _LOST)
             else:
-                trial = optuna.Trial(self.study, _id_of(frozen))
+                trial = optuna.Trial(self.study, self._id_of(frozen.number))
                 self._subscribe(trial, job)
                 self._running[frozen.number].values += frozen.intermediate_values.values()
                 self._running[frozen.number].is_taken_over = True
@@ -465,7 +468,8 @@ class Sweep:
         """Mark a trial as lost, and queue its parameters again."""
         self._note(number, _AGAIN, value=True)
         self._mark_failed(number, reason)
-        self.study.enqueue_trial(self._frozen(number).params)
+        # They are in the order in which they began.
+        self.study.enqueue_trial(self.study.get_trials(deepcopy=False)[number].params)
 
     def _mark_failed(self, number: int, reason: str) -> None:
         self._forget(number)
@@ -473,11 +477,11 @@ class Sweep:
         self.study.tell(number, state=_optuna().trial.TrialState.FAIL)
 
     def _note(self, number: int, key: str, value: Any) -> None:
-        self.study._storage.set_trial_user_attr(_id_of(self._frozen(number)), key, value)  # noqa: SLF001 - for a trial that is over, too
+        self._storage.set_trial_user_attr(self._id_of(number), key, value)
 
-    def _frozen(self, number: int) -> Any:
-        """A trial in the storage, by its number: they are in the order in which they began."""
-        return self.study.get_trials(deepcopy=False)[number]
+    def _id_of(self, number: int) -> int:
+        """The number by which the storage knows a trial, also one of another process."""
+        return self._storage.get_trial_id_from_study_id_trial_number(self._storage_id, number)
 
     def _forget(self, number: int) -> None:
         one = self._running.pop(number, None)
@@ -501,8 +505,8 @@ def _optuna() -> Any:
 
 def _open(
     name: str, storage: Any, direction: str, sampler: Any, pruner: Any
-) -> tuple[optuna.Study, contextlib.ExitStack]:
-    """The study of a name, new or continued, and the lock that keeps other processes from running it."""
+) -> tuple[optuna.Study, optuna.storages.BaseStorage, contextlib.ExitStack]:
+    """The study of a name, new or continued, its storage, and the lock that keeps other processes from running it."""
     optuna = _optuna()
     a_url = "Give a URL such as sqlite:///sweeps.db"
     for argument, value, base, remedy in (
@@ -513,7 +517,7 @@ def _open(
         if value is not None and not isinstance(value, base):
             shown = f"the class {value.__name__}" if isinstance(value, type) else show(value)
             raise ConfigError(argument, f"{shown} is not a {argument} of Optuna's", remedy)
-    if isinstance(storage, str):
+    if storage is not None:
         # Opened before the lock's file is created.
         try:
             storage = optuna.storages.get_storage(storage)
@@ -526,17 +530,22 @@ def _open(
         verbosity = optuna.logging.get_verbosity()
         # Optuna would log that the study was created.
         optuna.logging.set_verbosity(max(verbosity, optuna.logging.WARNING))
+        storage = _journal(name) if storage is None else storage
         try:
             study = optuna.create_study(
-                storage=_journal(name) if storage is None else storage, study_name=name, direction=direction, sampler=sampler,
-                pruner=pruner, load_if_exists=True,
-            )  # fmt: skip
+                storage=storage,
+                study_name=name,
+                direction=direction,
+                sampler=sampler,
+                pruner=pruner,
+                load_if_exists=True,
+            )
         finally:
             optuna.logging.set_verbosity(verbosity)
         if (was := study.direction.name.lower()) != direction:
             remedy = "Keep it, or choose another name"
             raise ConfigError("direction", f"the sweep {name!r} was begun with {was!r}", remedy)
-        return study, lock.pop_all()
+        return study, storage, lock.pop_all()
 
 
 def _folder() -> pathlib.Path:
@@ -554,11 +563,6 @@ def _journal(name: str) -> Any:
     from optuna.storages.journal import JournalFileBackend
 
     return JournalStorage(JournalFileBackend(str(_folder() / f"{name}.journal")))
-
-
-def _id_of(frozen: Any) -> int:
-    """The number by which Optuna's storages know a trial of another process."""
-    return int(frozen._trial_id)  # noqa: SLF001
 
 
 def _sweep_trial(frozen: Any) -> SweepTrial:

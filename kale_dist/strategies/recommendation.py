@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kale_dist.errors import ConfigError
@@ -34,11 +34,8 @@ gives; to have all ranks meet takes 0.2 to 1 ms."""
 _SYNC_EVERY = 8
 """Default of `LocalSGD`."""
 
-_MOMENTS = {
-    "ASGD": 1, "Adadelta": 2, "Adafactor": 0, "Adagrad": 1, "Adam": 2, "AdamW": 2, "Adamax": 2, "LBFGS": 0, "Muon": 1,
-    "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Rprop": 2, "SGD": 0, "SparseAdam": 2,
-}  # fmt: skip
-"""Tensors of a parameter's shape that torch's optimizers keep for it, with their default options."""
+_MOMENTS = {"ASGD": 1, "Adafactor": 0, "Adagrad": 1, "Muon": 0, "RMSprop": 1, "SGD": 0}
+"""Tensors of a parameter's shape that torch's optimizers keep for it, without momentum and the like; others keep two."""
 
 _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
 
@@ -115,17 +112,15 @@ def recommend(model: Any, optimizer: Any, number_of_processes: int, memory_gib: 
     if any(type(p).__name__.startswith("Uninitialized") for one in models for p in one.parameters()):
         raise ConfigError("model", "it has parameters without a shape", "Run it once on a batch before")
     optimizers = _several("optimizer", optimizer, "param_groups")
-    if isinstance(number_of_processes, bool) or not isinstance(number_of_processes, int) or number_of_processes < 1:
-        raise ConfigError(
-            "number_of_processes", f"{number_of_processes!r} is not a number of ranks", "Give a number such as 2"
-        )
-    if memory_gib is not None:
-        is_number = isinstance(memory_gib, int | float) and not isinstance(memory_gib, bool)
-        if not is_number or not math.isfinite(memory_gib) or memory_gib <= 0:
-            raise ConfigError("memory_gib", f"{memory_gib!r} is not an amount of memory", "Give GiB, such as 16")
+    for argument, value, kinds, example in (
+        ("number_of_processes", number_of_processes, int, "a number such as 2"),
+        ("memory_gib", 1 if memory_gib is None else memory_gib, int | float, "GiB, such as 16"),
+    ):
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+            raise ConfigError(argument, f"{value!r} is not a positive number", f"Give {example}")
     sizes = _Sizes.of(models, optimizers)
     estimates = tuple(_estimates(sizes, number_of_processes)) if number_of_processes > 1 else ()
-    strategy, sentence, reasons = _choice(sizes, estimates, number_of_processes, memory_gib)
+    strategy, (sentence, *reasons) = _choice(sizes, estimates, number_of_processes, memory_gib)
     return Recommendation(
         strategy=strategy, sentence=sentence, reasons=tuple(reasons), parameters=sizes.count, estimates=estimates
     )
@@ -155,32 +150,23 @@ class _Sizes:
     """The optimizer's state."""
     shardable: int
     """Trained parameters of the Linear and Embedding modules that tensor parallelism divides."""
-    blocks: tuple[Block, ...]
-    largest_block: int
+    blocks: tuple[int, ...]
 
     @classmethod
     def of(cls, models: Sequence[Any], optimizers: Sequence[Any]) -> _Sizes:
+        modules = [module for model in models for module in model.modules()]
         parameters = {id(p): p for model in models for p in model.parameters()}
         buffers = {id(b): b for model in models for b in model.buffers()}
-        trained = [p for p in parameters.values() if p.requires_grad]
-        shardable = {
-            id(p): p
-            for model in models
-            for module in model.modules()
-            if kind_of(module)
-            for p in parameters_of(module).values()
-            if p.requires_grad
-        }
-        blocks = [block for model in models for block in blocks_of(model)]
-        total = _bytes(trained)
+        divided = {id(p) for module in modules if kind_of(module) for p in parameters_of(module).values()}
+        trained = {key: p for key, p in parameters.items() if p.requires_grad}
+        total = _bytes(trained.values())
         return cls(
-            count=sum(p.numel() for p in trained),
+            count=sum(p.numel() for p in trained.values()),
             trained=total,
             frozen=_bytes(parameters.values()) - total + _bytes(buffers.values()),
             state=sum(_state_bytes(optimizer) for optimizer in optimizers),
-            shardable=_bytes(shardable.values()),
-            blocks=tuple(blocks),
-            largest_block=max((block.bytes for block in blocks), default=0),
+            shardable=_bytes(p for key, p in trained.items() if key in divided),
+            blocks=tuple(block.bytes for model in models for block in blocks_of(model)),
         )
 
 
@@ -199,23 +185,19 @@ def _state_bytes(optimizer: Any) -> int:
     for options in optimizer.param_groups:
         for parameter in options["params"]:
             state = optimizer.state.get(parameter)
-            own = parameter.numel() * parameter.element_size()
-            if not state:
-                total += own * _moments(optimizer, options) if parameter.requires_grad else 0
-            else:
+            if state:
                 total += _bytes(value for value in state.values() if hasattr(value, "element_size"))
+            elif parameter.requires_grad:
+                total += _bytes([parameter]) * _moments(optimizer, options)
     return total
 
 
 def _moments(optimizer: Any, options: Mapping[str, Any]) -> int:
-    name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _MOMENTS), None)
-    if name is None:
-        return 2
-    if name == "LBFGS":
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    if "LBFGS" in names:
         return 2 * int(options.get("history_size", 100))
-    extra = ("amsgrad", "centered") if name != "SGD" else ()
-    has_momentum = name in ("SGD", "RMSprop") and bool(options.get("momentum"))
-    return _MOMENTS[name] + has_momentum + sum(bool(options.get(option)) for option in extra)
+    kept = next((_MOMENTS[name] for name in names if name in _MOMENTS), 2)
+    return kept + sum(bool(options.get(option)) for option in ("momentum", "amsgrad", "centered"))
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------
@@ -259,24 +241,16 @@ def balanced(sizes: Sequence[int], parts: int) -> list[int]:
     Returns:
         The index of the first item of each part but the first.
     """
-    sums = [0]
-    for size in sizes:
-        sums.append(sums[-1] + size)
-    # best[k]: the least largest part of the first k items, and where the last part begins. Of equal ones the latest, so
-    # that an activation stays with the layer before it.
-    best = [(float(total), 0) for total in sums]
-    history = []
+    sums = [0, *itertools.accumulate(sizes)]
+    # Of the first k items: the least largest part, and the cuts. Of equal ones the latest, so that an activation stays with
+    # the layer before it.
+    best: list[tuple[float, list[int]]] = [(total, []) for total in sums]
     for part in range(2, parts + 1):
-        before, best = best, [(math.inf, 0)] * len(sums)
+        before, best = best, [(math.inf, [])] * part
         for end in range(part, len(sums)):
             least, cut = min((max(before[i][0], sums[end] - sums[i]), -i) for i in range(part - 1, end))
-            best[end] = least, -cut
-        history.append(best)
-    cuts, end = [], len(sizes)
-    for step in reversed(history):
-        end = step[end][1]
-        cuts.append(end)
-    return cuts[::-1]
+            best.append((least, [*before[-cut][1], -cut]))
+    return best[-1][1]
 
 
 # -- estimates -------------------------------------------------------------------------------------------------------
@@ -292,9 +266,12 @@ def _estimates(sizes: _Sizes, ranks: int) -> Iterator[Estimate]:
         return Estimate(strategy=strategy, memory_bytes=memory + frozen, sent_bytes=sent, formula=formula)
 
     yield estimate("ddp", whole + trained, ring, "2(n-1)/n P")
-    yield estimate("fsdp", whole // ranks + 2 * sizes.largest_block, 3 * trained * (ranks - 1) // ranks, "3(n-1)/n P")
+    yield estimate(
+        "fsdp", whole // ranks + 2 * max(sizes.blocks, default=0), 3 * trained * (ranks - 1) // ranks, "3(n-1)/n P"
+    )
     if len(sizes.blocks) >= ranks:
-        share = _largest_share([block.bytes for block in sizes.blocks], ranks)
+        cuts = [0, *balanced(sizes.blocks, ranks), len(sizes.blocks)]
+        share = max(sum(sizes.blocks[i:j]) for i, j in itertools.pairwise(cuts)) / max(1, sum(sizes.blocks))
         formula = "activations at the cuts, there and back, and the output to all"
         yield estimate("pipeline", math.ceil(whole * share), None, formula)
     share = (trained - sizes.shardable + sizes.shardable / ranks) / max(1, trained)
@@ -307,66 +284,47 @@ def _estimates(sizes: _Sizes, ranks: int) -> Iterator[Estimate]:
     yield estimate("gossip", whole + neighbours * trained, neighbours * trained, f"{neighbours} P")
 
 
-def _largest_share(sizes: Sequence[int], parts: int) -> float:
-    cuts = [0, *balanced(sizes, parts), len(sizes)]
-    largest = max(sum(sizes[i:j]) for i, j in itertools.pairwise(cuts))
-    return largest / max(1, sum(sizes))
-
-
 # -- the choice ------------------------------------------------------------------------------------------------------
 
 
 def _choice(
     sizes: _Sizes, estimates: Sequence[Estimate], ranks: int, memory_gib: float | None
-) -> tuple[str | None, str, list[str]]:
-    """The recommended word, the sentence, and further reasons."""
-    room = None if memory_gib is None else memory_gib * _GIB * (1 - _FOR_ACTIVATIONS) - _PROCESS_BYTES
-    alone = 2 * sizes.trained + sizes.state + sizes.frozen
+) -> tuple[str | None, list[str]]:
+    """The recommended word, and sentences: what to do, then further reasons."""
+    room = math.inf if memory_gib is None else memory_gib * _GIB * (1 - _FOR_ACTIVATIONS) - _PROCESS_BYTES
+    have = f"{memory_gib or 0:g} GiB, or {_size(max(0, room))} without the process itself and 30 % for activations"
     # Every rank holds the whole model once, while it starts.
     start = sizes.trained + sizes.frozen
-    have = ""
-    if room is not None:
-        have = f"{memory_gib:g} GiB, or {_size(max(0, room))} without the process itself and 30 % for activations"
-    if room is not None and start > room:
-        sentence = (
-            f"This does not fit: the weights alone take {_size(start)}, every rank holds them all while it starts, and a"
-            f" rank has {have}. Give ranks more memory."
-        )
-        return None, sentence, []
-    if room is not None and alone > room and ranks == 1:
-        more = next((n for n in (2, 4, 8, 16, 32, 64) if _fits(_by_word(_estimates(sizes, n), "fsdp"), room)), None)
+    alone = start + sizes.trained + sizes.state
+    if start > room:
+        begins = f"This does not fit: the weights alone take {_size(start)}, every rank holds them all while it starts"
+        return None, [f"{begins}, and a rank has {have}. Give ranks more memory."]
+    if ranks == 1 and alone > room:
+        more = next((n for n in (2, 4, 8, 16, 32, 64) if _needs(_estimates(sizes, n))["fsdp"] <= room), None)
         remedy = f'number_of_processes={more} and strategy="fsdp" would fit' if more else "Give it more memory"
-        sentence = f"This does not fit: training takes {_size(alone)} and activations, and there are {have}. {remedy}."
-        return None, sentence, []
+        takes = f"training takes {_size(alone)} and activations, and there are {have}"
+        return None, [f"This does not fit: {takes}. {remedy}."]
     if ranks == 1:
-        return None, "One process has nothing to exchange: every strategy is the same.", []
-    count = f"{sizes.count:,} parameters"
+        return None, ["One process has nothing to exchange: every strategy is the same."]
+    count, needs = f"{sizes.count:,} parameters", _needs(estimates)
     if sizes.count < _SMALL:
-        sentence = (
-            f"Do not distribute this, it is too small: with {count}, a batch is computed faster than ranks can exchange"
-            " anything."
-        )
-        return None, sentence, ["Use one process and larger batches; DataLoader workers help if the data is slow."]
-    ddp = _by_word(estimates, "ddp")
-    if _fits(ddp, room):
-        sentence = f'Use strategy="ddp": {count} take {_size(ddp.memory_bytes)} of each rank, and a step sends least of all that are exact.'
-        reasons = [f"Each rank sends {_size(ddp.sent_bytes or 0)} a step, and overlaps that with the backward pass."]
-        reasons.append(
-            'If the network is slow, strategy="local-sgd" sends less; it converges, but is not equal to one process.'
-        )
-        return "ddp", sentence, reasons
-    reasons = [f'strategy="ddp" needs {_size(ddp.memory_bytes)} on each rank, and there are {have}.']
-    for word in ("fsdp", "pipeline", "tensor"):
-        found = _by_word(estimates, word)
-        if found is not None and _fits(found, room):
-            reasons += [_WHY[word]]
-            return word, f'Use strategy="{word}": it needs {_size(found.memory_bytes)} on each rank.', reasons
-    least = min(estimates, key=lambda one: one.memory_bytes)
-    sentence = (
-        f'This does not fit on {ranks} ranks: strategy="{least.strategy}" needs least, {_size(least.memory_bytes)} on each'
-        f" rank, and there are {have}. Use more processes, or an optimizer with less state."
-    )
-    return None, sentence, reasons
+        faster = f"with {count}, a batch is computed faster than ranks can exchange anything"
+        remedy = "Use one process and larger batches; DataLoader workers help if the data is slow."
+        return None, [f"Do not distribute this, it is too small: {faster}.", remedy]
+    if needs["ddp"] <= room:
+        return "ddp", [
+            f'Use strategy="ddp": {count} take {_size(needs["ddp"])} of each rank, and a step sends least of all that are exact.',
+            f"Each rank sends {_size(estimates[0].sent_bytes or 0)} a step, and overlaps that with the backward pass.",
+            'If the network is slow, strategy="local-sgd" sends less; it converges, but is not equal to one process.',
+        ]
+    needed = f'strategy="ddp" needs {_size(needs["ddp"])} on each rank, and there are {have}.'
+    for word, why in _WHY.items():
+        if needs.get(word, math.inf) <= room:
+            return word, [f'Use strategy="{word}": it needs {_size(needs[word])} on each rank.', needed, why]
+    least = min(needs, key=needs.__getitem__)
+    takes = f'strategy="{least}" needs least, {_size(needs[least])} on each rank, and there are {have}'
+    remedy = "Use more processes, or an optimizer with less state."
+    return None, [f"This does not fit on {ranks} ranks: {takes}. {remedy}", needed]
 
 
 _WHY = {
@@ -374,18 +332,14 @@ _WHY = {
     "pipeline": "Its stages wait for each other for (stages - 1) / (micro_batches + stages - 1) of the time.",
     "tensor": "It exchanges the output of every Linear and Embedding: use it between GPUs of one machine.",
 }
+"""What else is to be known of the strategies that need less memory than ddp, the first that fits being recommended."""
 
 
-def _by_word(estimates: Any, word: str) -> Any:
-    return next((one for one in estimates if one.strategy == word), None)
-
-
-def _fits(estimate: Estimate, room: float | None) -> bool:
-    return room is None or estimate.memory_bytes <= room
+def _needs(estimates: Iterable[Estimate]) -> dict[str, int]:
+    """The bytes that each strategy needs in a rank."""
+    return {one.strategy: one.memory_bytes for one in estimates}
 
 
 def _size(amount: float) -> str:
-    for unit, name in ((_GIB, "GiB"), (_MIB, "MiB")):
-        if amount >= unit:
-            return f"{amount / unit:.1f} {name}"
-    return f"{amount / 1024:.1f} KiB"
+    unit, name = next((each for each in ((_GIB, "GiB"), (_MIB, "MiB")) if amount >= each[0]), (1024, "KiB"))
+    return f"{amount / unit:.1f} {name}"

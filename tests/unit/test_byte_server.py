@@ -31,7 +31,7 @@ from kale_dist.wire.blobs import FolderStore, digest_of
 from kale_dist.wire.messages import Typed
 from kale_dist.worker.agent.writer import JobWriter
 from kale_dist.worker.pod import byte_server, transfers
-from kale_dist.worker.pod.byte_server import BlobServer, ByteServer
+from kale_dist.worker.pod.byte_server import BlobServer, ByteServer, ServedJob
 
 KEY = b"k" * 32
 
@@ -46,14 +46,17 @@ class Agent:
     def missing(self):
         return ["d"]
 
-    def cancel_requested(self, grace_s, save):
+    def cancel(self, grace_s, *, save):
         self.told.append(("cancel", grace_s))
 
-    def send_to_rank(self, rank, message):
+    def send(self, rank, message):
         self.told.append((rank, message))
 
-    def acknowledged(self):
+    def acknowledge(self):
         self.told.append("ack")
+
+    def offer(self, body):
+        raise FileNotFoundError
 
 
 class Place:
@@ -64,13 +67,11 @@ class Place:
         self.agent = Agent()
         self.loop = asyncio.new_event_loop()
         self.agent.writer = JobWriter(self.files, self.loop, self.notify, limit_bytes=limit_bytes)
-        self.server = ByteServer(
-            host, 0, key=KEY, files=self.files, store=self.store, writer=self.agent.writer, missing=self.agent.missing,
-            cancel=self.agent.cancel_requested, send=self.agent.send_to_rank, acknowledge=self.agent.acknowledged,
-        )  # fmt: skip
+        self.job = ServedJob(self.agent, key=KEY, files=self.files, store=self.store, writer=self.agent.writer)
+        self.server = ByteServer(host, 0, self.job)
 
     def notify(self):
-        self.server.notify()
+        self.job.notify()
 
     def write(self, first, last):
         for number in range(first, last):
@@ -81,7 +82,7 @@ class Place:
 
     def close_writer(self):
         done = self.loop.create_future()
-        self.agent.writer.close(lambda: (self.server.notify(), done.set_result(None)))
+        self.agent.writer.close(lambda: (self.job.notify(), done.set_result(None)))
         self.loop.run_until_complete(done)
 
     def close(self):
@@ -626,14 +627,9 @@ def test_every_address_is_listened_on(tmp_path):
 
 
 def test_a_taken_port_is_an_error_and_a_closed_one_is_free(place, tmp_path):
-    agent = place.agent
-    settings = {
-        "key": KEY, "files": place.files, "store": place.store, "writer": agent.writer, "missing": agent.missing,
-        "cancel": agent.cancel_requested, "send": agent.send_to_rank, "acknowledge": agent.acknowledged,
-    }  # fmt: skip
     with pytest.raises(OSError, match="in use"):
-        ByteServer("127.0.0.1", place.server.port, **settings)
+        ByteServer("127.0.0.1", place.server.port, place.job)
     port = place.server.port
     place.server.close()
-    again = ByteServer("127.0.0.1", port, **settings)
+    again = ByteServer("127.0.0.1", port, place.job)
     again.close()

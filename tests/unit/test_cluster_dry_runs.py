@@ -118,15 +118,9 @@ def nodes(*amounts):
 
 def test_what_no_node_can_ever_hold_is_refused(monkeypatch, tmp_path):
     two = nodes({"cpu": "2", "memory": "24Gi"}, {"cpu": "2", "memory": "24Gi"})
-    for resources, processes, name in (
-        (Resources(cpu=3), 1, "nodes-too-small"),
-        (Resources(cpu=1, memory_gib=64), 1, "nodes-too-small"),
-    ):
-        found, _ = check(
-            monkeypatch, tmp_path, answers={NODES: two}, resources=resources,
-            topology=Topology(number_of_processes=processes),
-        )  # fmt: skip
-        assert [(item.name, item.is_fatal) for item in found] == [(name, True)]
+    for resources in (Resources(cpu=3), Resources(cpu=1, memory_gib=64)):
+        found, _ = check(monkeypatch, tmp_path, answers={NODES: two}, resources=resources)
+        assert [(item.name, item.is_fatal) for item in found] == [("nodes-too-small", True)]
         assert "wait_for_nodes=True" in str(found[0].trouble)
 
 
@@ -143,8 +137,7 @@ def test_an_image_with_another_python_is_warned_of(monkeypatch, tmp_path, told, 
     room = {"cpu": "99", "memory": "999Gi", "nvidia.com/gpu": "8"}
     items = [{"metadata": {"name": "n"}, "status": {"allocatable": room}}]
     spec = a_spec(image="x:1", cluster=ClusterOptions(namespace="team"), cuda=True)
-    answers = {NODES: (200, {"items": items}), "/api/v1/pods": (200, {"items": []})}
-    found, _ = check(monkeypatch, tmp_path, answers=answers, spec=spec)
+    found, _ = check(monkeypatch, tmp_path, answers={NODES: (200, {"items": items})}, spec=spec)
     assert [(item.name, item.is_fatal) for item in found] == [(name, False) for name, _ in said]
     assert all(words in str(item.trouble) for item, (_, words) in zip(found, said, strict=True))
 

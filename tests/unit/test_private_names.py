@@ -457,21 +457,6 @@ def test_widget_of_no_cell():
     source_has(kernelbase.Kernel.__init__, "self._shell_parent")
 
 
-def test_sweeps_id_of():
-    optuna = pytest.importorskip("optuna")
-    study = optuna.create_study()
-    number = study.ask().number
-    assert study.trials[number]._trial_id == 0, "Optuna's trials have no _trial_id any more"
-
-
-def test_sweeps_sweep_note():
-    optuna = pytest.importorskip("optuna")
-    study = optuna.create_study()
-    study.tell(study.ask(), 1.0)
-    storage = study._storage
-    takes(storage.set_trial_user_attr, "trial_id", "key", "value")
-
-
 # -- data and optimizers -----------------------------------------------------------------------------------------------
 
 

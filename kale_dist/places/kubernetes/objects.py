@@ -84,16 +84,12 @@ def runtime_field(cluster: Cluster, spec: Settled) -> str:
     and the checks that follow give the reason.
     """
     kind = kind_of(spec)
-    if not isinstance(kind, TrainJob):
-        return ""
-    taken: Any = {}
-    with contextlib.suppress(Exception):
-        taken = cluster.custom.create_namespaced_custom_object(
-            *kind.api, spec.cluster.namespace, kind.plural, kind.make(spec), dry_run="All"
-        )  # fmt: skip
-    if not taken:
-        return ""
-    return "runtimePatches" if "runtimePatches" in taken["spec"] else "podTemplateOverrides"
+    if isinstance(kind, TrainJob):
+        create: Any = cluster.custom.create_namespaced_custom_object
+        with contextlib.suppress(Exception):
+            taken = create(*kind.api, spec.cluster.namespace, kind.plural, kind.make(spec), dry_run="All")
+            return "runtimePatches" if "runtimePatches" in taken["spec"] else "podTemplateOverrides"
+    return ""
 
 
 def runtimes(cluster: Cluster) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ class Kind(abc.ABC):
     makes_services: ClassVar[bool] = False
     """Whether this library creates Services for it, for which a user needs the right."""
     services_a_pod: ClassVar[bool] = False
-    """Whether each pod has a Service, which quotas count."""
+    """Whether each pod has a Service of its own."""
     clashes_with: ClassVar[str] = ""
     """Another version of the same name, of another controller, which cannot be served beside it."""
 

@@ -29,6 +29,7 @@ from kale_dist.worker.agent.hang_watch import HangWatch
 from kale_dist.worker.agent.history import History
 from kale_dist.worker.agent.losses import Losses
 from kale_dist.worker.agent.rank_run import Rank
+from kale_dist.worker.agent.saving import Saving
 from kale_dist.worker.agent.usage import UsageWatch
 from kale_dist.worker.agent.writer import JobWriter
 
@@ -127,21 +128,11 @@ class RunningAttempt:
         """Ranks that do not run the function yet."""
         self._near = self.ranks[: attempt.members[0].processes]
         self._ends_with = site.order.ends_with
+        self.saving = Saving(self.ranks, site.loop, site.writer)
         self._losses = Losses()
         self._failed: list[Rank] = []
         self._dispensable: list[set[int]] = []
         """From each set, all ranks but one may be lost: the others carry on."""
-        self.can_resume = False
-        """Whether the ranks write a checkpoint when they are asked to, from which the job resumes by itself."""
-        self._savers: set[int] = set()
-        """The ranks that save when they are asked to."""
-        self._asked: set[int] = set()
-        """Those that were asked to and have not answered."""
-        self._saved: set[int] = set()
-        """Those that have saved since they were last asked to."""
-        self._leavers: set[int] = set()
-        """Those that were asked to save because they are ended then."""
-        self._after_save: list[Callable[[], None]] = []
         self._grace_s = FAILURE_GRACE_S
         self._changed = asyncio.Event()
         self._watch: HangWatch | None = None
@@ -172,7 +163,7 @@ class RunningAttempt:
             usage.start()
             self._start_ranks(stores)
             verdict = await self._judge()
-            self._go_on()
+            self.saving.go_on()
         finally:
             self._watch.stop()
             await self._end_ranks()
@@ -210,17 +201,6 @@ class RunningAttempt:
         """Whether another attempt follows: after a loss that the job may have, or because there are pods for more ranks."""
         return verdict.may_restart and (verdict.state is StateName.PENDING or not self._is_last)
 
-    @property
-    def has_saved(self) -> bool:
-        """Whether a rank has saved since they were last asked to."""
-        return bool(self._saved)
-
-    @property
-    def have_all_saved(self) -> bool:
-        """Whether none is left that has not saved. Of `distribute`, rank 0 says so for all."""
-        left = {rank.rank for rank in self.ranks if rank.done is None and rank.end is None}
-        return self.has_saved and (self.can_resume or left <= self._saved)
-
     def save_first(self, then: Callable[[], None], limit_s: float, *, are_leaving: bool = False) -> None:
         """Have the ranks save that can, and call a function once all of them have.
 
@@ -230,48 +210,7 @@ class RunningAttempt:
             limit_s: Seconds.
             are_leaving: Whether they are ended then: one that fails after it was asked to save has left.
         """
-        self._saved.clear()
-        # A rank at a breakpoint would save only when it has left it.
-        if not self._savers or self.verdict is not None or any(rank.prompt for rank in self.ranks):
-            then()
-            return
-        self._after_save.append(then)
-        self._asked |= self._savers
-        if are_leaving:
-            self._leavers |= self._savers
-        for rank in self._savers:
-            self.ranks[rank].ask_to_save()
-        self._site.loop.call_later(limit_s, self._give_up_saving, then)
-
-    def _note_saver(self, rank: int, *, can: bool, has_saved: bool = False) -> None:
-        """A rank can save, or has, or cannot any more."""
-        if can and rank not in self._savers:
-            self._savers.add(rank)
-            if self._after_save:
-                # It has begun only now.
-                self._asked.add(rank)
-                self._leavers |= {rank} if self._leavers else set()
-                self.ranks[rank].ask_to_save()
-        elif not can:
-            self._savers.discard(rank)
-        if has_saved:
-            self._saved.add(rank)
-        if rank in self._asked and (has_saved or not can):
-            self._asked.remove(rank)
-            if not self._asked:
-                self._go_on()
-
-    def _give_up_saving(self, then: Callable[[], None]) -> None:
-        if then in self._after_save:
-            self._site.writer.log("The ranks have not saved in time after they were asked to")
-            self._after_save.remove(then)
-            then()
-
-    def _go_on(self) -> None:
-        """Do what waits for a checkpoint."""
-        waiting, self._after_save = self._after_save, []
-        for then in waiting:
-            then()
+        self.saving.first(then, limit_s, are_leaving=are_leaving, is_decided=self.verdict is not None)
 
     # -- the task, step by step ---------------------------------------------------------------------------------------
 
@@ -350,8 +289,8 @@ class RunningAttempt:
         has_failed = rank.done is not None and not rank.done.ok
         if rank.done is not None or rank.end is not None:
             # After the save that it was asked for, a rank may end by an exit code.
-            has_failed = has_failed and rank.rank not in self._leavers
-            self._note_saver(rank.rank, can=False)
+            has_failed = has_failed and rank.rank not in self.saving.leavers
+            self.saving.note(rank.rank, can=False)
         if rank.end is not None and rank.state in _ALIVE:
             if rank.done is None and self.verdict is None and self._can_lose(rank.rank):
                 self.lost.append(rank)
@@ -389,10 +328,10 @@ class RunningAttempt:
         if event.get("event") == context.DISPENSABLE:
             self._dispensable = [set(ranks) for ranks in event["sets"]]
         elif event.get("event") == context.SAVES:
-            self.can_resume = self.can_resume or event["resumes"]
-            self._note_saver(event["rank"], can=event["can"], has_saved=event["has_saved"])
+            self.saving.can_resume = self.saving.can_resume or event["resumes"]
+            self.saving.note(event["rank"], can=event["can"], has_saved=event["has_saved"])
         elif event.get("event") == EventKind.CHECKPOINT and event.get("asked"):
-            self._note_saver(event["rank"], can=True, has_saved=True)
+            self.saving.note(event["rank"], can=True, has_saved=True)
         elif event.get("event") == EventKind.PROGRESS:
             if self._watch is not None:
                 self._watch.progressed(event)

@@ -127,7 +127,7 @@ class JobRun:
 
         def end() -> None:
             left_s = CANCEL_GRACE_S
-            if running is None or not running.have_all_saved:
+            if running is None or not running.saving.have_all_saved:
                 left_s = max(left_s, grace_s - (time.monotonic() - began))
             self._end(verdict, min(grace_s, left_s))
 
@@ -139,7 +139,7 @@ class JobRun:
     @property
     def can_resume(self) -> bool:
         """Whether the ranks write a checkpoint when they are asked to, within an epoch, too, and resume from it by themselves."""
-        return self._running is not None and self._running.can_resume
+        return self._running is not None and self._running.saving.can_resume
 
     def send(self, rank: int, message: ToAgent) -> None:
         """Do what a notebook's message asks for, in a rank, or with -1 in all. Without such a rank nothing happens."""
@@ -169,12 +169,12 @@ class JobRun:
                 self._changed.clear()
                 await self._changed.wait()
             there_are = f"There are pods for {self._size} processes instead of {running.world_size}"
-            if running.can_resume:
+            if running.saving.can_resume:
                 # Where the step cannot be resumed within an epoch, they write it at the epoch's end. At a breakpoint they write none.
                 saved = asyncio.Event()
                 running.save_first(saved.set, math.inf)
                 await saved.wait()
-                if running.verdict is None and running.has_saved and self._size > running.world_size:
+                if running.verdict is None and running.saving.has_saved and self._size > running.world_size:
                     running.end(Verdict(StateName.PENDING, None, there_are, may_restart=True))
             elif not has_logged_why:
                 has_logged_why = True

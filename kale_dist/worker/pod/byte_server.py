@@ -36,8 +36,8 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, Self
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Protocol, Self
 
 from kale_dist import wire
 from kale_dist.errors import StoreError
@@ -74,11 +74,27 @@ _PIECE_BYTES = 1 << 20
 _OUTCOME = re.compile(r"outcome-\d{1,6}-\d{1,6}", re.ASCII)
 
 
-class Served:
-    """The job that a server answers for: the secret that its requests are signed with, and its blobs."""
+class HeadOfJob(Protocol):
+    """What a server tells of requests, in threads of its own."""
 
-    offer: Callable[[bytes], Any] | None = None
-    """Takes a job; None where the pods are not warm."""
+    def missing(self) -> list[str]:
+        """Digests of the blobs that the notebook has to send."""
+
+    def cancel(self, grace_s: float, *, save: bool) -> None:
+        """End the job, with a grace in seconds; ranks that can may save first."""
+
+    def send(self, rank: int, message: ToAgent) -> None:
+        """Pass a message on to a rank."""
+
+    def acknowledge(self) -> None:
+        """The notebook has all it wants."""
+
+    def offer(self, body: bytes) -> Any:
+        """Take a job. Raises FileNotFoundError where the pods are not warm."""
+
+
+class Served:
+    """What a server answers for: the secret that requests are signed with, and blobs."""
 
     def __init__(self, key: bytes, store: FolderStore) -> None:
         self.key = key
@@ -107,64 +123,25 @@ class Served:
         return self, path
 
 
-class ByteServer(Served):
-    """Serves a job's files, log and blobs until it is closed. It calls what it is given in threads of its own.
+class ServedJob(Served):
+    """A job whose files, log and blobs are served.
 
     Args:
-        host: Address to listen on; empty for all, of both IP versions.
-        port: Port; 0 for any that is free.
-        key: The job's secret.
-        files: The job's folder.
+        head: Its head.
+        key: Its secret.
+        files: Its folder.
         store: Where blobs go and come from.
         writer: What writes that folder.
-        missing: Gives the digests of the blobs that the notebook has to send.
-        cancel: Ends the job, with a grace in seconds, and whether ranks that can save first.
-        send: Passes a message on to a rank.
-        acknowledge: The notebook has all it wants.
-        within: The server of warm pods, which passes this job's requests on; None to listen.
-        prefix: What comes before the paths of these requests.
-
-    Raises:
-        OSError: The port is taken.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        key: bytes,
-        files: JobFiles,
-        store: FolderStore,
-        writer: JobWriter,
-        missing: Callable[[], list[str]],
-        cancel: Callable[[float, bool], None],
-        send: Callable[[int, ToAgent], None],
-        acknowledge: Callable[[], None],
-        within: ByteServer | None = None,
-        prefix: str = "",
-    ) -> None:
+    def __init__(self, head: HeadOfJob, *, key: bytes, files: JobFiles, store: FolderStore, writer: JobWriter) -> None:
         super().__init__(key, store)
+        self.head = head
         self.files = files
         self.writer = writer
-        self.cancel = cancel
-        self.send = send
-        self.acknowledge = acknowledge
-        self.missing = missing
         self.news = threading.Condition()
         """Notified when the files have grown, or a blob has come."""
         self.upload_locks: dict[str, threading.Lock] = {}
-        self._within, self._prefix = within, prefix
-        self.jobs: dict[str, ByteServer] = {}
-        """In warm pods, the servers of their jobs by what comes before the paths."""
-        if within is not None:
-            self.port: int = within.port
-            within.jobs[prefix] = self
-            return
-        self._server = HttpServer(open_port(host, port, 1024), _JobRequest, self)
-        self.port = int(self._server.socket.getsockname()[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(1.0,), daemon=True)
-        self._thread.start()
 
     def notify(self) -> None:
         """The files have grown."""
@@ -177,23 +154,34 @@ class ByteServer(Served):
             return _part(self.store.path(digest)).stat().st_size
         return 0
 
-    def find(self, path: str) -> tuple[ByteServer, str]:
-        """The job that a request is about, in warm pods perhaps one of theirs, and the rest of its path."""
+
+class ByteServer:
+    """Serves the job of a pod, and those that warm pods take, until it is closed.
+
+    Args:
+        host: Address to listen on; empty for all, of both IP versions.
+        port: Port; 0 for any that is free.
+        job: The pod's own.
+
+    Raises:
+        OSError: The port is taken.
+    """
+
+    def __init__(self, host: str, port: int, job: ServedJob) -> None:
+        self.jobs = {"": job}
+        """By what comes before the paths of requests about them."""
+        self._server = HttpServer(host, port, _JobRequest, self)
+        self.port = self._server.port
+
+    def find(self, path: str) -> tuple[ServedJob, str]:
+        """The job that a request is about, and the rest of its path."""
         prefix = "/".join(path.split("/", 3)[:3])
         job = self.jobs.get(prefix)
-        return (self, path) if job is None else (job, path.removeprefix(prefix))
+        return (self.jobs[""], path) if job is None else (job, path.removeprefix(prefix))
 
     def close(self) -> None:
         """Stop listening. Replies under way are cut when the process ends."""
-        if self._within is not None:
-            self._within.jobs.pop(self._prefix, None)
-            return
-        # Wakes the thread in `serve_forever`, which else would look for the end once a second.
-        with contextlib.suppress(OSError):
-            self._server.socket.shutdown(socket.SHUT_RDWR)
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.stop()
 
 
 class BlobServer(Served):
@@ -216,30 +204,45 @@ class BlobServer(Served):
 
     def listen(self, host: str) -> None:
         """Begin to serve, at an address; empty for all."""
-        server = HttpServer(open_port(host, 0, 1024), _BlobRequest, self)
-        self.port = int(server.socket.getsockname()[1])
-        threading.Thread(target=server.serve_forever, args=(1.0,), daemon=True).start()
+        self.port = HttpServer(host, 0, _BlobRequest, self).port
 
 
 class HttpServer(http.server.ThreadingHTTPServer):
-    """Threads for requests on a socket that listens already.
+    """Answers requests, each in a thread of its own, until it is stopped.
 
     Args:
-        listener: The socket.
+        host: Address to listen on; empty for all, of both IP versions.
+        port: Port; 0 for any that is free.
         requests: Answers one request.
         owner: Whose answers they are.
+
+    Raises:
+        OSError: The port is taken.
     """
 
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, listener: socket.socket, requests: type[http.server.BaseHTTPRequestHandler], owner: Any) -> None:
+    def __init__(self, host: str, port: int, requests: type[http.server.BaseHTTPRequestHandler], owner: Any) -> None:
+        listener = open_port(host, port, 1024)
         super().__init__(listener.getsockname()[:2], requests, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.owner = owner
         self.strangers: dict[socket.socket, float] = {}
         """Connections that have not proved the key, the oldest first, and when they came."""
+        self.port: int = listener.getsockname()[1]
+        self._thread = threading.Thread(target=self.serve_forever, args=(1.0,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop listening."""
+        # Wakes the thread in `serve_forever`, which else would look for the end once a second.
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Begin to answer a connection, of strangers a limited number."""
@@ -304,7 +307,10 @@ class _Request(http.server.BaseHTTPRequestHandler):
     def _answer(self) -> None:
         self._owner, path = self.server.owner.find(self.path)
         owner = self._owner
-        length, limit = self.headers.get("Content-Length", "0"), _MAX_ORDER_BYTES if owner.offer else _MAX_BODY_BYTES
+        length, limit = (
+            self.headers.get("Content-Length", "0"),
+            _MAX_ORDER_BYTES if path == "/jobs" else _MAX_BODY_BYTES,
+        )
         if not re.fullmatch(r"\d{1,15}", length, re.ASCII) or (self.command == "POST" and int(length) > limit):
             self._refuse()
             return
@@ -379,7 +385,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
 class _JobRequest(_Request):
     """One connection to a head."""
 
-    _owner: ByteServer
+    _owner: ServedJob
 
     def _route(self, path: list[str], query: dict[str, str], body: bytes) -> None:
         owner = self._owner
@@ -394,7 +400,7 @@ class _JobRequest(_Request):
             case "GET", "stream":
                 self._stream(owner.writer, int(query.get("line", "0")), int(query.get("event", "0")))
             case "GET", "missing":
-                self._reply(200, owner.missing())
+                self._reply(200, owner.head.missing())
             case "PUT", "blobs", digest:
                 self._take(digest, int(query.get("offset", "0")))
             case "GET", "files", name if _OUTCOME.fullmatch(name) or name == owner.files.checkpoint.name:
@@ -403,20 +409,20 @@ class _JobRequest(_Request):
                 )
             case "POST", "ack":
                 self._reply(200, {})
-                owner.acknowledge()
-            case "POST", "jobs" if owner.offer is not None:
-                self._reply(200, owner.offer(body))
+                owner.head.acknowledge()
+            case "POST", "jobs":
+                self._reply(200, owner.head.offer(body))
             case "POST", "send":
                 rank, message = int(query["rank"]), messages.parse(json.loads(body))
                 self._reply(200, {})
-                owner.send(rank, message)
+                owner.head.send(rank, message)
             case "POST", "cancel":
                 asked = json.loads(body)
                 grace_s = float(asked["grace_s"])
                 if not grace_s >= 0:
                     raise ValueError("grace_s has to be 0 or more")
                 self._reply(200, {})
-                owner.cancel(grace_s, bool(asked.get("save")))
+                owner.head.cancel(grace_s, save=bool(asked.get("save")))
             case _:
                 raise FileNotFoundError
 

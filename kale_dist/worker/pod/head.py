@@ -22,7 +22,7 @@ from kale_dist.worker.agent.attempt import Site
 from kale_dist.worker.agent.job_run import JobRun, open_port
 from kale_dist.worker.agent.writer import JobWriter, StdoutCopy
 from kale_dist.worker.pod import transfers
-from kale_dist.worker.pod.byte_server import ByteServer
+from kale_dist.worker.pod.byte_server import ByteServer, ServedJob
 from kale_dist.worker.pod.head_relays import HeadsRelays
 from kale_dist.worker.pod.mpi import Mpirun
 from kale_dist.worker.pod.pod import Pod
@@ -62,20 +62,14 @@ class JobHead:
         pod: The job's.
         relays: To the other pods; None if this one has all ranks.
         stdout: The pod's log.
-        within: The server of warm pods, below which the job's answers; None where there are no others.
-        make: Makes what runs the attempts.
+        server: Of the pods, which answers for this job, too; None to make one.
 
     Raises:
         OSError: A port is taken.
     """
 
     def __init__(
-        self,
-        pod: Pod,
-        relays: HeadsRelays | None,
-        stdout: StdoutCopy,
-        within: ByteServer | None = None,
-        make: Callable[[Site], JobRun] = JobRun,
+        self, pod: Pod, relays: HeadsRelays | None, stdout: StdoutCopy, server: ByteServer | None = None
     ) -> None:
         self.relays = relays
         self.stdout = stdout
@@ -87,30 +81,19 @@ class JobHead:
             pod.loop,
             self._notify,
             # Blocks there do not name their job.
-            stdout=stdout if within is None else None,
+            stdout=stdout if server is None else None,
             observe=(lambda _: None) if self._gauges is None else self._gauges.note,
         )
-        self.server = ByteServer(
-            pod.place.listen,
-            pod.order.port + 2,
-            key=pod.key,
-            files=pod.files,
-            store=pod.store,
-            writer=self.writer,
-            missing=self._missing,
-            cancel=self._cancel,
-            send=self._send,
-            acknowledge=self._acknowledged,
-            within=within,
-            prefix=order.prefix,
-        )
+        self.served = ServedJob(self, key=pod.key, files=pod.files, store=pod.store, writer=self.writer)
+        self.server = server or ByteServer(pod.place.listen, order.port + 2, self.served)
+        self.server.jobs[order.prefix] = self.served
         self._written: asyncio.Future[None] = pod.loop.create_future()
         mpirun = Mpirun(pod.place.work, relays, self._fail) if order.mpi else None
         site = Site(
             order=pod.own_order, loop=pod.loop, pool=pod.pool, writer=self.writer, elsewhere=relays, is_limited=True,
             beside=mpirun,
         )  # fmt: skip
-        self._job = make(site)
+        self._job = self._make_run(site)
         self._kept = StoreCopy(pod, self.writer, lambda: self._job.used_restarts)
         self._began_at = time.monotonic()
         self._has_blobs = False
@@ -120,11 +103,15 @@ class JobHead:
         self._is_alone = False
         """Whether the results are left behind, as no notebook is connected to fetch them."""
 
+    def _make_run(self, site: Site) -> JobRun:
+        """What runs the attempts."""
+        return JobRun(site)
+
     def _fail(self, cause: FailureCause, reason: str) -> None:
         self._job.fail(cause, reason)
 
     def _notify(self) -> None:
-        self.server.notify()
+        self.served.notify()
         if self.relays is not None:
             self.relays.limit(has_room=self.writer.has_room)
 
@@ -137,14 +124,14 @@ class JobHead:
         verdict = await self._run_job()
         await self._put_results()
         await self._wait_for_notebook(time.monotonic(), verdict)
-        self.server.close()
+        self.server.jobs.pop(self._pod.order.prefix)
 
     async def _run_job(self) -> Verdict:
         """Run the attempts, and write all that the job's folder will ever have; returns how the job ended."""
         self._serve_metrics()
         preparing = [asyncio.ensure_future(one) for one in (self._prepare(), self._look_at_folders())]
         verdict = await self._job.run()
-        self._is_alone = self._pod.order.ends_unfollowed and not self.server.is_attended
+        self._is_alone = self._pod.order.ends_unfollowed and not self.served.is_attended
         self._copy_outcomes()
         self._job.write_end(verdict)
         self.writer.close(lambda: self._written.set_result(None))
@@ -191,7 +178,7 @@ class JobHead:
                     return
                 self._job.used_before = max(used, order.used_restarts)
                 await self._ask_store(self._kept.put_restarts)
-            await asyncio.to_thread(transfers.bring, self._pod, received=self.server.received)
+            await asyncio.to_thread(transfers.bring, self._pod, received=self.served.received)
             await self._ask_store(functools.partial(transfers.bring_checkpoint, self._pod))
         except Exception as error:  # noqa: BLE001 - the job cannot start, and has to report why
             reason = str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}"
@@ -249,22 +236,27 @@ class JobHead:
 
     # -- requests, in the server's threads --------------------------------------------------------------------------
 
-    def _missing(self) -> list[str]:
+    def missing(self) -> list[str]:
         """Digests of the blobs that the notebook has to send."""
         return transfers.missing(self._pod) if self._pod.order.source is Source.STREAM and not self._has_blobs else []
 
-    def _cancel(self, grace_s: float, save: bool) -> None:  # noqa: FBT001 - called by position from the server's threads
+    def cancel(self, grace_s: float, *, save: bool) -> None:
         """The notebook wants the job to end."""
         cancel = functools.partial(self._job.cancel, FailureCause.USER, "The job was cancelled", grace_s, save=save)
         self._pod.loop.call_soon_threadsafe(cancel)
 
-    def _send(self, rank: int, message: ToAgent) -> None:
+    def send(self, rank: int, message: ToAgent) -> None:
         """The notebook has a message for a rank."""
         self._pod.loop.call_soon_threadsafe(self._job.send, rank, message)
 
-    def _acknowledged(self) -> None:
+    def acknowledge(self) -> None:
         """The notebook has all it wants."""
         self._is_acknowledged = True
+
+    def offer(self, body: bytes) -> Any:
+        """These pods take no other job."""
+        del body
+        raise FileNotFoundError
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -298,7 +290,7 @@ class JobHead:
         order = self._pod.order
         tried_at = ended_at
         while self._is_awaited(verdict):
-            if order.ends_unfollowed and not (self._is_alone or self.server.is_attended):
+            if order.ends_unfollowed and not (self._is_alone or self.served.is_attended):
                 # The notebook's network is gone, or it has ended a moment ago.
                 self._is_alone = True
                 self._copy_outcomes()
@@ -332,7 +324,7 @@ class JobHead:
 
 
 class Head(JobHead):
-    """Serves the pod: one job, or in warm pods one after the other.
+    """Serves the pod and its job.
 
     Args:
         pod: The pod.
@@ -350,13 +342,7 @@ class Head(JobHead):
         if order.agents > 1:
             listener = open_port(pod.place.listen, order.port + 1, 1024)
             relays = HeadsRelays(order, pod.key, pod.files, listener, log=log)
-
-        def make_warm(site: Site) -> JobRun:
-            return WarmPods(site, relays, pod, lambda job: JobHead(job, relays, stdout, self.server))
-
-        super().__init__(pod, relays, stdout, make=make_warm if order.idle_s else JobRun)
-        if isinstance(self._job, WarmPods):
-            self.server.offer = self._job.offer
+        super().__init__(pod, relays, stdout)
 
     async def run(self) -> int:
         """Serve to the end; gives the exit code."""
@@ -383,21 +369,10 @@ class Head(JobHead):
         self.server.close()
         return ending.exit_code(verdict, is_terminated=self._is_terminating)
 
-    async def _prepare(self) -> None:
-        if isinstance(self._job, WarmPods):
-            self._job.start()
-            return
-        await super()._prepare()
-
     def _start_job(self) -> None:
         # From here no rank is forked that the job does not need.
         self._pod.pool.wanted_spares = 0
         super()._start_job()
-
-    def _acknowledged(self) -> None:
-        super()._acknowledged()
-        if isinstance(self._job, WarmPods):
-            self._job.release()
 
     async def _wait_for_relays(self, ended_at: float) -> None:
         """Stay while relays are leaving, or may still come and have to learn of the end."""
@@ -410,6 +385,28 @@ class Head(JobHead):
             if not ((relays.connected and waited_s < LEAVE_LIMIT_S) or (may_come and waited_s < STRAGGLER_LIMIT_S)):
                 return
             await asyncio.sleep(_LOOK_EACH_S)
+
+
+class WarmHead(Head):
+    """Serves warm pods, which take one job after the other."""
+
+    def _make_run(self, site: Site) -> JobRun:
+        self._warm = WarmPods(
+            site, self.relays, self._pod, lambda job: JobHead(job, self.relays, self.stdout, self.server)
+        )
+        return self._warm
+
+    def acknowledge(self) -> None:
+        """The kernels that have used these pods have ended."""
+        super().acknowledge()
+        self._warm.release()
+
+    def offer(self, body: bytes) -> Any:
+        """Take a job; see `WarmPods.offer`."""
+        return self._warm.offer(body)
+
+    async def _prepare(self) -> None:
+        self._warm.start()
 
 
 def _by_rank(path: Any) -> tuple[int, int]:

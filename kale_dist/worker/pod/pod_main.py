@@ -17,7 +17,7 @@ from kale_dist.errors import KaleDistError
 from kale_dist.wire import InputFiles, Order
 from kale_dist.worker.agent import ending, processes
 from kale_dist.worker.agent.fork_pool import ForkPool
-from kale_dist.worker.pod.head import Head
+from kale_dist.worker.pod.head import Head, WarmHead
 from kale_dist.worker.pod.pod import Pod, PodPlace, Problem, place_of
 from kale_dist.worker.pod.relay import Relay
 
@@ -77,7 +77,7 @@ async def serve(place: PodPlace, pool: ForkPool) -> int:
     per_pod = order.processes_per_agent
     pool.wanted_spares = min(per_pod, order.number_of_processes - place.pod * per_pod)
     pool.refill()
-    role = Head(pod) if place.pod == 0 else Relay(pod)
+    role = (WarmHead if pod.order.idle_s else Head)(pod) if place.pod == 0 else Relay(pod)
     broken: asyncio.Future[BaseException] = loop.create_future()
 
     def fail(_loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:

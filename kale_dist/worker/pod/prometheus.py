@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kale_dist.wire import EventKind, Member, RankStateName
-from kale_dist.worker.agent.job_run import open_port
 from kale_dist.worker.pod.byte_server import HttpServer
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -153,15 +152,12 @@ class MetricsServer:
     """
 
     def __init__(self, host: str, port: int, text: Callable[[], str]) -> None:
-        listener = open_port(host, port, 16)
-        self._server = HttpServer(listener, _Request, text)
-        self.port: int = listener.getsockname()[1]
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._server = HttpServer(host, port, _Request, text)
+        self.port = self._server.port
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.stop()
 
 
 class _Request(http.server.BaseHTTPRequestHandler):

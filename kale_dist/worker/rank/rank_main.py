@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kale_dist import wire
 from kale_dist.errors import ContractError
@@ -32,6 +32,10 @@ from kale_dist.wire.messages import Done, Received, Running
 from kale_dist.worker.pod import mpi
 from kale_dist.worker.rank import agreement, gpus, process_state, stand_ins, trainers
 from kale_dist.worker.rank.control import Control
+
+if TYPE_CHECKING:
+    from kale_dist.snapshot.loading import Loaded
+    from kale_dist.worker.rank.group import KeptGroup
 
 LIVE = "kale_dist.worker.rank.live_rank"
 """The module whose function runs the cells of live ranks."""
@@ -71,106 +75,136 @@ def run(descriptors: Descriptors) -> NoReturn:
 
 
 def _carry_out(control: Control, events: int, assignment: Assignment, store: int | None) -> int:
-    """Run the job's function and write the outcome; gives the exit code once the agent lets this rank go."""
-    from kale_dist.snapshot import outcome
-    from kale_dist.worker.rank import group
-
-    order, rank, attempt = assignment.order, assignment.rank, assignment.attempt.number
-    files = JobFiles(order.folder)
-    path = files.outcome(attempt, rank)
-    signer = outcome.Signer(key=bytes.fromhex(order.key), job=order.object, attempt=attempt, rank=rank)
-    references = References()
-    kept = None
-    error: BaseException | None = None
-    shown: dict[int, FrameLocals] = {}
-
-    def give_up(error: BaseException) -> None:
-        """End this rank, whose main thread hangs."""
-        _print_error(error)
-        outcome.write_failure(path, signer=signer, error=error, references=references)
-        control.send(_account(error, is_started=False))
-        control.wait_for_go()
-        os._exit(1)
-
+    """Run the job's function and report how that went; gives the exit code once the agent lets this rank go."""
+    report, joined = _Report(control, assignment), None
     try:
-        try:
-            _settle(assignment, events, files, control)
-            # An image of another framework may have no torch: then there is no group, and all the rest is the same.
-            hidden = group.KeptGroup(assignment) if loading.has_torch() else None
-            blobs = FolderStore(pathlib.Path(order.store))
-            loaded = loading.load(blobs, order.snapshot, modules=files.modules)
-            references = loaded.references
-            if hidden is not None:
-                hidden.open(store, give_up)
-            kept = hidden
-            control.send(Running())
-            module = getattr(loaded.fn, "__module__", "")
-            is_training = module.startswith("kale_dist.worker.training.")
-            if is_training:
-                trainers.leave_bars_out()
-            elif hidden is not None:
-                agreement.begin(hidden.store)
-            if module == LIVE:
-                from kale_dist.worker.rank.live_rank import LiveRank
-
-                port = assignment.attempt.port
-                loaded.kwargs["rank"] = LiveRank(
-                    control, hidden, order, attempt=attempt, store_port=port, references=references
-                )
-            models = None
-            if not is_training and "torch" in sys.modules:
-                from kale_dist.worker.training.notices import used_beside_arguments
-
-                models = GivenModels(loaded, rank, blobs, used_beside_arguments(loaded.fn))
-            try:
-                value = _call(loaded.fn, loaded.args, loaded.kwargs)
-            finally:
-                agreement.end()
-            lost: list[str] = []
-            if models is not None:
-                value = models.with_weights(value, has_trained=kept is not None and kept.has_trained)
-                lost = models.lost()
-            if kept is not None:
-                kept.advise(trained=bool(lost) or (isinstance(value, Returned) and value.is_trained))
-            if lost:
-                context.log(
-                    f"{', '.join(lost)} changed and stays in the ranks: it is not an argument of the function. Pass it as one"
-                    " to launch(), and its weights come back.",
-                    warns=True,
-                )
-            outcome.write_success(path, signer=signer, value=value, references=references)
-        except BaseException as raised:  # noqa: BLE001 - anything that the user's code raises is the outcome
-            error = stand_ins.clearer(raised)
-            shown = sources.locals_of(error, show=order.debugging.show_locals)
-            # The log is read by more people and programs than the error itself: it has no texts.
-            _print_error(error, sources.locals_of(error, show="summary") if shown else None)
-            outcome.write_failure(path, signer=signer, error=error, references=references, shown=shown)
-    except BaseException as second:  # noqa: BLE001 - a full disk: the reason still reaches the agent
-        if error is None:
-            error = second
-        _print_error(second)
+        _settle(assignment, events, control)
+        loaded, joined = _prepare(assignment, store, report)
+        control.send(Running())
+        report.succeed(_run(loaded, joined, control, assignment))
+    except BaseException as raised:  # noqa: BLE001 - anything that the user's code raises is the outcome
+        report.fail(raised)
     context.flush()
     _flush_output()
-    done = _account(error, is_started=kept is not None)
-    exchanges = kept.exchanges() if kept is not None and order.cuda else ()
-    control.send(dataclasses.replace(done, locals="\n".join(map(str, shown.values())), exchanges=tuple(exchanges)))
-    control.wait_for_go()
-    return 0 if error is None else 1
+    return report.send(joined)
 
 
-def _account(error: BaseException | None, *, is_started: bool) -> Done:
-    """How the call went, for the agent."""
-    if error is None:
-        return Done()
-    return Done(
-        ok=False, error_type=sources.type_name(error), error_text=_safe_text(error)[:4000], where=sources.last_line(error),
-        node=os.environ.get(wire.PodVariable.NODE, ""), is_not_started=isinstance(error, ContractError) and not is_started,
-    )  # fmt: skip
+class _Report:
+    """A rank's outcome: a file for the notebook, and a message for the agent."""
+
+    def __init__(self, control: Control, assignment: Assignment) -> None:
+        from kale_dist.snapshot import outcome
+
+        self.references = References()
+        """Of the snapshot, once it is loaded."""
+        order, rank, attempt = assignment.order, assignment.rank, assignment.attempt.number
+        self._control, self._order = control, order
+        self._outcome = outcome
+        self._path = JobFiles(order.folder).outcome(attempt, rank)
+        self._signer = outcome.Signer(key=bytes.fromhex(order.key), job=order.object, attempt=attempt, rank=rank)
+        self._error: BaseException | None = None
+        self._shown: dict[int, FrameLocals] = {}
+
+    def succeed(self, value: Any) -> None:
+        """Write what the function returned."""
+        self._outcome.write_success(self._path, signer=self._signer, value=value, references=self.references)
+
+    def fail(self, raised: BaseException) -> None:
+        """Print and write an error; where that fails, because a disk is full, the reason still reaches the agent."""
+        try:
+            self._error = error = stand_ins.clearer(raised)
+            self._shown = sources.locals_of(error, show=self._order.debugging.show_locals)
+            # The log is read by more people and programs than the error itself: it has no texts.
+            _print_error(error, sources.locals_of(error, show="summary") if self._shown else None)
+            self._outcome.write_failure(
+                self._path, signer=self._signer, error=error, references=self.references, shown=self._shown
+            )
+        except BaseException as second:  # noqa: BLE001 - as above
+            self._error = self._error or second
+            _print_error(second)
+
+    def give_up(self, error: BaseException) -> None:
+        """End this rank, whose main thread hangs."""
+        self.fail(error)
+        self.send(None)
+        os._exit(1)
+
+    def send(self, joined: KeptGroup | None) -> int:
+        """Tell the agent, and wait until this rank may go; gives its exit code."""
+        error, failure = self._error, dict[str, Any]()
+        if error is not None:
+            failure = {
+                "ok": False, "error_type": sources.type_name(error), "error_text": _safe_text(error)[:4000],
+                "where": sources.last_line(error), "node": os.environ.get(wire.PodVariable.NODE, ""),
+                "is_not_started": isinstance(error, ContractError) and joined is None,
+            }  # fmt: skip
+        exchanges = joined.exchanges() if joined is not None and self._order.cuda else ()
+        shown = "\n".join(map(str, self._shown.values()))
+        self._control.send(Done(locals=shown, exchanges=tuple(exchanges), **failure))
+        self._control.wait_for_go()
+        return 0 if self._error is None else 1
 
 
-def _settle(assignment: Assignment, events: int, files: JobFiles, control: Control) -> None:
+def _prepare(assignment: Assignment, store: int | None, report: _Report) -> tuple[Loaded, KeptGroup | None]:
+    """Load the function and join the group; in an image without torch there is none, and all the rest is the same."""
+    from kale_dist.worker.rank import group
+
+    order = assignment.order
+    joined = group.KeptGroup(assignment) if loading.has_torch() else None
+    loaded = loading.load(
+        FolderStore(pathlib.Path(order.store)), order.snapshot, modules=JobFiles(order.folder).modules
+    )
+    report.references = loaded.references
+    if joined is not None:
+        joined.open(store, report.give_up)
+    return loaded, joined
+
+
+def _run(loaded: Loaded, joined: KeptGroup | None, control: Control, assignment: Assignment) -> Any:
+    """Run a training, the cells of live ranks or the user's function; gives the value that goes back."""
+    module = getattr(loaded.fn, "__module__", "")
+    if module.startswith("kale_dist.worker.training."):
+        trainers.leave_bars_out()
+        value = _call(loaded)
+        if joined is not None:
+            joined.advise(trained=False)
+        return value
+    if joined is not None:
+        agreement.begin(joined.store)
+    if module == LIVE:
+        from kale_dist.worker.rank.live_rank import LiveRank
+
+        attempt = assignment.attempt
+        loaded.kwargs["rank"] = LiveRank(
+            control,
+            joined,
+            assignment.order,
+            attempt=attempt.number,
+            store_port=attempt.port,
+            references=loaded.references,
+        )
+    if joined is None:
+        return _call(loaded)
+    from kale_dist.worker.training.notices import used_beside_arguments
+
+    blobs = FolderStore(pathlib.Path(assignment.order.store))
+    models = GivenModels(loaded, assignment.rank, blobs, used_beside_arguments(loaded.fn))
+    value = models.with_weights(_call(loaded), has_trained=joined.has_trained)
+    lost = models.lost()
+    joined.advise(trained=bool(lost) or (isinstance(value, Returned) and value.is_trained))
+    if lost:
+        context.log(
+            f"{', '.join(lost)} changed and stays in the ranks: it is not an argument of the function. Pass it as one"
+            " to launch(), and its weights come back.",
+            warns=True,
+        )
+    return value
+
+
+def _settle(assignment: Assignment, events: int, control: Control) -> None:
     """All that has to be as it should before anything is unpickled."""
     order, rank, local_rank = assignment.order, assignment.rank, assignment.local_rank
+    files = JobFiles(order.folder)
     if order.version != wire.VERSION:
         raise ContractError(f"The notebook speaks contract version {order.version}, this worker {wire.VERSION}")
     if order.process is not None:
@@ -206,15 +240,16 @@ def _settle(assignment: Assignment, events: int, files: JobFiles, control: Contr
     stand_ins.install(cuda=order.cuda, agent=control, breakpoint_wait_s=wait_s)
 
 
-def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(loaded: Loaded) -> Any:
     """Call the user's function; `sys.exit()` and `sys.exit(0)` are a return without a value, as in a script."""
     try:
-        return function(*args, **kwargs)
+        return loaded.fn(*loaded.args, **loaded.kwargs)
     except SystemExit as leaving:
         if leaving.code in (None, 0):
             return None
         raise
     finally:
+        agreement.end()
         if (debugger := sys.modules.get("kale_dist.worker.rank.debugger")) is not None:
             debugger.leave()
 
