@@ -242,7 +242,8 @@ class DockerPlace(Place):
                 with contextlib.suppress(docker.errors.APIError):
                     engine.api.put_archive(name, "/", archive.pack([mark]))
             if grace_s > 0:
-                threading.Thread(target=stop, daemon=True).start()
+                # No daemon: a process that ends now would take the request along.
+                threading.Thread(target=stop).start()
             else:
                 with contextlib.suppress(docker.errors.APIError):
                     engine.api.kill(name)
