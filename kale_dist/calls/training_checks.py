@@ -138,7 +138,7 @@ def sizes(training: Training, asked: Sequence[int], per_pod: int | None, *, cuda
     Args:
         training: What is trained, and how.
         asked: The sizes, ascending.
-        per_pod: Processes of one pod; None on this machine.
+        per_pod: Processes of one pod; None where all are on one machine.
         cuda: Whether the call asks for GPUs.
 
     Raises:

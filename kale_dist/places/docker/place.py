@@ -242,7 +242,8 @@ class DockerPlace(Place):
                 with contextlib.suppress(docker.errors.APIError):
                     engine.api.put_archive(name, "/", archive.pack([mark]))
             if grace_s > 0:
-                threading.Thread(target=stop, daemon=True).start()
+                # No daemon: a process that ends now would take the request along.
+                threading.Thread(target=stop).start()
             else:
                 with contextlib.suppress(docker.errors.APIError):
                     engine.api.kill(name)
@@ -262,21 +263,21 @@ class DockerPlace(Place):
             raise JobNotFoundError(
                 f"There is no job {ref.name!r} on the Docker engine at {engine.url}. {listing(self.name)}"
             )
-        head = max(found, key=lambda item: int(item["Labels"][containers.RUN_LABEL]))
-        labels = head["Labels"]
         try:
-            spec = JobSpec.from_json(json.loads(labels[containers.SPEC_LABEL]))
+            newest = max(found, key=lambda item: int(item["Labels"][containers.RUN_LABEL]))
+            life = int(newest["Labels"][containers.RUN_LABEL])
+            spec = JobSpec.from_json(json.loads(newest["Labels"][containers.SPEC_LABEL]))
         except (KeyError, ValueError, TypeError) as error:
             raise JobNotFoundError(
                 f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
             ) from error
-        handle = _handle(engine, dataclasses.replace(spec, name=ref.name), int(labels[containers.RUN_LABEL]))
+        handle = _handle(engine, dataclasses.replace(spec, name=ref.name), life)
         if not trust:
             if trust is not None:
                 warn(untrusted(ref))
             return handle, None
-        key = _read(engine, head["Id"], f"{INPUT_FOLDER}/{InputFiles.KEY}")
-        if key and (packed := _read(engine, head["Id"], f"{INPUT_FOLDER}/{InputFiles.SNAPSHOT}")):
+        key = _read(engine, newest["Id"], f"{INPUT_FOLDER}/{InputFiles.KEY}")
+        if key and (packed := _read(engine, newest["Id"], f"{INPUT_FOLDER}/{InputFiles.SNAPSHOT}")):
             # `job.model` is built from the snapshot.
             unpack_blobs(packed, records.blobs_dir())
         return handle, key or None
