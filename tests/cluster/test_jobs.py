@@ -137,9 +137,8 @@ FAILS = """def fails(version):
 """
 
 
-@pytest.mark.parametrize(
-    "version", [INSTALLED, pytest.param(notebook_parts.CLOUDPICKLES[0], marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", [INSTALLED, notebook_parts.CLOUDPICKLES[0]])
 def test_pods_have_the_notebooks_cloudpickle_and_an_error_the_lines_of_its_cell(
     namespace, plain_image, tmp_path, version
 ):
