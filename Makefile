@@ -17,7 +17,7 @@ help: ## What there is to make
 	@echo
 	@echo "  ARGS=...         more arguments for pytest: make test ARGS='-k sharding -x'"
 	@echo "  LANES=...        how many files of tests run at once (3): make test LANES=0 ARGS='--pdb'"
-	@echo "  SLICE=...        one slice of the nightly, 0 to 23: make nightly SLICE=3"
+	@echo "  SLICE=...        slices of the nightly, 0 to 23: make nightly SLICE=3"
 	@echo "  PYTHON=...       another interpreter than python3"
 	@echo "  REPOSITORY=...   where a release's README has its pictures: make release REPOSITORY=https://github.com/me/kale_dist"
 	@echo "  TORCH_INDEX=...  where PyTorch comes from, such as https://download.pytorch.org/whl/cu128"

@@ -176,11 +176,10 @@ def meet(times):
     return here.attempt, total.item()
 
 
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.nightly), 3])
-def test_ranks_of_all_pods_are_started_again(make, lost):
+def test_ranks_of_all_pods_are_started_again(make):
     job = make(meet, 1, ranks=4, processes_per_agent=2, max_restarts=1).put_input().start_all()
     job.until_running()
-    os.kill(job.pods[0].pids()[lost], signal.SIGKILL)
+    os.kill(job.pods[0].pids()[3], signal.SIGKILL)
     assert job.end() == [0, 0], job.text()
     assert told(job) == [
         (0, "starting"),
@@ -205,17 +204,11 @@ def test_a_port_that_is_taken_is_told(make_bare):
     assert "in use" in state["reason"]
 
 
-def test_without_restarts_a_lost_pod_is_not_waited_for(make_bare):
-    job = make_bare(speak_and_sleep, ranks=2).put_input().start_all()
-    job.until_running()
-    job.pods[1].process.send_signal(signal.SIGKILL)
-    assert job.pods[0].end() == 1
-    state = job.state()
-    assert (state["state"], state["cause"], state["attempt"]) == ("failed", "lost", 0)
-
-
-def test_a_pod_that_no_controller_makes_again_is_not_waited_for(make_bare):
-    job = make_bare(speak_and_sleep, ranks=2, max_restarts=5, replaces_pods=False).put_input().start_all()
+@pytest.mark.parametrize(
+    "options", [{}, {"max_restarts": 5, "replaces_pods": False}], ids=["no restarts", "no controller"]
+)
+def test_a_lost_pod_that_nobody_makes_again_is_not_waited_for(make_bare, options):
+    job = make_bare(speak_and_sleep, ranks=2, **options).put_input().start_all()
     job.until_running()
     job.pods[1].process.send_signal(signal.SIGKILL)
     assert job.pods[0].end() == 1

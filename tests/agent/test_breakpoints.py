@@ -224,13 +224,6 @@ def test_a_person_who_has_come_is_waited_for(jobs, debug):
     assert "nothing was typed" not in job.log_text()
 
 
-def test_a_job_is_cancelled_at_the_prompt(jobs, debug):
-    job = jobs.run(stop_in_one)
-    debug(job).next()
-    jobs.client.cancel(job.order.job)
-    assert job.wait(10)["state"] == "cancelled"
-
-
 def test_a_rank_is_killed_at_the_prompt(jobs, debug):
     job = jobs.run(stop_in_one)
     debug(job).next()

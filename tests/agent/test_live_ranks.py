@@ -16,7 +16,7 @@ from own_files import own_files
 from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import EventKind, Op, decode, messages
-from kale_dist.wire.messages import Answer, Cell, EndLive, Give, Interrupt, Load, Repair, Restart, Typed
+from kale_dist.wire.messages import Answer, Cell, EndLive, Give, Interrupt, Load, Repair, Restart
 from kale_dist.worker.rank import live_rank
 
 
@@ -107,16 +107,6 @@ def test_ranks_that_are_terminated_succeed(live):
     ranks.send(EndLive())
     assert ranks.job.wait(20)["state"] == "succeeded", ranks.job.log_text()
     assert ranks.job.log_text() == ""
-
-
-def test_a_breakpoint_in_a_cell_is_answered(live, jobs):
-    ranks = live(stall_warn_s=2.0, stall_timeout_s=2.0)
-    number = ranks.start(f"{SUM}\nif rank:\n    breakpoint()\n    x *= 5\ndist.all_reduce(x)\nx.item()")
-    for typed, line in enumerate(("p x", "import time; time.sleep(3)", "c")):
-        at = ranks.job.until(lambda typed=typed: ranks.job.events(EventKind.DEBUG)[typed:])[0]
-        ranks.send(Typed(prompt=at["prompt"], text=line), 1)
-    assert "tensor([2.])" in ranks.job.events(EventKind.DEBUG)[1]["text"]
-    assert [answer.value["text/plain"] for answer in ranks.wait(number)] == ["12.0", "12.0"]
 
 
 def test_the_end_of_a_cell_comes_after_its_lines(live):

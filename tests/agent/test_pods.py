@@ -66,13 +66,6 @@ def test_ranks_of_all_pods_work_together_with_the_pods_environment_and_the_noteb
     assert job.pods[0].last_words["state"] == "succeeded"
 
 
-@pytest.mark.parametrize(("ranks", "per_pod"), [(1, 1), (5, 2)])
-def test_each_rank_gives_its_value_back(make_bare, ranks, per_pod):
-    job = make_bare(rank, ranks=ranks, processes_per_agent=per_pod).put_input().start_all()
-    assert job.end() == [0] * job.number_of_pods
-    assert [job.outcome(number).value for number in range(ranks)] == list(range(ranks))
-
-
 def test_ranks_may_open_as_many_files_as_their_container_allows(make_bare):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
@@ -203,23 +196,6 @@ def test_a_pod_that_waits_for_others_can_be_terminated(make_bare):
     head.process.terminate()
     assert job.end() == [143]
     assert job.state()["state"] == "cancelled"
-
-
-def test_what_is_typed_reaches_a_rank_of_another_pod(make_bare):
-    job, prompts = make_bare(stops_on_1, 2, ranks=2).put_input().start_all(), []
-    for text in ("value = 40", "c"):
-        new = job.until(lambda: [one for one in job.events(EventKind.DEBUG) if one["prompt"] not in ("", *prompts)])
-        prompts.append(new[0]["prompt"])
-        job.pods[0].ask("POST", "/send?rank=1", messages.encode(Typed(prompt=prompts[-1], text=text)))
-    assert (job.end(), job.outcome(1).value) == ([0, 0], 41)
-
-
-def test_a_cancel_by_request(make):
-    job = make(wait_in_barrier, ranks=3, processes_per_agent=2).put_input().start_all()
-    job.until_running()
-    assert job.pods[0].ask("POST", "/cancel", b'{"grace_s": 0.2}')[0] == 200
-    assert job.end() == [1, 0]
-    assert (job.state()["state"], job.state()["reason"]) == ("cancelled", "The job was cancelled")
 
 
 def test_a_time_limit(make_bare):

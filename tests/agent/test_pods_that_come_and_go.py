@@ -108,12 +108,6 @@ def weights_of(job):
     return torch.tensor([float(one) for one in re.findall(r"weights (.*)", job.text())[-1].split()])
 
 
-def pause_before(job, attempt):
-    """How long no rank saw anything when an attempt began."""
-    times = [(at, number) for at, number, _ in seen(job)]
-    return min(at for at, number in times if number == attempt) - max(at for at, number in times if number < attempt)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The weights of a training in two pods to which nothing happens."""

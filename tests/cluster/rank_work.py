@@ -4,7 +4,6 @@ import os
 import pathlib
 import random
 import re
-import signal
 import socket
 import time
 
@@ -24,12 +23,6 @@ def summed(factor):
 def fails_on_1():
     if kd.context().rank == 1:
         raise KeyError("no such column")
-    time.sleep(60)
-
-
-def dies_on_1():
-    if kd.context().rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
 
@@ -137,33 +130,9 @@ def pause(epoch, metrics, model):
     time.sleep(2)
 
 
-def dying_sgd(model, kills):
-    """An optimizer that kills the process of rank 1, a server, in its fifth step, if it is to."""
-    import torch
-
-    class Sgd(torch.optim.SGD):
-        steps = 0
-
-        def step(self, closure=None):
-            self.steps += 1
-            if kills and self.steps == 5 and kd.context().rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().step(closure)
-
-    return Sgd(model.parameters(), lr=0.01, momentum=0.9)
-
-
 def waits_in_its_first_attempt():
     """Ends at once when it is started again in the same object."""
     attempt = kd.context().attempt
     print("ready", flush=True)
     time.sleep(1 if attempt else 600)
     return attempt
-
-
-def gets_and_passes_on(data):
-    """The sum of what it got, and how many bytes the agent of its pod has written into files and connections."""
-    forkserver = pathlib.Path(f"/proc/{os.getppid()}/status").read_text()
-    agent = re.search(r"^PPid:\s+(\d+)", forkserver, re.MULTILINE)[1]
-    written = re.search(r"^wchar: (\d+)", pathlib.Path(f"/proc/{agent}/io").read_text(), re.MULTILINE)[1]
-    return int(data.sum()), int(written)

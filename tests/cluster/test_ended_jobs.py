@@ -69,17 +69,6 @@ def test_a_cancelled_job_keeps_the_log_of_its_head_and_not_the_pod_that_waited(n
     job.delete()
 
 
-@pytest.mark.nightly
-def test_a_failed_job_does_not_start_the_master_that_waited(namespace, plain_image):
-    ends = {"Worker": {"template": {"spec": {"activeDeadlineSeconds": 5}}}}
-    job = kd.launch(waits, number_of_processes=2, on=with_waiting(namespace, "Master", plain_image, **ends))
-    status = job.wait(150)
-    assert status.state is StateName.FAILED
-    assert f"{job.name}-master-0" not in until(namespace, job, has_ended)
-    job.delete()
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("word", [word for word in KINDS if word != "pytorch"])
 def test_a_cancelled_job_of_any_kind_leaves_no_pod_that_may_start(word, namespace, cluster, plain_image):
     if not objects.is_served(cluster, KINDS[word]):

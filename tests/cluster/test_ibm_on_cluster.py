@@ -5,7 +5,6 @@ import os
 import pytest
 from mpi_work import sum_of_ranks
 from on_cluster import IMAGE, make_claim
-from tensorflow_work import mirrored
 
 import kale_dist as kd
 from kale_dist.ibm import train_comp
@@ -40,18 +39,4 @@ def test_mpi(namespace, skip_without):
     assert job.results(280) == [(0, 2, 3, 3.0), (1, 2, 3, 3.0)], [str(line) for line in job.logs()]
     assert job.get()["kind"] == "MPIJob"
     assert job.name.startswith("sums-")
-    job.delete()
-
-
-@pytest.mark.timeout(900)
-def test_tf(namespace, skip_without):
-    skip_without("tf")
-    words = {"distribution_type": "TF", "number_of_workers": "2", "worker_cpus": "100m", "worker_memory": "1.5Gi"}
-    job = train_comp(
-        mirrored, distribution_specification=words, base_image=IMAGE, namespace=namespace,
-        place=kd.Kubernetes(packages=["tensorflow-cpu"]),
-    )  # fmt: skip
-    results = job.results(800)
-    assert [task for task, *_ in results] == [{"type": "chief", "index": 0}, {"type": "worker", "index": 0}]
-    assert job.get()["kind"] == "TFJob"
     job.delete()

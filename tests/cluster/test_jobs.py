@@ -13,7 +13,7 @@ import notebook_parts
 import pytest
 from data_work import WithTable
 from on_cluster import pods_in, run_kubectl
-from rank_work import dies_on_1, fails_on_1, gets_and_passes_on, prints_much, rank_and, summed, waits
+from rank_work import prints_much, rank_and, summed, waits
 
 import kale_dist as kd
 from kale_dist import places
@@ -21,7 +21,6 @@ from kale_dist.errors import (
     ConfigError,
     JobCancelledError,
     JobExistsError,
-    JobFailedError,
     JobNotFoundError,
 )
 from kale_dist.job.backend import JobRef
@@ -96,6 +95,7 @@ def test_a_model_of_30_mb_is_trained_by_two_pods_and_comes_back(on, namespace, c
     assert left_in(namespace, job.name) == []
 
 
+@pytest.mark.nightly
 def test_every_rank_s_lines_are_seen_from_another_machine_too_and_results_only_with_a_store(plain, namespace, tmp_path):
     job = kd.launch(rank_and, 2, number_of_processes=2, on=plain)
     assert job.results() == [2, 3]
@@ -129,15 +129,6 @@ def test_every_rank_s_lines_are_seen_from_another_machine_too_and_results_only_w
     job.delete()
 
 
-def test_the_first_failing_rank_s_own_exception_comes_back(plain):
-    job = kd.launch(fails_on_1, number_of_processes=2, on=plain)
-    with pytest.raises(JobFailedError, match="no such column") as caught:
-        job.result(120)
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert job.status.failed_rank == 1
-    job.delete()
-
-
 FAILS = """def fails(version):
     import cloudpickle
 
@@ -146,9 +137,8 @@ FAILS = """def fails(version):
 """
 
 
-@pytest.mark.parametrize(
-    "version", [INSTALLED, pytest.param(notebook_parts.CLOUDPICKLES[0], marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", [INSTALLED, notebook_parts.CLOUDPICKLES[0]])
 def test_pods_have_the_notebooks_cloudpickle_and_an_error_the_lines_of_its_cell(
     namespace, plain_image, tmp_path, version
 ):
@@ -173,15 +163,6 @@ def test_pods_have_the_notebooks_cloudpickle_and_an_error_the_lines_of_its_cell(
     )
     assert "File \"Cell In[2]\", line 5, in fails\n    return {}['absent']\n" in told
     assert told.endswith(f"with {version}\n")
-
-
-@pytest.mark.nightly
-def test_a_killed_rank_ends_all_pods_and_is_named(plain):
-    job = kd.launch(dies_on_1, number_of_processes=2, on=plain)
-    status = job.wait(120)
-    assert (status.state, status.cause, status.failed_rank) == (StateName.FAILED, FailureCause.DIED, 1)
-    assert "SIGKILL" in status.reason
-    job.delete()
 
 
 def test_cancelling_ends_the_pods_and_keeps_the_log(plain, namespace):
@@ -215,13 +196,6 @@ def test_a_job_that_never_started_is_deleted_at_once_and_its_name_is_free(namesp
 
 
 @pytest.mark.nightly
-def test_deleting_a_running_job_leaves_nothing(plain, namespace):
-    job = kd.launch(waits, number_of_processes=1, on=plain)
-    job.delete()
-    assert left_in(namespace, job.name) == []
-
-
-@pytest.mark.nightly
 def test_a_flood_of_lines_arrives_whole_and_in_order(plain):
     job = kd.launch(prints_much, 100_000, number_of_processes=2, on=plain)
     assert job.wait(180).state is StateName.SUCCEEDED
@@ -229,16 +203,6 @@ def test_a_flood_of_lines_arrives_whole_and_in_order(plain):
         numbered = [line.text for line in job.logs(ranks=[rank])]
         assert numbered == [f"line {number:06} of rank {rank}" for number in range(100_000)]
     job.delete()
-
-
-def test_two_processes_in_one_pod(namespace):
-    on = pods_in(namespace, processes_per_pod=2)
-    job = kd.launch(summed, 1, number_of_processes=2, on=on)
-    assert job.results(120) == [3.0, 3.0]
-    job.delete()
-    text = str(kd.render(summed, 1, name="rendered", number_of_processes=2, on=on))
-    assert "Worker" not in text
-    run_kubectl("-n", namespace, "apply", "--dry-run=server", "-f", "-", text=text)
 
 
 def test_jobs_are_listed_by_labels_in_one_namespace_or_all(namespace, make_namespace):
@@ -282,25 +246,3 @@ def test_a_job_that_does_not_start_in_time_fails_and_frees_its_pods(namespace):
     assert "pending_timeout_s of 6 s" in status.reason
     assert "no free node fits its node selector" in status.reason
     job.delete()
-
-
-@pytest.mark.nightly
-def test_ten_jobs_at_once(namespace):
-    on = pods_in(namespace, resources={"cpu": 0.05, "memory": "700Mi"})
-    jobs = [kd.launch(summed, number, number_of_processes=1, on=on) for number in range(10)]
-    assert [job.result(280) for job in jobs] == [float(number) for number in range(10)]
-    for job in jobs:
-        job.delete()
-
-
-@pytest.mark.nightly
-def test_a_large_snapshot_travels_from_pod_to_pod(on):
-    import torch
-
-    data = torch.randint(9, (10_000_000,), dtype=torch.int32)
-    job = kd.launch(gets_and_passes_on, data, number_of_processes=5, on=on)
-    found = job.results(240)
-    assert {total for total, _ in found} == {int(data.sum())}
-    # The first pod has written it once for itself, and twice for others.
-    assert 2.9 < found[0][1] / data.nbytes < 3.2
-    assert sum(written for _, written in found) / data.nbytes < 9.5

@@ -1,6 +1,6 @@
 """Every kind of object on the real cluster: the same jobs, told apart only by `kind`.
 
-The gate runs one short job of each kind; the rest is for the night. A kind that the cluster does not serve is skipped.
+The gate runs one short job of two kinds; the rest is for the night. A kind that the cluster does not serve is skipped.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ import pytest
 from on_cluster import make_claim, pods_in, run_kubectl, wait_for
 from rank_work import (
     fails_on_1,
-    size_and_more,
     summed,
     waits,
     waits_in_its_first_run,
@@ -28,7 +27,6 @@ from kale_dist.wire import StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 
-ALL = list(KINDS)
 OTHERS = [word for word in KINDS if word != "pytorch"]
 """Of PyTorchJobs the other files of this folder have enough."""
 
@@ -60,7 +58,9 @@ def started(job):
     return job
 
 
-@pytest.mark.parametrize("word", OTHERS)
+@pytest.mark.parametrize(
+    "word", ["train", "job", *(pytest.param(word, marks=pytest.mark.nightly) for word in ("mpi", "tf"))]
+)
 def test_two_processes_work_together_and_leave_nothing(on, word, namespace):
     job = kd.launch(summed, 2, number_of_processes=2, on=on)
     assert job.results(150) == [6.0, 6.0], (job.status, [str(line) for line in job.logs()])
@@ -68,20 +68,6 @@ def test_two_processes_work_together_and_leave_nothing(on, word, namespace):
     assert job.name in [found.name for found in kd.jobs(on="kubernetes", namespace=namespace)]
     job.delete()
     assert left_in(namespace, word, job.name) == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("word", [word for word in OTHERS if word != "tf"])
-def test_a_model_is_trained_and_comes_back(on, word):
-    import torch
-    from trainings import summing
-
-    model, *others = summing()
-    job = kd.distribute(model, *others, epochs=8, seed=1, number_of_processes=2, on=on)
-    assert job.wait(150).state is StateName.SUCCEEDED, list(job.logs())
-    assert job.model is model
-    assert torch.allclose(model.weight, torch.ones(1, 4), atol=0.2)
-    job.delete()
 
 
 @pytest.mark.nightly
@@ -93,15 +79,6 @@ def test_the_first_failing_rank_s_own_exception_comes_back_with_its_line(on, wor
     assert isinstance(caught.value.__cause__, KeyError)
     assert "fails_on_1" in str(caught.value)
     job.delete()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("word", OTHERS)
-def test_one_process_works_alone(on, word, namespace):
-    job = kd.launch(summed, 1, number_of_processes=1, on=on)
-    assert job.result(150) == 1.0
-    job.delete()
-    assert left_in(namespace, word, job.name) == []
 
 
 @pytest.mark.nightly
@@ -176,17 +153,6 @@ def test_with_the_runtime_of_the_docs_a_train_job_that_fails_is_failed_at_once(n
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("word", OTHERS)
-def test_200_mb_go_up_and_come_back(on, word):
-    import torch
-
-    weights = torch.arange(50_000_000, dtype=torch.float32)
-    job = kd.launch(size_and_more, weights, number_of_processes=2, on=on)
-    assert all(torch.equal(value, weights + 1) for value in job.results(400))
-    job.delete()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("word", ALL)
 def test_the_role_that_doctor_prints_is_enough(on, word, namespace, make_user, monkeypatch):
     def role(identity):
         name = identity.rpartition(":")[2]

@@ -5,11 +5,11 @@ import json
 import time
 
 import pytest
-from on_cluster import make_claim, pods_in, run_kubectl, wait_for
-from rank_work import batches_of, dying_sgd, fills_memory, number_steps, waits, waits_in_its_first_run
+from on_cluster import pods_in, run_kubectl, wait_for
+from rank_work import fills_memory, waits, waits_in_its_first_run
 
 import kale_dist as kd
-from kale_dist.wire import FailureCause, RankStateName, StateName
+from kale_dist.wire import FailureCause, StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
 
@@ -78,6 +78,7 @@ def test_a_job_of_workers_only_that_loses_one_resumes_in_a_run_of_its_own(on, na
     assert job.name not in names_of(namespace)
 
 
+@pytest.mark.nightly
 def test_a_job_that_loses_its_head_resumes(on, namespace):
     job = started(kd.launch(waits_in_its_first_run, number_of_processes=2, max_restarts=1, on=on))
     delete_pod(namespace, f"{job.name}-master-0")
@@ -116,59 +117,6 @@ def test_a_lack_of_memory_says_the_limit_and_is_not_retried(namespace, plain_ima
     assert "memory" in status.reason
     assert f"{job.name}-2" not in names_of(namespace)
     job.delete()
-
-
-@pytest.mark.nightly
-def test_a_suspended_training_resumes_at_the_very_step(namespace):
-    from trainings import summing
-
-    make_claim(namespace, "kept")
-    on = pods_in(namespace, store="pvc://kept/runs")
-    job = kd.distribute(
-        *summing(1600, lr=0.01), number_steps, epochs=1, train_args=(0.25, {0}), seed=1,
-        number_of_processes=2, threads=1, max_restarts=1, on=on,
-    )  # fmt: skip
-    wait_for(job, lambda status: len(batches_of(job)) > 30)
-    suspend(job, namespace)
-    wait_for(job, lambda status: status.state is StateName.PENDING and "is suspended" in status.reason)
-    assert '"suspend":false' in job.status.reason
-    selector = f"training.kubeflow.org/job-name={job.name}"
-    run_kubectl("-n", namespace, "wait", "--for=delete", "pods", "-l", selector, "--timeout=90s")
-    assert not job.done()
-    suspend(job, namespace, value=False)
-    status = job.wait(150)
-    assert status.state is StateName.SUCCEEDED, (status, told(job))
-    for rank in range(2):
-        numbers = [number for _, _, number in batches_of(job, rank)]
-        # The step that began while the ranks were ended is taken again.
-        assert sorted(set(numbers)) == list(range(100)), told(job)
-        assert len(numbers) <= 101
-    assert [row["epoch"] for row in job.metrics if row["source"] == "train"] == [1]
-    job.delete()
-
-
-@pytest.mark.nightly
-def test_the_process_of_a_server_with_a_backup_may_be_killed(namespace):
-    import torch
-    from trainings import summing
-
-    on = pods_in(namespace)
-
-    def train(kills):
-        model, loader, criterion, _ = summing(32)
-        job = kd.distribute(
-            model, loader, criterion, dying_sgd(model, kills), epochs=3, seed=1,
-            strategy=kd.strategies.ParameterServer(backup=True), number_of_processes=3, threads=1, on=on,
-        )  # fmt: skip
-        status = job.wait(150)
-        assert status.state is StateName.SUCCEEDED, (status, told(job))
-        weights, results, attempt = job.state_dict(), job.results(), status.attempt
-        job.delete()
-        return status.replicas[1].state, attempt, results[1] is None, weights
-
-    expected, found = train(kills=False), train(kills=True)
-    assert found[:3] == (RankStateName.LOST, 0, True)
-    assert all(torch.equal(found[3][name], value) for name, value in expected[3].items())
 
 
 @pytest.mark.nightly

@@ -6,9 +6,7 @@ from monitored import series, train
 from on_cluster import pods_in, run_kubectl, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 from rank_work import pause
-from torch import nn
 
-import kale_dist as kd
 from kale_dist.callbacks import EMA, EarlyStopping, ModelCheckpoint
 from kale_dist.trackers import TensorBoard
 
@@ -39,14 +37,3 @@ def test_all_of_it_comes_back_from_pods(namespace, tmp_path):
     job.wait()
     found = series(tmp_path / job.name)
     assert (found["train/loss"], found["pace/lr"], found["strategy/collective_s"]) == (5, 5, 5)
-
-
-def test_a_sweep_runs_its_trials_in_pods(namespace):
-    on = pods_in(namespace)
-    sweep = kd.sweep(
-        lambda trial: train(on, trial.suggest_float("lr", 0.01, 1.0)), trials=2, parallel=2, metric="eval/loss"
-    )
-    best = sweep.wait(400)
-    assert [trial.state for trial in sweep.trials] == ["complete", "complete"]
-    assert best.job.ref.startswith("kubernetes://")
-    assert isinstance(best.model, nn.Linear)

@@ -17,6 +17,7 @@ from on_cluster import IMAGE, grant, run_kubectl
 import kale_dist as kd
 
 ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = pytest.mark.nightly
 SMALL = ("--pod", "resources", "{'cpu': 0.1, 'memory_gib': 1.5}")
 
 TRAINING = """
@@ -101,7 +102,6 @@ def test_a_notebook_with_a_parameter_trains_on_other_pods_with_the_least_rights(
     assert left_behind(place[0]) == []
 
 
-@pytest.mark.nightly
 def test_a_failing_cell_is_told_with_its_traceback_and_the_notebook_is_kept(place):
     cells = ["x = 1", "def inner():\n    raise ValueError('on purpose')\nprint('before')\ninner()", "print('never')"]
     running = start(place, cells, "--packages", "auto", "--json", "run.json")
@@ -119,8 +119,7 @@ def test_a_failing_cell_is_told_with_its_traceback_and_the_notebook_is_kept(plac
 
 
 @pytest.mark.parametrize(("send", "number"), [
-    pytest.param(os.killpg, signal.SIGINT, id="ctrl-c", marks=pytest.mark.nightly),
-    pytest.param(os.kill, signal.SIGTERM, id="sigterm", marks=pytest.mark.nightly),
+    pytest.param(os.killpg, signal.SIGINT, id="ctrl-c"), pytest.param(os.kill, signal.SIGTERM, id="sigterm"),
 ])  # fmt: skip
 def test_ctrl_c_and_sigterm_end_the_pod_s_cell_and_its_job_and_bring_the_notebook(place, send, number):
     job = "import kale_dist as kd, time\ndef wait():\n    print('waiting', flush=True)\n    time.sleep(300)\n"
@@ -140,7 +139,6 @@ def test_ctrl_c_and_sigterm_end_the_pod_s_cell_and_its_job_and_bring_the_noteboo
     assert left_behind(place[0]) == []
 
 
-@pytest.mark.nightly
 def test_an_image_without_what_executes_notebooks_is_named_with_the_remedy(place):
     running = start(place, ["x = 1"])
     out, err = running.communicate(timeout=120)
@@ -152,7 +150,6 @@ def test_an_image_without_what_executes_notebooks_is_named_with_the_remedy(place
     assert left_behind(place[0]) == []
 
 
-@pytest.mark.nightly
 def test_a_pod_that_is_kept_can_be_looked_at_and_deleted(place):
     namespace, environment, folder = place
     running = start(place, ["x = 1", "print('from the pod')"], "--packages", "auto", "--keep")
@@ -168,7 +165,6 @@ def test_a_pod_that_is_kept_can_be_looked_at_and_deleted(place):
     assert left_behind(namespace) == []
 
 
-@pytest.mark.nightly
 def test_ctrl_c_also_cancels_a_job_on_the_cluster_that_no_cell_waits_for(place, tmp_path):
     namespace, environment, _ = place
     source = (

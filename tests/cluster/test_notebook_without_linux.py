@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.nightly
 TESTS = pathlib.Path(__file__).parents[1]
 
 
@@ -47,13 +48,7 @@ def test_a_cluster_is_used_from_there(namespace, image):
     assert run(ATTACH.format(ref=ref)) == "200002.0 2 True"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param("", id="an image"),
-        pytest.param(", packages=['einops==0.8.0']", id="a made image", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("settings", ["", ", packages=['einops==0.8.0']"], ids=["an image", "a made image"])
 def test_an_engine_is_used_from_there(engine, image, settings):
     ref = run(SUBMIT.format(place="Docker", settings=f"image={image!r}{settings}"))
     assert run(ATTACH.format(ref=ref)) == "200002.0 2 True"

@@ -1,6 +1,5 @@
 """Worker pods that are lost on the real cluster and made again by their controllers, while no notebook lives."""
 
-import functools
 import json
 import pathlib
 import signal
@@ -20,8 +19,7 @@ from kale_dist.places.kubernetes.views import pod_view
 from kale_dist.places.manifests import KINDS
 from kale_dist.wire import StateName
 
-pytestmark = pytest.mark.usefixtures("jobs_end")
-nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
+pytestmark = [pytest.mark.usefixtures("jobs_end"), pytest.mark.nightly]
 
 NOTEBOOK = """
     import os, signal, sys
@@ -108,12 +106,7 @@ def head_has_ended(namespace, name):
 
 @pytest.mark.parametrize(
     ("word", "how"),
-    [
-        ("pytorch", "evict"),
-        nightly("pytorch", "delete"),
-        nightly("job", "evict"),
-        nightly("job", "delete"),
-    ],
+    [("pytorch", "evict"), ("pytorch", "delete"), ("job", "evict"), ("job", "delete")],
 )
 def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(namespace, word, how):
     make_claim(namespace, "kept")
@@ -135,13 +128,13 @@ def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(na
 @pytest.mark.parametrize(
     ("word", "how", "ranks", "master"),
     [
-        nightly("job", "delete", 2, None),
-        nightly("job", "delete", 1, None),
-        nightly("job", "kill", 2, None),
-        nightly("pytorch", "delete", 2, None),
-        nightly("pytorch", "delete", 1, None),
-        nightly("pytorch", "delete", 2, False),
-        nightly("pytorch", "kill", 2, None),
+        ("job", "delete", 2, None),
+        ("job", "delete", 1, None),
+        ("job", "kill", 2, None),
+        ("pytorch", "delete", 2, None),
+        ("pytorch", "delete", 1, None),
+        ("pytorch", "delete", 2, False),
+        ("pytorch", "kill", 2, None),
     ],
 )
 def test_a_head_that_is_lost_comes_back_and_resumes_without_a_notebook(namespace, word, how, ranks, master):
@@ -191,12 +184,7 @@ def object_with(namespace, word, whose, code):
 
 @pytest.mark.parametrize(
     ("word", "whose"),
-    [
-        ("pytorch", "head"),
-        nightly("pytorch", "worker"),
-        nightly("job", "head"),
-        nightly("job", "worker"),
-    ],
+    [("pytorch", "head"), ("pytorch", "worker"), ("job", "head"), ("job", "worker")],
 )
 def test_what_a_pods_exit_code_says_its_controller_does(namespace, word, whose, plain_image):
     codes = {0: False, 1: False, 70: False, 78: False, 137: True, 143: True, 144: True}
@@ -230,7 +218,6 @@ def let_in(namespace, pod):
     run_kubectl("-n", namespace, "patch", "pod", pod, "--type=merge", "-p", '{"spec": {"schedulingGates": null}}')
 
 
-@pytest.mark.nightly
 def test_a_range_begins_with_fewer_grows_when_a_pod_comes_and_shrinks_when_it_goes(namespace):
     from trainings import summing
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 from on_cluster import pods_in, run_kubectl
-from rank_work import rank_and, summed
+from rank_work import summed
 
 import kale_dist as kd
 from kale_dist.errors import BackendError, ConfigError, JobExistsError, KaleDistWarning
@@ -62,14 +62,6 @@ def test_what_only_a_dry_run_of_a_pod_can_tell(make_namespace):
     assert "use a claim" in said
     assert "There is no service account nope" in refusal_of(pods_in(namespace, service_account="nope"))
     assert "There is no priority class nope" in refusal_of(pods_in(namespace, priority_class="nope"))
-
-
-def test_workers_only_where_pod_security_is_strictest(make_namespace, plain_image):
-    namespace = make_namespace(enforce="restricted")
-    job = kd.launch(rank_and, 1, number_of_processes=2, on=pods_in(namespace, image=plain_image))
-    assert job.results(120) == [1, 2], [str(line) for line in job.logs()]
-    assert f"{job.name}-worker-1" in run_kubectl("-n", namespace, "get", "pods", "-o", "name")
-    job.delete()
 
 
 def test_objects_that_the_job_names_and_that_do_not_exist(namespace):

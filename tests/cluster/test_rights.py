@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 from on_cluster import pods_in, run_kubectl
-from rank_work import bytes_of, hang, noise, waits_in_its_first_run
+from rank_work import bytes_of, hang, waits_in_its_first_run
 
 import kale_dist as kd
 from kale_dist.errors import BackendError, JobCancelledError, KaleDistWarning, ResultUnavailableError, StoreError
@@ -69,15 +69,6 @@ def test_with_the_least_role_a_job_that_loses_a_pod_resumes_in_new_ones(become, 
     assert job.results(150) == [True, True], (job.status, [str(line) for line in job.logs()])
     job.delete()
     assert job.name not in run_kubectl("-n", namespace, "get", "pytorchjobs,pods,secrets", "-o", "name")
-
-
-def test_without_any_connection_small_results_and_the_log_still_come(become, on):
-    become(PORT_FORWARD)
-    with pytest.warns(KaleDistWarning, match="need a store"):
-        job = kd.launch(bytes_of, 1, number_of_processes=2, on=on)
-    assert job.results(150) == [noise(1)] * 2, job.status
-    assert {line.text for line in job.logs()} >= {"rank 0 is here", "rank 1 is here"}
-    job.delete()
 
 
 @pytest.mark.nightly

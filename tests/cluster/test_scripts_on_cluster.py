@@ -27,6 +27,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.nightly
 def test_a_script_runs_in_pods_and_its_exit_code_is_that_of_the_command(namespace, tmp_path, monkeypatch, capsys):
     (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
     (tmp_path / "base.yaml").write_text("lr: 0.5")

@@ -67,6 +67,7 @@ def look(namespace, name, rights):
     return json.loads(run_kubectl("-n", namespace, "logs", name, "-c", "notebook").splitlines()[-1])
 
 
+@pytest.mark.nightly
 def test_a_notebook_with_the_least_role(namespace, home):
     found = look(namespace, "jo", roles.rights(KINDS["pytorch"]))
     assert (found["identity"], found["namespace"]) == (f"system:serviceaccount:{namespace}:jo", namespace)
@@ -81,6 +82,7 @@ def test_a_notebook_with_the_least_role(namespace, home):
     }  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_notebook_that_may_not_read_its_own_pod(namespace, home):
     found = look(namespace, "blind", [right for right in roles.rights(KINDS["pytorch"]) if right.resource != "pods"])
     pod = found["pod"]

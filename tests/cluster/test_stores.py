@@ -111,6 +111,7 @@ def test_results_on_a_claim_are_read_when_the_pods_are_gone_and_by_another_machi
     again.delete()
 
 
+@pytest.mark.nightly
 def test_a_url_carries_snapshot_and_results_and_a_re_run_sends_what_changed(namespace, share):
     import torch
 

@@ -1,12 +1,9 @@
 """Warm pods on the real cluster: calls one after the other in the same pods, and how sets end."""
 
 import json
-import subprocess
-import sys
 import time
 
 import pytest
-import torch
 from on_cluster import pods_in, run_kubectl, wait_for
 from rank_work import summed, waits, waits_in_its_first_attempt
 
@@ -14,16 +11,6 @@ import kale_dist as kd
 from kale_dist.job import records
 from kale_dist.job.spec.job_spec import WARM
 from kale_dist.wire import StateName
-
-OF_ANOTHER_PROCESS = f"""
-import sys
-sys.path[:0] = {sys.path!r}
-from on_cluster import pods_in
-from rank_work import summed
-import kale_dist as kd
-if __name__ == "__main__":
-    print(kd.launch(summed, 2, number_of_processes=2, on=pods_in(sys.argv[1], keep_warm="3 min")).results())
-"""
 
 pytestmark = [pytest.mark.usefixtures("jobs_end"), pytest.mark.nightly]
 
@@ -96,31 +83,3 @@ def test_a_worker_that_is_lost_under_a_job_comes_back_and_one_that_is_lost_idle_
     assert sets_in(namespace)[-1].ref != one.ref
     for each in sets_in(namespace):
         each.delete()
-
-
-def test_a_process_that_has_just_begun_runs_in_the_pods_that_another_left(namespace):
-    call = [sys.executable, "-c", OF_ANOTHER_PROCESS, namespace]
-    for _ in range(2):
-        said = subprocess.run(call, capture_output=True, text=True, timeout=120, check=True)
-        assert "[6.0, 6.0]" in said.stdout, said.stderr
-    [one] = sets_in(namespace)
-    one.delete()
-
-
-def test_a_set_ends_idle_and_a_model_is_trained_in_it(namespace):
-    on = pods_in(namespace, keep_warm="6 s")
-    model, optimizer = (made := torch.nn.Linear(2, 1)), torch.optim.SGD(made.parameters(), lr=0.1)
-    data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
-    before = model.weight.clone()
-    for _ in range(2):
-        job = kd.distribute(
-            model, torch.utils.data.DataLoader(data, batch_size=2), torch.nn.MSELoss(), optimizer, epochs=1,
-            number_of_processes=2, on=on,
-        )  # fmt: skip
-        job.result()
-        assert not torch.equal(model.weight, before)
-        before = model.weight.clone()
-    [one] = sets_in(namespace)
-    assert one.wait(60).state is StateName.SUCCEEDED
-    until(lambda: "Succeeded" in run_kubectl("-n", namespace, "get", "pytorchjobs", "-o", "yaml"))
-    one.delete()

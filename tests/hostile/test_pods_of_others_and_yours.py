@@ -106,6 +106,7 @@ def policies_in(namespace, *whose):
     return json.loads(run_kubectl(*whose, "-n", namespace, "get", "networkpolicies", "-o", "json"))["items"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["pytorch", "job"])
 def test_a_real_job_has_it_while_it_runs_and_leaves_none(kubeconfig, make_namespace, plain_pod_image, kind):
     namespace = make_namespace()
@@ -118,6 +119,7 @@ def test_a_real_job_has_it_while_it_runs_and_leaves_none(kubeconfig, make_namesp
     assert policies_in(namespace) == []
 
 
+@pytest.mark.nightly
 def test_a_user_without_the_right_has_it_in_the_plan_and_is_refused_who_wants_it(
     kubeconfig, make_namespace, plain_pod_image, tmp_path, monkeypatch
 ):

@@ -140,13 +140,6 @@ def test_launch_debugs_a_rank_in_its_terminal(terminal):
     assert shell.text.count("sum 1216.0") == 2
 
 
-def test_a_script_that_waits_for_its_job_debugs_it(terminal):
-    shell = terminal("notebook.py")
-    shell.type("k = 40", "c")
-    assert shell.end() == 0
-    assert "result 41" in shell.text
-
-
 @pytest.mark.parametrize(("words", "code"), [(LAUNCH, 128 + signal.SIGINT), (("notebook.py",), -signal.SIGINT)])
 def test_ctrl_c_at_the_prompt_of_a_script_ends_the_job(terminal, words, code):
     shell = terminal(*words)
@@ -212,13 +205,6 @@ def _at_breakpoint(ref):
     while not job.status.at_breakpoints:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_a_rank_that_dies_at_the_prompt_ends_it(terminal):
-    shell = terminal(*LAUNCH)
-    shell.type("import os; os.kill(os.getpid(), 9)")
-    assert shell.end() == 128 + signal.SIGKILL
-    assert "Rank 1 was killed by SIGKILL" in shell.text
 
 
 def test_a_job_that_is_cancelled_elsewhere_ends_the_prompt(terminal):
