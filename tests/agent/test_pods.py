@@ -17,7 +17,6 @@ import time
 
 import pytest
 from agent_jobs import add_ranks, named, survivors
-from debugged import stops_on_1
 from plain_jobs import (
     fail_on_last,
     large_result,
@@ -30,8 +29,7 @@ from plain_jobs import (
 )
 
 from kale_dist import wire
-from kale_dist.wire import BlockReader, EventBlock, EventKind, LineBlock, OutcomePart, ProgressBlock, Source, messages
-from kale_dist.wire.messages import Typed
+from kale_dist.wire import BlockReader, EventBlock, EventKind, LineBlock, OutcomePart, ProgressBlock, Source
 from kale_dist.worker.pod.relay_protocol import FRAME
 
 
