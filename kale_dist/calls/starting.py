@@ -203,6 +203,9 @@ def _again(backend: Backend, job: Job[Any], checkpoint: pathlib.Path | None) -> 
     """Submit the same call as a new job, which resumes from a checkpoint if one is given."""
     key, store, old_key = secrets.token_bytes(32), FolderStore(records.blobs_dir()), inside(job).key
     job.spec.check_version(job.ref)
+    if old_key is None and job.spec.sealed:
+        problem = f"Variables of {job.ref} are sealed with its key, which this process does not have"
+        raise BackendError(f"{problem}. Make the call again in a notebook")
     old = job.spec if old_key is None else job.spec.opened(old_key)
     with records.keeping_blobs():
         if not all(store.exists(digest) for digest in old.blobs):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fnmatch
 import json
 import time
@@ -14,7 +13,7 @@ from kale_dist.job.handle import Job, inside
 from kale_dist.job.spec.checks import one_of
 from kale_dist.job.view import several
 from kale_dist.job.view.several import Row
-from kale_dist.wire import StateName
+from kale_dist.wire import StateName, encode
 
 
 class Jobs(list[Job[Any]]):
@@ -91,6 +90,5 @@ def _arguments(job: Job[Any]) -> dict[str, str]:
 
 def _changed(settings: Any) -> str:
     """A strategy, with the settings that are not its defaults: `FSDP(shard=2)`."""
-    values = ((field, getattr(settings, field.name)) for field in dataclasses.fields(settings))
-    changed = ", ".join(f"{field.name}={value!r}" for field, value in values if value != field.default)
+    changed = ", ".join(f"{name}={getattr(settings, name)!r}" for name in encode(settings))
     return f"{type(settings).__name__}({changed})" if changed else type(settings).__name__
