@@ -17,6 +17,7 @@ import time
 
 import pytest
 from agent_jobs import add_ranks, named, survivors
+from debugged import stops_on_1
 from plain_jobs import (
     fail_on_last,
     large_result,
@@ -29,7 +30,8 @@ from plain_jobs import (
 )
 
 from kale_dist import wire
-from kale_dist.wire import BlockReader, EventBlock, EventKind, LineBlock, OutcomePart, ProgressBlock, Source
+from kale_dist.wire import BlockReader, EventBlock, EventKind, LineBlock, OutcomePart, ProgressBlock, Source, messages
+from kale_dist.wire.messages import Typed
 from kale_dist.worker.pod.relay_protocol import FRAME
 
 
@@ -194,6 +196,15 @@ def test_a_pod_that_waits_for_others_can_be_terminated(make_bare):
     head.process.terminate()
     assert job.end() == [143]
     assert job.state()["state"] == "cancelled"
+
+
+def test_what_is_typed_reaches_a_rank_of_another_pod(make_bare):
+    job, prompts = make_bare(stops_on_1, 2, ranks=2).put_input().start_all(), []
+    for text in ("value = 40", "c"):
+        new = job.until(lambda: [one for one in job.events(EventKind.DEBUG) if one["prompt"] not in ("", *prompts)])
+        prompts.append(new[0]["prompt"])
+        job.pods[0].ask("POST", "/send?rank=1", messages.encode(Typed(prompt=prompts[-1], text=text)))
+    assert (job.end(), job.outcome(1).value) == ([0, 0], 41)
 
 
 def test_a_time_limit(make_bare):
