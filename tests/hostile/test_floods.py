@@ -19,7 +19,7 @@ from kale_dist.places.following.client import HeadClient
 from kale_dist.wire import JobFiles
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.agent.writer import JobWriter
-from kale_dist.worker.pod.byte_server import ByteServer
+from kale_dist.worker.pod.byte_server import ByteServer, ServedJob
 
 KEY = b"k" * 32
 
@@ -29,10 +29,11 @@ def head(tmp_path):
     """A byte server, and what it was asked for."""
     loop, told = asyncio.new_event_loop(), []
     writer = JobWriter(JobFiles(tmp_path), loop, lambda: None)
-    server = ByteServer(
-        "127.0.0.1", 0, key=KEY, files=JobFiles(tmp_path), store=FolderStore(tmp_path / "blobs"), writer=writer, missing=list,
-        cancel=lambda *asked: told.append(asked), send=lambda *asked: told.append(asked), acknowledge=lambda: told.append("ack"),
-    )  # fmt: skip
+    asked = types.SimpleNamespace(
+        missing=list, cancel=lambda *_, **how: told.append(how), acknowledge=lambda: told.append("ack")
+    )
+    files, store = JobFiles(tmp_path), FolderStore(tmp_path / "blobs")
+    server = ByteServer("127.0.0.1", 0, ServedJob(asked, key=KEY, files=files, store=store, writer=writer))
     yield types.SimpleNamespace(server=server, told=told, client=HeadClient(lambda: connect(server), KEY))
     closed = loop.create_future()
     writer.close(lambda: closed.set_result(None))

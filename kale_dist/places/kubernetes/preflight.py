@@ -160,9 +160,7 @@ def check(cluster: Cluster, spec: Settled, namespace: Namespace) -> tuple[Findin
         functools.partial(_never, cluster, spec, namespace.quotas, groups),
     )
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kale_dist checks") as pool:
-        found = [
-            item for task in [pool.submit(lambda ask=ask: [*ask()]) for ask in questions] for item in task.result()
-        ]
+        found = [item for items in pool.map(lambda ask: list(ask()), questions) for item in items]
     # A dry run says of one pod what the sum says of all, and Trainer's webhook that there is no such runtime.
     names = {item.name for item in found}
     told = {"quota": "quota-sum", "quota-too-small": "quota-sum", "webhook": "runtime"}
