@@ -6,11 +6,12 @@ ARGS ?=
 LANES ?= 3
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export SINCE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: dist release help demo test coverage gpu newest oldest nightly stress lock lint format docs bench clean
+.PHONY: dist release help demo near test coverage gpu newest oldest nightly stress lock lint format docs bench clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +30,9 @@ demo: $(VENV)/demo.stamp ## Train on handwritten digits with two processes, from
 
 test: $(VENV)/test.stamp $(VENV)/trainers.stamp ## Run the tests that this machine can run
 	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --reruns=1 -rR $(ARGS)
+
+near: $(VENV)/test.stamp ## The tests that are nearest to what you have changed, within five minutes (SINCE=... names another commit than the branch's first)
+	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $$($(BIN)/python .ci/near.py) $(ARGS)
 
 coverage: override ARGS += --cov --cov-report=term:skip-covered
 coverage: test ## The same, and which lines no test of one process has run

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from waiting import until
 
 IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"
 IMAGE_PYTHON = (3, 11)
@@ -48,12 +49,9 @@ def pods_in(namespace, **settings):
     )
 
 
-def wait_for(job, seen):
+def wait_for(job, seen, timeout_s=120):
     """Wait until a job's status is as it should be."""
-    deadline = time.monotonic() + 120
-    while not seen(job.status):
-        assert time.monotonic() < deadline, (job.status, [str(line) for line in job.logs()])
-        time.sleep(0.1)
+    until(lambda: seen(job.status), timeout_s, lambda: (job.status, [str(line) for line in job.logs()]))
 
 
 def make_claim(namespace, name):

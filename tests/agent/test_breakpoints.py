@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from own_files import own_files
+from waiting import until
 
 import kale_dist as kd
 from kale_dist.job import interrupts
@@ -300,13 +301,6 @@ def training(monkeypatch):
     yield train
     for job in made:
         job.delete()
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_training_that_is_cancelled_at_a_breakpoint_is_not_asked_for_a_checkpoint(training, monkeypatch):

@@ -12,6 +12,7 @@ import time
 
 import pytest
 from agent_jobs import RunningJob, add_ranks, descriptors
+from waiting import until
 
 from kale_dist import wire
 from kale_dist.wire import BlockReader, EventKind
@@ -302,10 +303,7 @@ def test_nothing_is_left_in_the_agent(jobs):
     before, shared = descriptors(jobs.client.pid), shared_memory()
     for _ in range(5):
         jobs.run(add_ranks, 1).wait()
-    deadline = time.monotonic() + 60
-    while descriptors(jobs.client.pid) != before or shared_memory() > shared:
-        assert time.monotonic() < deadline, (descriptors(jobs.client.pid), before, shared_memory(), shared)
-        time.sleep(0.1)
+    until(lambda: descriptors(jobs.client.pid) == before and shared_memory() <= shared, 60)
 
 
 def shared_memory():

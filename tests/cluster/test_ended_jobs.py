@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from on_cluster import pods_in, run_kubectl
+from on_cluster import pods_in, run_kubectl, wait_for
 from rank_work import waits
 
 import kale_dist as kd
@@ -36,11 +36,8 @@ def pods_of(namespace, job):
 
 
 def until(namespace, job, seen, timeout_s=150):
-    deadline = time.monotonic() + timeout_s
-    while not seen(found := pods_of(namespace, job)):
-        assert time.monotonic() < deadline, (found, job.status, [str(line) for line in job.logs()])
-        time.sleep(0.3)
-    return found
+    wait_for(job, lambda _: seen(pods_of(namespace, job)), timeout_s)
+    return pods_of(namespace, job)
 
 
 def has_ended(phases):

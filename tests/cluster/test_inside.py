@@ -3,12 +3,12 @@
 import json
 import pathlib
 import re
-import time
 
 import kubernetes
 import nbformat
 import pytest
 from on_cluster import IMAGE, grant, run_kubectl
+from waiting import until
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 PACKAGES = pathlib.Path(kubernetes.__file__).parents[1]
@@ -118,11 +118,9 @@ def least_role(namespace, account):
 
 
 def log_of_ended(namespace, pod, timeout_s=240):
-    deadline = time.monotonic() + timeout_s
     phase = ("-n", namespace, "get", "pod", pod, "-o", "jsonpath={.status.phase}")
-    while run_kubectl(*phase) not in ("Succeeded", "Failed"):
-        assert time.monotonic() < deadline, run_kubectl("-n", namespace, "describe", "pod", pod)
-        time.sleep(1)
+    described = ("-n", namespace, "describe", "pod", pod)
+    until(lambda: run_kubectl(*phase) in ("Succeeded", "Failed"), timeout_s, lambda: run_kubectl(*described))
     return run_kubectl("-n", namespace, "logs", pod)
 
 

@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
 
 import notebook_parts
 import pytest
 from data_work import WithTable
-from on_cluster import pods_in, run_kubectl
+from on_cluster import pods_in, run_kubectl, wait_for
 from rank_work import prints_much, rank_and, summed, waits
+from waiting import until
 
 import kale_dist as kd
 from kale_dist import places
@@ -45,14 +45,6 @@ def left_in(namespace, name):
 def test_a_reference_that_is_no_name_names_no_job(namespace, path):
     with pytest.raises(JobNotFoundError, match="There is no job"):
         kd.attach(f"kubernetes://{path.format(namespace)}")
-
-
-def wait_for_line(job, text, timeout_s=90):
-    deadline = time.monotonic() + timeout_s
-    while not any(text in line.text for line in job.logs()):
-        assert time.monotonic() < deadline, (job.status, [str(line) for line in job.logs()])
-        assert not job.done(), job.status
-        time.sleep(0.2)
 
 
 def in_new_process(code, tmp_path):
@@ -167,16 +159,14 @@ def test_pods_have_the_notebooks_cloudpickle_and_an_error_the_lines_of_its_cell(
 
 def test_cancelling_ends_the_pods_and_keeps_the_log(plain, namespace):
     job = kd.launch(waits, number_of_processes=2, on=plain)
-    wait_for_line(job, "ready")
+    wait_for(job, lambda status: any("ready" in line.text for line in job.logs()))
     job.cancel()
     job.cancel()
     with pytest.raises(JobCancelledError):
         job.result(60)
     assert any(line.text == "ready" for line in job.logs())
-    deadline = time.monotonic() + 60
-    while "Running" in run_kubectl("-n", namespace, "get", "pods", "-o", "jsonpath={.items[*].status.phase}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    phases = "jsonpath={.items[*].status.phase}"
+    until(lambda: "Running" not in run_kubectl("-n", namespace, "get", "pods", "-o", phases), 60)
     job.delete()
     assert left_in(namespace, job.name) == []
 

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import pathlib
 import re
-import time
 
 import pytest
 from on_cluster import make_claim, pods_in, run_kubectl, wait_for
@@ -18,6 +17,7 @@ from rank_work import (
     waits_in_its_first_run,
     waits_the_first_time,
 )
+from waiting import until
 
 import kale_dist as kd
 from kale_dist.errors import JobCancelledError, JobFailedError
@@ -88,12 +88,9 @@ def test_cancelling_ends_the_pods_and_keeps_the_log(on, word, namespace):
     job.cancel()
     with pytest.raises(JobCancelledError):
         job.result(90)
-    deadline = time.monotonic() + 90
     running = "jsonpath={.items[*].status.containerStatuses[*].state.running}"
     # A pod of a TrainJob stays, and its container is started again in vain.
-    while run_kubectl("-n", namespace, "get", "pods", "-o", running):
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    until(lambda: not run_kubectl("-n", namespace, "get", "pods", "-o", running), 90)
     assert any(line.text == "ready" for line in job.logs())
     job.delete()
     assert left_in(namespace, word, job.name) == []

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import uuid
 
 import pytest
 from on_cluster import run_kubectl
+from waiting import until
 
 from kale_dist.places.kubernetes import roles
 from kale_dist.places.manifests import KINDS
@@ -172,7 +172,5 @@ def test_twenty_notebooks_submit_at_once_to_a_busy_server(namespace, plain_image
     # Of jobs nothing is left; sets of pods have ended when they were idle, and stay listed as jobs do.
     listed = run_kubectl("-n", namespace, "get", "pytorchjobs,secrets,pods", "-o", "name").split()
     assert [one for one in listed if not one.partition("/")[2].startswith("warm-")] == []
-    deadline = time.monotonic() + 120
-    while left := run_kubectl("-n", namespace, "get", "pods", "--field-selector=status.phase!=Succeeded", "-o", "name"):
-        assert time.monotonic() < deadline, left
-        time.sleep(1)
+    left = ("-n", namespace, "get", "pods", "--field-selector=status.phase!=Succeeded", "-o", "name")
+    until(lambda: not run_kubectl(*left), told=lambda: run_kubectl(*left))

@@ -5,12 +5,12 @@ import pathlib
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 import yaml
 from on_cluster import IMAGE, grant, run_kubectl
 from test_inside import PACKAGES, REPOSITORY, least_role, log_of_ended
+from waiting import until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -149,16 +149,10 @@ def test_a_step_that_is_terminated_leaves_nothing(namespace, kfp_packages, tmp_p
     run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(pod))
     run_kubectl("-n", namespace, "wait", "--for=condition=Ready", "pod/step", "--timeout=120s")
     ours = ("-n", namespace, "get", "pytorchjobs,secrets,pods", "-l", "app.kubernetes.io/name=kale-dist", "-o", "name")
-    deadline = time.monotonic() + 300
-    while "epoch 2" not in run_kubectl("-n", namespace, "logs", "step"):
-        assert time.monotonic() < deadline, run_kubectl("-n", namespace, "logs", "step")
-        time.sleep(1)
+    until(lambda: "epoch 2" in run_kubectl("-n", namespace, "logs", "step"), 300)
     assert run_kubectl(*ours)
     run_kubectl("-n", namespace, "delete", "pod", "step", "--grace-period=30")
-    deadline = time.monotonic() + 90
-    while left := run_kubectl(*ours):
-        assert time.monotonic() < deadline, left
-        time.sleep(1)
+    until(lambda: not run_kubectl(*ours), 90, lambda: run_kubectl(*ours))
 
 
 def test_a_compiled_step_trains_and_gives_its_model_and_metrics_to_the_pipeline(namespace, kfp_packages, tmp_path):

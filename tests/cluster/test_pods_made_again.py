@@ -11,6 +11,7 @@ import time
 import pytest
 from on_cluster import make_claim, pods_in, run_kubectl
 from rank_work import batches_of, number_steps
+from waiting import until
 
 import kale_dist as kd
 from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology
@@ -54,14 +55,6 @@ def is_worker(pod):
 
 def is_active(pod):
     return pod["status"]["phase"] in ("Pending", "Running")
-
-
-def until(condition, timeout_s=120):
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.5)
-    return found
 
 
 def submit_and_die(namespace, *, trains=False, ranks=2, **settings):

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import pytest
 from on_cluster import make_claim, pods_in, run_kubectl
 from rank_work import backwards, last_of, size_and_more
+from waiting import until
 
 import kale_dist as kd
 from kale_dist.errors import StoreError
@@ -121,11 +121,8 @@ def test_a_url_carries_snapshot_and_results_and_a_re_run_sends_what_changed(name
     assert job.wait(120).state is StateName.SUCCEEDED, list(job.logs())
     assert torch.equal(job.result(), weights + 1)
     # The first pod may still be storing the results that the notebook has fetched from it.
-    deadline = time.monotonic() + 60
     kept = [share.folder / "team" / "jobs" / job.name / f"outcome-0-{rank}" for rank in range(2)]
-    while not all(path.exists() and path.stat().st_size > weights.nbytes for path in kept):
-        assert time.monotonic() < deadline, share.sizes()
-        time.sleep(0.2)
+    until(lambda: all(path.exists() and path.stat().st_size > weights.nbytes for path in kept), 60, share.sizes)
     before = share.sizes()
 
     again = kd.launch(last_of, weights, number_of_processes=1, on=on)

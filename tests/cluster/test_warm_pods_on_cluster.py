@@ -1,11 +1,11 @@
 """Warm pods on the real cluster: calls one after the other in the same pods, and how sets end."""
 
 import json
-import time
 
 import pytest
 from on_cluster import pods_in, run_kubectl, wait_for
 from rank_work import summed, waits, waits_in_its_first_attempt
+from waiting import until
 
 import kale_dist as kd
 from kale_dist.job import records
@@ -24,14 +24,6 @@ def sets_in(namespace):
 def names_of_pods(namespace):
     listed = json.loads(run_kubectl("-n", namespace, "get", "pods", "-o", "json"))["items"]
     return sorted(pod["metadata"]["name"] for pod in listed if "deletionTimestamp" not in pod["metadata"])
-
-
-def until(condition, timeout_s=120):
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.2)
-    return found
 
 
 @pytest.mark.parametrize("kind", ["pytorch", "job"])

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from saving_trainers import fit, train
+from waiting import until
 
 import kale_dist as kd
 
@@ -24,10 +25,7 @@ def cancel_at(job, steps):
         progress = job.status.replicas[0].progress if job.status.replicas else None
         return 0 if progress is None else max(0, progress.epoch - 1) * (progress.steps or 0) + progress.step
 
-    deadline = time.monotonic() + 120
-    while taken() < steps:
-        assert time.monotonic() < deadline, job.status
-        time.sleep(0.05)
+    until(lambda: taken() >= steps, told=lambda: job.status)
     began = time.monotonic()
     job.cancel()
     assert job.exception(60) is not None

@@ -190,7 +190,7 @@ def test_another_user_finds_no_store_and_no_file_of_the_ranks(tmp_path):
 
 
 @apart
-@pytest.mark.parametrize("source", ["127.0.0.1", ANOTHER])
+@pytest.mark.parametrize("source", ["127.0.0.1", pytest.param(ANOTHER, marks=pytest.mark.nightly)])
 def test_another_user_takes_no_ranks_place_in_a_group(tmp_path, monkeypatch, source):
     monkeypatch.setenv("SOURCE", source)
     printed = run_apart(

@@ -107,7 +107,7 @@ def come_back(make_bare, store, tmp_path, **options):
     return job
 
 
-@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("returns", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_head_that_comes_back_waits_for_the_store_and_resumes(make_bare, store, tmp_path, returns):
     job = come_back(make_bare, store, tmp_path, returns_head=returns, max_restarts=2)
     head = job.start(0)
@@ -121,7 +121,7 @@ def test_a_head_that_comes_back_waits_for_the_store_and_resumes(make_bare, store
     assert kept(job, store, "checkpoint") == REACHED
 
 
-@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("returns", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_head_that_cannot_read_the_store_for_long_begins_nothing_over_the_checkpoint(
     make_bare, store, tmp_path, hurried, returns
 ):

@@ -165,6 +165,7 @@ def stranger_request(draw):
     return mutated(draw, text.encode())
 
 
+@pytest.mark.nightly
 def test_a_head_outlives_8_000_frames_of_strangers(job):
     draw, began = random.Random(SEED), time.monotonic()
     for _ in range(4_000):
@@ -174,6 +175,7 @@ def test_a_head_outlives_8_000_frames_of_strangers(job):
     check_that_it_still_works(job)
 
 
+@pytest.mark.nightly
 def test_a_head_and_its_rank_outlive_2_000_odd_messages_for_live_and_debugged_ranks(make_bare, tmp_path):
     job, draw = make_bare(wait_for_file, str(tmp_path / "go"), ranks=1).put_input(), random.Random(SEED)
     head = job.start(0)
@@ -215,6 +217,7 @@ def test_a_local_agent_and_its_job_outlive_2_000_odd_messages_at_its_socket(tmp_
     running.result(60)
 
 
+@pytest.mark.nightly
 def test_a_relay_outlives_1_000_answers_of_others_at_the_heads_address(monkeypatch):
     draw, answers = random.Random(SEED), []
 
@@ -244,6 +247,7 @@ def test_a_relay_outlives_1_000_answers_of_others_at_the_heads_address(monkeypat
     asyncio.run(scene())
 
 
+@pytest.mark.nightly
 def test_a_notebooks_copy_outlives_9_000_blocks_of_others_in_a_pods_log(tmp_path):
     draw, files = random.Random(SEED), JobFiles(tmp_path)
     copy = HeadCopy(files, Life(), lambda: None, lambda: None)

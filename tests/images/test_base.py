@@ -104,6 +104,7 @@ def test_without_an_engine_the_remedy_is_named(place, monkeypatch, tmp_path):
 # -- the real engine -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_an_engine_runs_the_question(image):
     facts = base.parse_answer(base.ask_engine(image, "", print), image)
     assert facts.minor == "3.11"
@@ -111,6 +112,7 @@ def test_an_engine_runs_the_question(image):
     assert facts.machine in base.MACHINES.values()
 
 
+@pytest.mark.nightly
 def test_an_engine_says_of_an_image_without_python_that_there_is_none(engine):
     name = f"kd-test-{uuid.uuid4().hex[:8]}"
     engine.api.import_image_from_data(bases.make_tar({"empty": b""}), repository=name, tag="1")

@@ -247,6 +247,7 @@ def engine_base(engine, image):
                 engine.api.remove_image(tag, force=True)
 
 
+@pytest.mark.nightly
 def test_without_a_registry_the_engine_keeps_the_image(engine, engine_base, tmp_path):
     (tmp_path / "x.txt").write_text("one")
     said = []
@@ -285,6 +286,7 @@ echo "$(id -u) $DEBIAN_FRONTEND $*" > /etc/installed
     engine.api.remove_image(f"{engine_base[:-2]}:debian", force=True)
 
 
+@pytest.mark.nightly
 def test_debian_packages_are_installed_by_root_and_the_bases_settings_stay(engine, debian_base):
     said = []
     recipe = Recipe(apt=("git", "libsndfile1=1.2"), environment=(("MODE", uuid.uuid4().hex),))
@@ -299,6 +301,7 @@ def test_debian_packages_are_installed_by_root_and_the_bases_settings_stay(engin
         resolve_in_engine(Recipe(apt=("absent",)), base=debian_base, python="3.11", log=said.append)
 
 
+@pytest.mark.nightly
 def test_an_image_with_debian_packages_is_pushed(debian_base, engine, registry_host):
     repository = f"{registry_host}/test-{uuid.uuid4().hex[:8]}"
     engine.api.tag(debian_base, f"{repository}/base", "1")

@@ -39,6 +39,7 @@ class Kernel:
 
     def __init__(self, folder, packages=ROOT):
         environment = os.environ | {"PYTHONPATH": f"{packages}{os.pathsep}{ROOT}"}
+        self.hangs = False
         self.manager = jupyter_client.KernelManager(kernel_name="python3")
         self.manager.start_kernel(env=environment, cwd=str(folder))
         self.client = self.manager.blocking_client()
@@ -51,6 +52,7 @@ class Kernel:
 
     def send(self, code, *, allow_stdin=True):
         """Start a cell and return its message id."""
+        assert not self.hangs, "a cell of an earlier test did not end"
         return self.client.execute(code, allow_stdin=allow_stdin)
 
     def finish(self, message, timeout=60):
@@ -61,6 +63,7 @@ class Kernel:
             try:
                 found = self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
             except queue.Empty:
+                self.hangs = True
                 raise AssertionError(f"the cell did not end: {reply}") from None
             if found["parent_header"].get("msg_id") != message:
                 continue

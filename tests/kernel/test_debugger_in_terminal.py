@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from waiting import until
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = """\
@@ -201,10 +202,8 @@ def test_debug_takes_the_lines_of_a_pipe_and_its_end_means_continue(terminal, tm
 def _at_breakpoint(ref):
     import kale_dist as kd
 
-    job, deadline = kd.attach(ref), time.monotonic() + 60
-    while not job.status.at_breakpoints:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    job = kd.attach(ref)
+    until(lambda: job.status.at_breakpoints)
 
 
 def test_a_job_that_is_cancelled_elsewhere_ends_the_prompt(terminal):

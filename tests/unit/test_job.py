@@ -10,6 +10,7 @@ import trainings
 from fake_backend import FakeBackend
 from torch import nn
 from torch.utils.data import DataLoader
+from waiting import until
 
 import kale_dist as kd
 from kale_dist.cli import launch_command
@@ -348,10 +349,7 @@ def test_subscribers_and_waiters_are_told():
     inside(job).after_wait.append(waited.set)
     job.wait()
     assert waited.is_set()
-    deadline = time.monotonic() + 10
-    while not states or states[-1] is not StateName.SUCCEEDED:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: states and states[-1] is StateName.SUCCEEDED, 10)
 
 
 def test_a_job_shows_itself_as_text_and_html():

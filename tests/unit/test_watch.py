@@ -4,6 +4,7 @@ import time
 
 import pytest
 from fake_backend import FakeBackend
+from waiting import until
 
 from kale_dist.errors import JobNotFoundError, WaitTimeoutError
 from kale_dist.job import watch
@@ -130,10 +131,7 @@ def test_the_thread_ends_with_the_last_job_and_starts_again():
         stop = watching.subscribe(ref, lambda status: None)
         assert "kale_dist watch fake" in {thread.name for thread in threading.enumerate()}
         stop()
-        deadline = time.monotonic() + 10
-        while "kale_dist watch fake" in {thread.name for thread in threading.enumerate()}:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: "kale_dist watch fake" not in {thread.name for thread in threading.enumerate()}, 10)
         backend.cancel(ref)
 
 
