@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST = 24
-"""Files of tests; half a minute each on a busy machine, with two at once."""
+MOST = 12
+"""Files of tests: ten seconds each with three at once, and three times that where others compute on the same two cores."""
 
 NEAR = ("tests/unit", "tests/agent")
 ALWAYS = ("tests/conformance", "tests/strategies/test_equality.py")
