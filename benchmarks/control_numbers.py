@@ -26,7 +26,7 @@ def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
     """Give the control numbers a tensor on the CPU, which gloo sums in every step."""
     import torch
 
-    from kale_dist.worker.parallel import buckets, ddp
+    from kale_dist.worker.parallel import buckets, data_parallel
 
     original = buckets.fill_buckets
 
@@ -34,7 +34,7 @@ def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
         buckets, control = original(*args)
         return buckets, torch.empty(len(control), dtype=torch.float32)
 
-    return mock.patch.object(ddp, "fill_buckets", fill)
+    return mock.patch.object(data_parallel, "fill_buckets", fill)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from kale_dist import wire
-from kale_dist.places.following.client import HeadClient
+from kale_dist.places.following.head_client import HeadClient
 from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import BlockReader, EventBlock, EventKind, InputFiles, JobFiles, Order, PodVariable, Policy, Source

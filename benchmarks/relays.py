@@ -37,7 +37,7 @@ from typing import Any
 
 from kale_dist import wire
 from kale_dist.errors import BackendError
-from kale_dist.places.following.client import HeadClient
+from kale_dist.places.following.head_client import HeadClient
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import (
     Attempt,
@@ -63,7 +63,7 @@ from kale_dist.worker.agent.job_run import open_port
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.pod import pod_main
 from kale_dist.worker.pod.pod import LISTEN_VARIABLE, TERMINATION_LOG_VARIABLE, place_of
-from kale_dist.worker.pod.relay_protocol import COUNT, TICKS, Channel, Op, sign
+from kale_dist.worker.pod.relay_protocol import COUNT, TICKS, Channel, RelayOp, sign
 
 KEY = b"k" * 32
 GO = messages.encode(Go())
@@ -415,7 +415,7 @@ class Players:
             began = time.monotonic()
             with contextlib.suppress(OSError):
                 channel = await Channel.connect(HOST, self.asked.port + 1)
-                channel.send_message(Op.HELLO, agent=1, version=wire.VERSION, nonce="n")
+                channel.send_message(RelayOp.HELLO, agent=1, version=wire.VERSION, nonce="n")
                 if await channel.read_from_stranger() and self.spawned:
                     self.longest_pause = max(self.longest_pause, time.monotonic() - began)
                 channel.close()
@@ -464,18 +464,18 @@ class PlayedRelay:
         except OSError:
             # Before the head listens, or after it has left.
             return self._attempt >= 0
-        channel.send_message(Op.HELLO, agent=self._agent, version=wire.VERSION, nonce="n")
+        channel.send_message(RelayOp.HELLO, agent=self._agent, version=wire.VERSION, nonce="n")
         challenge = await channel.read_from_stranger()
-        channel.send_message(Op.PROOF, mac=sign(KEY, "relay", self._agent, "n", str(challenge.get("nonce"))))
-        if (answer := (await channel.read_from_stranger()).get("op")) != Op.WELCOME:
-            return answer == Op.OVER
+        channel.send_message(RelayOp.PROOF, mac=sign(KEY, "relay", self._agent, "n", str(challenge.get("nonce"))))
+        if (answer := (await channel.read_from_stranger()).get("op")) != RelayOp.WELCOME:
+            return answer == RelayOp.OVER
         while (frame := await channel.read()) is not None:
             if frame[0] == b"R":
                 if frame[2] == GO:
                     self._leave(channel, frame[1], None)
                 continue
             message = json.loads(frame[2])
-            if message["op"] == Op.END:
+            if message["op"] == RelayOp.END:
                 self._stop()
                 channel.close()
                 return True
@@ -485,16 +485,16 @@ class PlayedRelay:
 
     def _take(self, channel: Channel, rank: int, message: dict[str, Any]) -> None:
         op = message["op"]
-        if op == Op.ROOM:
+        if op == RelayOp.ROOM:
             channel.may_send = bool(message["is_there"])
-        elif op == Op.FETCH:
-            channel.send_message(Op.READY)
-        elif op == Op.SPAWN:
+        elif op == RelayOp.FETCH:
+            channel.send_message(RelayOp.READY)
+        elif op == RelayOp.SPAWN:
             self._spawn(channel, wire.decode(Attempt, message["attempt"]))
-        elif op == Op.SIGNAL:
+        elif op == RelayOp.SIGNAL:
             self._stop()
             self._leave(channel, rank, signal.Signals(int(message["number"])).name)
-        elif op == Op.STACKS:
+        elif op == RelayOp.STACKS:
             answer = TICKS.pack(time.process_time_ns() // 10_000_000), STACKS
             asyncio.get_running_loop().call_later(ANSWER_S, channel.send, b"S", rank, *answer)
 
@@ -502,7 +502,7 @@ class PlayedRelay:
         if rank in self._alive:
             self._alive.discard(rank)
             end = End(exit_code=None if name else 0, signal=name)
-            channel.send_message(Op.ENDED, rank, end=dataclasses.asdict(end))
+            channel.send_message(RelayOp.ENDED, rank, end=dataclasses.asdict(end))
 
     def _spawn(self, channel: Channel, attempt: Attempt) -> None:
         self._players.spawn(attempt.number)
@@ -510,7 +510,7 @@ class PlayedRelay:
         ranks = list(next(member for member in attempt.members if member.agent == self._agent).ranks)
         self._alive = set(ranks)
         for rank in ranks:
-            channel.send_message(Op.FORKED, rank, pid=1000 + rank)
+            channel.send_message(RelayOp.FORKED, rank, pid=1000 + rank)
             channel.send(b"R", rank, messages.encode(Received()))
             channel.send(b"R", rank, messages.encode(Running()))
         if self._asked.early and self._agent == 1:
@@ -561,7 +561,7 @@ class PlayedRelay:
 
     def _finish(self, channel: Channel, rank: int) -> None:
         channel.send(b"F", rank, OUTCOME)
-        channel.send_message(Op.OUTCOME, rank, bytes=len(OUTCOME))
+        channel.send_message(RelayOp.OUTCOME, rank, bytes=len(OUTCOME))
         channel.send(b"R", rank, messages.encode(Done()))
         self._players.done_at = time.monotonic()
 

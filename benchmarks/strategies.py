@@ -77,8 +77,8 @@ def ways(name: str) -> Iterator[tuple[str, list[float]]]:
 
     from kale_dist.strategies import DDP
     from kale_dist.worker.parallel.shared_memory import SharedMemory
-    from kale_dist.worker.training.group import Group
     from kale_dist.worker.training.loop import train
+    from kale_dist.worker.training.rank_group import Group
     from kale_dist.worker.training.settings import Training
 
     shared = SharedMemory(Group(torch.device("cpu")), 1, 1)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kale_dist.snapshot.folders import Folder
     from kale_dist.sweeps import sweep
     from kale_dist.wire.context import context, report
-    from kale_dist.worker.rank.agreement import leaving
+    from kale_dist.worker.rank.joint_saving import leaving
     from kale_dist.worker.rank.last_checkpoint import last_checkpoint
     from kale_dist.worker.training.data.lazy_dataset import dataset
     from kale_dist.worker.training.parts import pretrained
@@ -87,7 +87,7 @@ _HOMES = {
     "jobs": "calls.verbs",
     "last_checkpoint": "worker.rank.last_checkpoint",
     "launch": "calls.verbs",
-    "leaving": "worker.rank.agreement",
+    "leaving": "worker.rank.joint_saving",
     "live": "calls.verbs",
     "pretrained": "worker.training.parts",
     "render": "calls.verbs",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kale_dist.calls import request, verbs
 from kale_dist.errors import ConfigError, KaleDistError, WaitTimeoutError, short_refusals, warn
-from kale_dist.job import interrupts, records, watch
+from kale_dist.job import interrupts, job_watch, records
 from kale_dist.job.handle import Job
 from kale_dist.job.spec import names
 from kale_dist.job.spec.checks import whole
@@ -272,7 +272,7 @@ class Sweep:
             KeyboardInterrupt: In a notebook the sweep keeps running, and a second interrupt within 10 s cancels it;
                 elsewhere the first one does.
         """
-        watch.check_timeout(timeout)
+        job_watch.check_timeout(timeout)
         with interrupts.passing_on(self.name, self.cancel):
             if not self._ended.wait(timeout):
                 raise WaitTimeoutError(f"{self.name} has not ended within {timeout:g} s; it keeps running", self.name)

@@ -22,7 +22,7 @@ import fsspec
 
 import kale_dist
 from kale_dist import wire
-from kale_dist.places.following.client import HeadClient
+from kale_dist.places.following.head_client import HeadClient
 from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import (

@@ -20,7 +20,7 @@ from kale_dist.job.backend import Backend
 from kale_dist.job.spec import names, place_settings
 from kale_dist.job.spec.job_spec import Request, Settled, Topology, size_on_machine
 from kale_dist.job.spec.place_settings import Docker, Kubernetes, Local, Place
-from kale_dist.places import gpus
+from kale_dist.places import machine_gpus as gpus
 from kale_dist.places.agent_client import LOAD_ONLY_PREFIXES, READ_EARLY
 from kale_dist.places.manifests import kind_of
 from kale_dist.trackers import Tracker

@@ -20,7 +20,7 @@ from typing import Any
 
 from kale_dist.calls.request import Call, Function
 from kale_dist.errors import BackendError, KaleDistError, SnapshotError, log, users_line, warn
-from kale_dist.job import arguments, interrupts, records, tracking, weights
+from kale_dist.job import call_arguments, interrupts, records, tracking, weights
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.live_job import LiveJob
@@ -69,7 +69,7 @@ def start(call: Call) -> Job[Any]:
     if isinstance(what, Training):
         resumed = call.resume
         restored = (resumed.origin, resumed.options, resumed.schedule) if resumed else ()
-        params = arguments.of_training(what, *restored)
+        params = call_arguments.of_training(what, *restored)
     key = secrets.token_bytes(32)
     with records.keeping_blobs():
         store = FolderStore(records.blobs_dir())
@@ -96,7 +96,7 @@ def start(call: Call) -> Job[Any]:
         # Another process may have deleted the job by now.
         with contextlib.suppress(OSError):
             inside(job).files.arguments.write_text(json.dumps(params, default=str))
-        tracking.begin(job, call.track, arguments.for_trackers(params))
+        tracking.begin(job, call.track, call_arguments.for_trackers(params))
         return job
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from kale_dist import __version__, scripts, wire
-from kale_dist.cli import doctor, image_commands, job_commands, launch_command, list_commands, run_command
+from kale_dist.cli import doctor_command, image_commands, job_commands, launch_command, list_commands, run_command
 from kale_dist.cli.arguments import Parser
 from kale_dist.errors import ConfigError, KaleDistError
 
@@ -66,6 +66,6 @@ def _parser() -> argparse.ArgumentParser:
 
     for part in (list_commands, job_commands):
         part.add_commands(commands)
-    for single in (doctor, launch_command, image_commands, run_command):
+    for single in (doctor_command, launch_command, image_commands, run_command):
         single.add_command(commands)
     return parser

@@ -15,7 +15,7 @@ from kale_dist.calls import verbs
 from kale_dist.cli import launch_command
 from kale_dist.cli.arguments import Commands, add_parser
 from kale_dist.errors import BackendError, ConfigError
-from kale_dist.job import records, view, watch
+from kale_dist.job import job_watch, records, view
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.handle import Job, check_lines
 from kale_dist.job.status import JobStatus
@@ -103,7 +103,7 @@ def _status(options: argparse.Namespace) -> int:
 def _logs(options: argparse.Namespace) -> int:
     backend, ref = find_job(options.ref)
     ranks = check_lines(options.ranks, options.tail, len(backend.status(ref).replicas))
-    with watch.Reasons(backend, ref).printed() if options.follow else contextlib.nullcontext():
+    with job_watch.Reasons(backend, ref).printed() if options.follow else contextlib.nullcontext():
         lines = backend.logs(ref, follow=options.follow, ranks=ranks, tail=options.tail)
         _print_lines(lines, as_json=options.json, is_raw=options.raw)
     return 0

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 from kale_dist.errors import ImageError
 from kale_dist.image import auth, cache, manifest, packages
-from kale_dist.image import base as bases
-from kale_dist.image.base import Base, Facts
-from kale_dist.image.layer import Entry, Layer, ahead, in_order, packed, tar
+from kale_dist.image import base_image as bases
+from kale_dist.image.base_image import Base, ImageFacts
+from kale_dist.image.layer import Layer, LayerEntry, ahead, in_order, packed, tar
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import ImageManifest, Registry
 from kale_dist.job import records
@@ -60,7 +60,7 @@ def build(
     registry: Registry,
     base: Base,
     base_registry: Registry,
-    facts: Callable[[], Facts],
+    facts: Callable[[], ImageFacts],
     log: Log,
     progress: Progress,
 ) -> str:
@@ -131,7 +131,7 @@ def build(
         return registry.put_manifest(repository, target.tag, manifest_bytes, kind)
 
 
-def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: Facts, tag: str, log: Log) -> str:
+def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: ImageFacts, tag: str, log: Log) -> str:
     """Build the recipe's image in a Docker engine; returns the engine's image ID.
 
     Raises:
@@ -217,7 +217,9 @@ def _working_folder() -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(dir=cache.folder(), prefix="building-")
 
 
-def _contents(recipe: Recipe, facts: Facts, folder: str, log: Log) -> tuple[list[tuple[list[Entry], str]], Facts]:
+def _contents(
+    recipe: Recipe, facts: ImageFacts, folder: str, log: Log
+) -> tuple[list[tuple[list[LayerEntry], str]], ImageFacts]:
     """The new layers as (entries, hash of the content), the packages' first; and the facts about the image with them."""
     contents = []
     if recipe.packages:
@@ -233,7 +235,7 @@ def _contents(recipe: Recipe, facts: Facts, folder: str, log: Log) -> tuple[list
 
 
 def _pushed(
-    entries: Sequence[Entry], name: str, registry: Registry, repository: str, log: Log, progress: Progress
+    entries: Sequence[LayerEntry], name: str, registry: Registry, repository: str, log: Log, progress: Progress
 ) -> Layer:
     """Push a layer of these entries, packed while it is sent, unless the registry has it from an earlier build."""
     place = cache.folder("packed") / f"{name}.json"
@@ -264,7 +266,7 @@ def _with_progress(blocks: Iterable[bytes], size: int, progress: Progress) -> It
         progress(done, size)
 
 
-def _files(recipe: Recipe, facts: Facts) -> list[Entry]:
+def _files(recipe: Recipe, facts: ImageFacts) -> list[LayerEntry]:
     """The layer's entries for the recipe's own files, at paths without symbolic links."""
     store = FolderStore(records.blobs_dir())
     entries = []
@@ -275,12 +277,12 @@ def _files(recipe: Recipe, facts: Facts) -> list[Entry]:
                 f"The bytes of {file.path} are no longer on this machine ({blob}). Give the recipe its `files=` again."
             )
         entries.append(
-            Entry(path=facts.real_path(posixpath.normpath(file.path)), content=blob, executable=file.executable)
+            LayerEntry(path=facts.real_path(posixpath.normpath(file.path)), content=blob, executable=file.executable)
         )
     return entries
 
 
-def _environment(recipe: Recipe, facts: Facts, there: Mapping[str, str]) -> dict[str, str]:
+def _environment(recipe: Recipe, facts: ImageFacts, there: Mapping[str, str]) -> dict[str, str]:
     """The recipe's variables, and a PATH that ends with the packages' scripts."""
     changed = dict(recipe.environment)
     path = changed.get("PATH", there.get("PATH", _PATH))

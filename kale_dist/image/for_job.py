@@ -19,7 +19,7 @@ from kale_dist.wire.blobs import Store, map_file
 from kale_dist.wording import needing
 
 if TYPE_CHECKING:
-    from kale_dist.image.base import Ask
+    from kale_dist.image.base_image import Ask
 
 _MIB = 1 << 20
 _LOG_EACH_S = 2.0

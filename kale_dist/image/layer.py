@@ -24,7 +24,7 @@ _WITH_GZIP_HEADER = 31
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class LayerEntry:
     """One file or folder of a layer."""
 
     path: str
@@ -51,7 +51,7 @@ class Layer:
     """`sha256:...` of the tar itself: its name in an image's configuration."""
 
 
-def in_order(entries: Iterable[Entry]) -> list[Entry]:
+def in_order(entries: Iterable[LayerEntry]) -> list[LayerEntry]:
     """Sort entries by path and check their paths.
 
     Raises:
@@ -69,7 +69,7 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
     return ordered
 
 
-def tar(entries: Iterable[Entry]) -> Iterator[bytes]:
+def tar(entries: Iterable[LayerEntry]) -> Iterator[bytes]:
     """The bytes of a tar of these entries, without times and owners, so that equal entries give equal bytes."""
     for entry in entries:
         header = tarfile.TarInfo(entry.path.lstrip("/"))

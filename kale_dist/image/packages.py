@@ -30,8 +30,8 @@ from packaging.version import InvalidVersion, Version
 from kale_dist import wording
 from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import cache
-from kale_dist.image.base import FOLDER, Distribution, Facts
-from kale_dist.image.layer import Entry
+from kale_dist.image.base_image import FOLDER, Distribution, ImageFacts
+from kale_dist.image.layer import LayerEntry
 from kale_dist.image.requirements import hide_credentials
 from kale_dist.job.spec.recipe import Recipe
 
@@ -75,15 +75,15 @@ _PTH_LINE = (
 class Packages:
     """The installed packages as entries of a layer."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LayerEntry, ...]
     """All files and folders of the layer."""
     key: str
     """Hash of the content: the same packages on the same base give the same key."""
-    facts: Facts
+    facts: ImageFacts
     """The facts about the image with the packages installed."""
 
 
-def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, log: Callable[[str], None]) -> Packages | None:
+def install(recipe: Recipe, facts: ImageFacts, folder: pathlib.Path, *, log: Callable[[str], None]) -> Packages | None:
     """Resolve, download and unpack the recipe's packages and their requirements, except those that the base has.
 
     Args:
@@ -125,13 +125,13 @@ def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, log: Callable
     folders = (*facts.folders, name)
     entries, records = _entries(target, f"{FOLDER}/{name}", facts)
     line = _PTH_LINE.format(folders=tuple(f"{FOLDER}/{one}" for one in reversed(folders)))
-    entries.append(Entry(path=f"{facts.site}/{PTH}", content=line.encode()))
+    entries.append(LayerEntry(path=f"{facts.site}/{PTH}", content=line.encode()))
     places = {
         facts.real_path(FOLDER),
         *(str(parent) for entry in entries for parent in pathlib.PurePosixPath(entry.path).parents),
     }
     entries += [
-        Entry(path=path, content=None) for path in places if f"{path}/".startswith(f"{facts.real_path(FOLDER)}/")
+        LayerEntry(path=path, content=None) for path in places if f"{path}/".startswith(f"{facts.real_path(FOLDER)}/")
     ]
     new = {one.name for one in found}
     distributions = (*(one for one in facts.distributions if one.name not in new), *found)
@@ -148,7 +148,7 @@ def install(recipe: Recipe, facts: Facts, folder: pathlib.Path, *, log: Callable
 # -- before uv runs --------------------------------------------------------------------------------------------------
 
 
-def _lay_stubs(facts: Facts, target: pathlib.Path) -> dict[str, pathlib.Path]:
+def _lay_stubs(facts: ImageFacts, target: pathlib.Path) -> dict[str, pathlib.Path]:
     """Write stub metadata for each package of the base, with a RECORD by which uv can uninstall it; folders by name."""
     stubs = {}
     target.mkdir(parents=True)
@@ -174,7 +174,7 @@ def _lay_stubs(facts: Facts, target: pathlib.Path) -> dict[str, pathlib.Path]:
 
 def _run_uv(
     recipe: Recipe,
-    facts: Facts,
+    facts: ImageFacts,
     constraints: pathlib.Path,
     target: pathlib.Path,
     log: Callable[[str], None],
@@ -226,7 +226,7 @@ def _uv() -> str:
     return str(uv.find_uv_bin())
 
 
-def _platform(facts: Facts) -> str:
+def _platform(facts: ImageFacts) -> str:
     """The base's platform as uv names it, with the newest glibc that uv knows and the base has."""
     family, _, version = facts.libc.partition(" ")
     if family == "musl":
@@ -325,7 +325,7 @@ def _certificate_file(configured: Mapping[str, str]) -> str:
 # -- after uv has run ------------------------------------------------------------------------------------------------
 
 
-def _added(target: pathlib.Path, facts: Facts) -> Iterator[Distribution]:
+def _added(target: pathlib.Path, facts: ImageFacts) -> Iterator[Distribution]:
     for place in target.glob("*.dist-info"):
         headers: list[tuple[str, str]] = []
         for line in (place / "METADATA").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -347,7 +347,7 @@ def _added(target: pathlib.Path, facts: Facts) -> Iterator[Distribution]:
         )
 
 
-def _entries(target: pathlib.Path, place: str, facts: Facts) -> tuple[list[Entry], list[str]]:
+def _entries(target: pathlib.Path, place: str, facts: ImageFacts) -> tuple[list[LayerEntry], list[str]]:
     """The layer's entries for all installed files, and the digests of the packages' RECORD files."""
     entries, records = [], []
     root = facts.real_path(place)
@@ -362,15 +362,15 @@ def _entries(target: pathlib.Path, place: str, facts: Facts) -> tuple[list[Entry
                 content = _record(path, target, facts)
                 records.append(hashlib.sha256(content).hexdigest())
             executable = bool(path.stat().st_mode & 0o100)
-            entries.append(Entry(path=f"{root}/{inside.as_posix()}", content=content, executable=executable))
+            entries.append(LayerEntry(path=f"{root}/{inside.as_posix()}", content=content, executable=executable))
     for path in sorted((target / "bin").glob("*")):
         if path.is_file() and not _OWN_SCRIPTS.fullmatch(path.name):
             script = _script(path, facts)
-            entries.append(Entry(path=facts.real_path(f"{SCRIPTS}/{path.name}"), content=script, executable=True))
+            entries.append(LayerEntry(path=facts.real_path(f"{SCRIPTS}/{path.name}"), content=script, executable=True))
     return entries, sorted(records)
 
 
-def _record(path: pathlib.Path, target: pathlib.Path, facts: Facts) -> bytes:
+def _record(path: pathlib.Path, target: pathlib.Path, facts: ImageFacts) -> bytes:
     """A package's RECORD, with the paths that its scripts have in the image."""
     rows = []
     for row in csv.reader(path.read_text(encoding="utf-8").splitlines()):
@@ -388,7 +388,7 @@ def _record(path: pathlib.Path, target: pathlib.Path, facts: Facts) -> bytes:
     return text.getvalue().encode()
 
 
-def _script(path: pathlib.Path, facts: Facts) -> bytes:
+def _script(path: pathlib.Path, facts: ImageFacts) -> bytes:
     """A script whose first line names the base's Python in place of this machine's."""
     data = path.read_bytes()
     found = re.match(rb"#!/bin/sh\n'''exec' .*\n' '''\n|#!.*\n", data)
@@ -397,7 +397,7 @@ def _script(path: pathlib.Path, facts: Facts) -> bytes:
     return f"#!{facts.executable}\n".encode() + data[found.end() :]
 
 
-def _broken(facts: Facts, added: Sequence[Distribution]) -> Iterator[str]:
+def _broken(facts: ImageFacts, added: Sequence[Distribution]) -> Iterator[str]:
     """A sentence for each package of the base whose requirement the new packages no longer meet."""
     new = {one.name: one for one in added}
     for one in facts.distributions:
@@ -414,7 +414,7 @@ def _broken(facts: Facts, added: Sequence[Distribution]) -> Iterator[str]:
                     )
 
 
-def _is_met(requirement: Requirement, facts: Facts) -> bool:
+def _is_met(requirement: Requirement, facts: ImageFacts) -> bool:
     there = facts.find(requirement.name)
     return there is not None and requirement.specifier.contains(there.version, prereleases=True)
 
@@ -433,7 +433,7 @@ _REMEDIES = (
 """Patterns of uv's errors, what to do about each, and whether a retry may help. The first match counts."""
 
 
-def _explain(output: str, facts: Facts, recipe: Recipe) -> ImageError:
+def _explain(output: str, facts: ImageFacts, recipe: Recipe) -> ImageError:
     """The error for a failed uv: its message and a remedy."""
     message = "\n".join(line for line in output.splitlines() if not _PROGRESS.match(line))
     # Older versions of uv draw lines around their messages, and wrap them.

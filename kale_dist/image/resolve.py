@@ -11,8 +11,8 @@ import dataclasses
 
 from kale_dist.errors import ConfigError
 from kale_dist.image import auth, builder, cache
-from kale_dist.image import base as bases
-from kale_dist.image.base import Ask
+from kale_dist.image import base_image as bases
+from kale_dist.image.base_image import Ask
 from kale_dist.image.builder import Log, Progress
 from kale_dist.image.packages import PYTORCH
 from kale_dist.image.reference import Reference

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from kale_dist import wire
 from kale_dist.errors import BackendError, log
-from kale_dist.job import interrupts, watch
+from kale_dist.job import interrupts, job_watch
 from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.status import Breakpoint, JobStatus
 from kale_dist.wire.messages import Typed, Visit
@@ -90,7 +90,7 @@ class Prompts:
             if self._asked is not None and not self._waits_at(self._asked):
                 signal.pthread_kill(main, _WAKE)
 
-        unsubscribe = watch.watcher(self._backend).subscribe(self._ref, note)
+        unsubscribe = job_watch.watcher(self._backend).subscribe(self._ref, note)
         answered, line = "", ""
         try:
             while (there := _breakpoint_of(status := statuses.get(), rank)) is not None:

@@ -27,7 +27,7 @@ from kale_dist.errors import (
     short_refusals,
     warn,
 )
-from kale_dist.job import debugging, interrupts, watch, weights
+from kale_dist.job import debugging, interrupts, job_watch, weights
 from kale_dist.job.backend import Backend, JobRef, PlaceEvent
 from kale_dist.job.outcomes import OutcomeReader
 from kale_dist.job.spec.checks import whole
@@ -78,7 +78,7 @@ class Inside:
     """The file of the last checkpoint, fetched if it is elsewhere."""
     model_state: Callable[[], dict[str, Any]]
     """The trained weights of a job that has succeeded; the notebook's model is left alone."""
-    reasons: watch.Reasons
+    reasons: job_watch.Reasons
     """Prints why the job waits."""
     lines: Callable[[], Iterator[LogLine]]
     """The log's lines until the job has ended; unlike `logs`, it leaves it to the caller what an interrupt does."""
@@ -123,7 +123,7 @@ class Job(Generic[R]):
         self._cell_of_card: int | None = None
         self._again = again
         self._track = track
-        self._watcher = watch.watcher(backend)
+        self._watcher = job_watch.watcher(backend)
         self._prompts = debugging.Prompts(backend, ref, "cell" if spec.kind == "live" else "job")
         self._inside = Inside(
             files=outcomes.files,
@@ -133,7 +133,7 @@ class Job(Generic[R]):
             plan=lambda: backend.plan(spec).text,
             checkpoint=self._checkpoint,
             model_state=lambda: outcomes.model_state(backend.status(ref).attempt),
-            reasons=watch.Reasons(backend, ref),
+            reasons=job_watch.Reasons(backend, ref),
             lines=functools.partial(backend.logs, ref, follow=True, on_status=self._prompts.open),
         )
 
@@ -623,7 +623,7 @@ class Job(Generic[R]):
         return interrupts.passing_on(self.ref, self.cancel)
 
     def _wait(self, timeout: float | None) -> JobStatus:
-        watch.check_timeout(timeout)
+        job_watch.check_timeout(timeout)
         try:
             with self._interruptible():
                 is_long = timeout is None or timeout > _QUICK_S

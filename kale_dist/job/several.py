@@ -11,8 +11,8 @@ from typing import Any
 from kale_dist.errors import JobNotFoundError, short_refusals
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.spec.checks import one_of
-from kale_dist.job.view import several
-from kale_dist.job.view.several import Row
+from kale_dist.job.view import tables
+from kale_dist.job.view.tables import Row
 from kale_dist.wire import StateName, encode
 
 
@@ -37,13 +37,13 @@ class Jobs(list[Job[Any]]):
 
     def __repr__(self) -> str:
         """The table as text."""
-        return several.text(*self._shown())
+        return tables.text(*self._shown())
 
     def _repr_html_(self) -> str:
-        return several.html(*self._shown())
+        return tables.html(*self._shown())
 
     def _shown(self) -> tuple[list[Row], int, float]:
-        left_out = max(0, len(self) - several.MAX_ROWS)
+        left_out = max(0, len(self) - tables.MAX_ROWS)
         return _rows(self[left_out:]), left_out, time.time()
 
 
@@ -59,10 +59,10 @@ class Comparison:
 
     def __repr__(self) -> str:
         """The table as text."""
-        return several.comparison_text(_rows(self.jobs))
+        return tables.comparison_text(_rows(self.jobs))
 
     def _repr_html_(self) -> str:
-        return several.comparison_html(_rows(self.jobs))
+        return tables.comparison_html(_rows(self.jobs))
 
 
 def _rows(jobs: Any) -> list[Row]:

@@ -25,17 +25,17 @@ def get(name: str) -> Backend:
         return local.shared()
     if name == "docker":
         with needing(name, "on", repr(name)):
-            from kale_dist.places.docker.place import DockerPlace
+            from kale_dist.places.docker.docker_place import DockerPlace
         return _followed(DockerPlace)
     if name == "kubernetes":
         with needing(name, "on", repr(name)):
-            from kale_dist.places.kubernetes.place import KubernetesPlace
+            from kale_dist.places.kubernetes.kubernetes_place import KubernetesPlace
         return _followed(KubernetesPlace)
     raise KeyError(name)
 
 
 @functools.cache
 def _followed(place: Callable[[], Place]) -> Backend:
-    from kale_dist.places.following.backend import FollowedBackend
+    from kale_dist.places.following.followed_backend import FollowedBackend
 
     return FollowedBackend(place())

@@ -19,7 +19,7 @@ class Grade(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
+class CheckResult:
     """One check and its result."""
 
     name: str
@@ -30,22 +30,22 @@ class Check:
     """What to do; empty if all is well."""
 
 
-def ok(name: str, sentence: str) -> Check:
+def ok(name: str, sentence: str) -> CheckResult:
     """A check that has found nothing wrong."""
-    return Check(name=name, verdict=Grade.OK, sentence=sentence)
+    return CheckResult(name=name, verdict=Grade.OK, sentence=sentence)
 
 
-def warning(name: str, sentence: str, remedy: str) -> Check:
+def warning(name: str, sentence: str, remedy: str) -> CheckResult:
     """A check that has found something without which jobs run, but slower or with less."""
-    return Check(name=name, verdict=Grade.WARNING, sentence=sentence, remedy=remedy)
+    return CheckResult(name=name, verdict=Grade.WARNING, sentence=sentence, remedy=remedy)
 
 
-def failed(name: str, sentence: str, remedy: str) -> Check:
+def failed(name: str, sentence: str, remedy: str) -> CheckResult:
     """A check that has found why jobs cannot run."""
-    return Check(name=name, verdict=Grade.FAILED, sentence=sentence, remedy=remedy)
+    return CheckResult(name=name, verdict=Grade.FAILED, sentence=sentence, remedy=remedy)
 
 
-def broken(name: str, error: BackendError, remedy: str) -> Check:
+def broken(name: str, error: BackendError, remedy: str) -> CheckResult:
     """A check that an error ended: its first sentence, and the rest as what to do, or else this remedy."""
     first, _, rest = str(error).partition(". ")
     return failed(name, first, rest or remedy)

@@ -111,7 +111,7 @@ def run_notebook(
     with tempfile.TemporaryDirectory(prefix="kale-dist-") as sockets:
         # Only this user can reach these sockets.
         options: dict[str, Any] = {"transport": "ipc", "ip": f"{sockets}/kernel"}
-        client = _Client(
+        client = _NotebookClient(
             notebook,
             timeout=timeout_s,
             kernel_name=kernel or "python3",
@@ -154,7 +154,7 @@ def _check(kernel: str | None, timeout_s: float | None) -> None:
             raise ConfigError("kernel", f"there is no kernel {kernel!r}", f"Installed kernels: {there}") from None
 
 
-def _execute(client: _Client, output: pathlib.Path, environment: Mapping[str, str]) -> Execution:
+def _execute(client: _NotebookClient, output: pathlib.Path, environment: Mapping[str, str]) -> Execution:
     failure: list[str] = []
     # An event, because an interrupted join takes the thread for ended.
     ended = threading.Event()
@@ -178,7 +178,7 @@ def _execute(client: _Client, output: pathlib.Path, environment: Mapping[str, st
     )
 
 
-def _wait(ended: threading.Event, client: _Client) -> bool:
+def _wait(ended: threading.Event, client: _NotebookClient) -> bool:
     """Wait for the execution's end; returns whether it was interrupted."""
     try:
         ended.wait()
@@ -210,7 +210,7 @@ class ThisKernelManager(AsyncKernelManager):
         return _ThisInterpreter(parent=self)
 
 
-class _Client(NotebookClient):
+class _NotebookClient(NotebookClient):
     """Executes a notebook; shows what its cells print, and saves the notebook after each cell."""
 
     _terminal: Terminal

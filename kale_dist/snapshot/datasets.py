@@ -18,7 +18,7 @@ _NAMES = ("root", "path", "dir", "folder", "file")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class DatasetContent:
     """What a dataset holds."""
 
     memory_bytes: int = 0
@@ -27,7 +27,7 @@ class Found:
     """Files and folders that exist on this machine, spelt as in the dataset."""
 
 
-def examine(dataset: Any) -> Found:
+def examine(dataset: Any) -> DatasetContent:
     """Examine a dataset's attributes, and those of datasets within it. Reads no file.
 
     A dataset that has as many rows in memory as it has samples reads no files, even if it has paths.
@@ -43,7 +43,7 @@ def examine(dataset: Any) -> Found:
             holds_samples = holds_samples or _length(value) == _length(owner) is not None
         elif isinstance(value, str | pathlib.PurePath) and _is_local(name, value):
             paths.setdefault(str(value), None)
-    return Found(memory_bytes=memory, paths=() if holds_samples else tuple(paths))
+    return DatasetContent(memory_bytes=memory, paths=() if holds_samples else tuple(paths))
 
 
 def uncovered(paths: Iterable[str], mounts: Iterable[str]) -> list[str]:

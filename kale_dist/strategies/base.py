@@ -88,7 +88,7 @@ class Settings(abc.ABC):
     word: ClassVar[str] = ""
     """The word for the strategy with its default settings: `strategy="ddp"`."""
     home: ClassVar[str] = ""
-    """The strategy's implementation: a module of `kale_dist.worker.parallel` and a class in it, as `ddp.DataParallel`.
+    """The strategy's implementation: a module of `kale_dist.worker.parallel` and a class in it, as `data_parallel.DataParallel`.
 
     Only ranks import it; it is made with the settings and the rank's layout.
     """

@@ -18,7 +18,7 @@ class DDP(Settings):
     """
 
     word: ClassVar[str] = "ddp"
-    home: ClassVar[str] = "ddp.DataParallel"
+    home: ClassVar[str] = "data_parallel.DataParallel"
 
     exchange: str | None = None
     """How gradients are summed: `shared-memory` (CPU ranks of one machine), `torch` (gloo, NCCL), or, for teaching and

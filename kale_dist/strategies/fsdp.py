@@ -39,7 +39,7 @@ class FSDP(Settings):
     """
 
     word: ClassVar[str] = "fsdp"
-    home: ClassVar[str] = "fsdp.FullySharded"
+    home: ClassVar[str] = "fully_sharded.FullySharded"
 
     units: Literal["blocks", "whole"] | tuple[str, ...] = "blocks"
     """What is gathered at once: `blocks` (each entry of a ModuleList or Sequential with at least 1 MiB of weights, and

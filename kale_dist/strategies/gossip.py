@@ -21,7 +21,7 @@ class Gossip(Settings):
     """
 
     word: ClassVar[str] = "gossip"
-    home: ClassVar[str] = "gossip.Neighbours"
+    home: ClassVar[str] = "gossip_averaging.Neighbours"
 
     graph: Literal["ring", "exponential"] = "ring"
     """`"ring"`: the rank before and the one after. `"exponential"`: one neighbour in each step, 1, 2, 4, ... ranks away."""

@@ -20,7 +20,7 @@ class LocalSGD(Settings):
     """
 
     word: ClassVar[str] = "local-sgd"
-    home: ClassVar[str] = "local_sgd.LocalSteps"
+    home: ClassVar[str] = "local_averaging.LocalSteps"
 
     sync_every: int | Literal["epoch"] = 8
     """Steps of the optimizer between two averages; `"epoch"` averages at the end of each epoch only."""

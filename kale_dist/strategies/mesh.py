@@ -29,7 +29,7 @@ class Mesh(Settings):
     """
 
     word: ClassVar[str] = "mesh"
-    home: ClassVar[str] = "mesh.made"
+    home: ClassVar[str] = "mesh_parallel.made"
 
     data: int | None = None
     """Number of groups, which average gradients; None for as many as the ranks allow."""

@@ -28,7 +28,7 @@ class Pipeline(Settings):
     """
 
     word: ClassVar[str] = "pipeline"
-    home: ClassVar[str] = "pipeline.PipelineParallel"
+    home: ClassVar[str] = "pipeline_parallel.PipelineParallel"
 
     cut: int | tuple[str, ...] | None = None
     """Names of the modules at which stage 1, 2, ... begin, in the order of their calls, as `named_modules()` has them;

@@ -42,7 +42,7 @@ class Tensor(Settings):
     """
 
     word: ClassVar[str] = "tensor"
-    home: ClassVar[str] = "tensor.TensorParallel"
+    home: ClassVar[str] = "tensor_parallel.TensorParallel"
 
     plan: Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
     """What to do with layers other than to divide each alone, by name or pattern: `{"blocks.*.fc1": "columns",

@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
         return run_pod(launched)
     if given.kind == "probe":
-        from kale_dist.worker.rank.gpus import main as run_probe
+        from kale_dist.worker.rank.rank_gpus import main as run_probe
 
         return run_probe()
     from kale_dist.worker.rank.forkserver import main as run_forkserver

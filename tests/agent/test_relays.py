@@ -23,7 +23,7 @@ from kale_dist.worker.agent.writer import JobWriter
 from kale_dist.worker.pod import relay
 from kale_dist.worker.pod.head_relays import HeadsRelays
 from kale_dist.worker.pod.relay import Relay, _Forwarder
-from kale_dist.worker.pod.relay_protocol import COUNT, NO_RANK, Channel, Op, is_signed, sign
+from kale_dist.worker.pod.relay_protocol import COUNT, NO_RANK, Channel, RelayOp, is_signed, sign
 
 KEY = b"k" * 32
 RESTARTS = 2
@@ -114,18 +114,18 @@ class PlayedRelay:
     async def join(self, head):
         self.channel = await Channel.connect("127.0.0.1", head.order.port + 1)
         head.played.append(self.channel)
-        self.channel.send_message(Op.HELLO, agent=self.agent, version=wire.VERSION, nonce="mine")
+        self.channel.send_message(RelayOp.HELLO, agent=self.agent, version=wire.VERSION, nonce="mine")
         challenge = await self.next()
         assert is_signed(challenge["mac"], KEY, "head", self.agent, "mine", challenge["nonce"])
         proof = sign(self.key, "relay", self.agent, "mine", challenge["nonce"])
-        self.channel.send_message(Op.PROOF, mac=proof, serves=self.serves)
+        self.channel.send_message(RelayOp.PROOF, mac=proof, serves=self.serves)
         return self
 
     def put(self, *lines):
         self.channel.send(b"O", self.agent, COUNT.pack(len(lines)), body_of(Stream.STDOUT, lines))
 
     def end(self):
-        self.channel.send_message(Op.ENDED, self.agent, end=ENDED)
+        self.channel.send_message(RelayOp.ENDED, self.agent, end=ENDED)
 
 
 async def until(condition):
@@ -157,9 +157,9 @@ def play(tmp_path, agents, scene):
 async def joined(head, agent):
     """A relay that is ready and whose rank runs."""
     played = await PlayedRelay(agent).join(head)
-    assert (await played.next())["op"] == Op.WELCOME
-    assert (await played.next())["op"] == Op.FETCH
-    played.channel.send_message(Op.READY)
+    assert (await played.next())["op"] == RelayOp.WELCOME
+    assert (await played.next())["op"] == RelayOp.FETCH
+    played.channel.send_message(RelayOp.READY)
     return played
 
 
@@ -172,7 +172,7 @@ def test_lines_of_all_relays_are_numbered_once_and_none_is_lost(tmp_path):
         for one in played:
             attempt = wire.decode(Attempt, (await one.next())["attempt"])
             assert (attempt.port, attempt.seed, attempt.world_size) == (5, 7, 4)
-            one.channel.send_message(Op.FORKED, one.agent, pid=40 + one.agent)
+            one.channel.send_message(RelayOp.FORKED, one.agent, pid=40 + one.agent)
         for number in range(300):
             for one in played:
                 one.put(*(b"%d %d" % (one.agent, number * 10 + line) for line in range(10)))
@@ -208,7 +208,7 @@ def test_an_outcome_arrives_before_its_rank_is_done(tmp_path, size, told):
         # On its way it is a sign of progress: the job has not stalled.
         assert (head.writer.moves[1] > before) == (size > 0)
         assert not head.files.outcome(0, 1).exists()
-        played.channel.send_message(Op.OUTCOME, 1, bytes=told)
+        played.channel.send_message(RelayOp.OUTCOME, 1, bytes=told)
         played.channel.send(b"R", 1, messages.encode(Done()))
         await until(lambda: run.done)
         # One that was cut short is not taken for a whole one.
@@ -246,7 +246,7 @@ def test_a_pod_that_was_made_again_takes_the_place_of_the_one_before_it(tmp_path
         before = await joined(head, 1)
         await until(lambda: head.relays.ready == [1])
         run = head.spawn()[1]
-        assert (await before.next())["op"] == Op.SPAWN
+        assert (await before.next())["op"] == RelayOp.SPAWN
         # Its node is gone without a word, so that nothing is known of its end.
         again = await joined(head, 1)
         await until(lambda: head.told and head.relays.ready == [1])
@@ -256,7 +256,7 @@ def test_a_pod_that_was_made_again_takes_the_place_of_the_one_before_it(tmp_path
         # What the one before it has sent since counts no more.
         before.put(b"from the dead")
         run = head.spawn()[1]
-        assert (await again.next())["op"] == Op.SPAWN
+        assert (await again.next())["op"] == RelayOp.SPAWN
         again.put(b"alive")
         again.end()
         await until(lambda: run.end)
@@ -270,11 +270,11 @@ def test_a_pod_is_lost_as_often_as_the_job_may_restart_and_then_sent_away(tmp_pa
     async def scene(head):
         for _ in range(RESTARTS + 1):
             played = await PlayedRelay(1).join(head)
-            assert (await played.next())["op"] == Op.WELCOME
+            assert (await played.next())["op"] == RelayOp.WELCOME
             played.channel.close()
             await until(lambda: not head.relays.connected)
         again = await PlayedRelay(1).join(head)
-        assert (await again.next())["op"] == Op.OVER
+        assert (await again.next())["op"] == RelayOp.OVER
         assert await again.next() is None
         assert len(head.told) == RESTARTS + 1
 
@@ -289,8 +289,8 @@ def test_a_relay_that_is_terminated_says_so_and_is_let_go_when_it_has_no_rank(tm
         await until(lambda: head.relays.ready == [1])
         if has_ranks:
             head.spawn()
-            assert (await played.next())["op"] == Op.SPAWN
-        played.channel.send_message(Op.LEAVING, reason="it received SIGTERM")
+            assert (await played.next())["op"] == RelayOp.SPAWN
+        played.channel.send_message(RelayOp.LEAVING, reason="it received SIGTERM")
         await until(lambda: head.told)
         assert head.relays.ready == []
         if has_ranks:
@@ -300,7 +300,7 @@ def test_a_relay_that_is_terminated_says_so_and_is_let_go_when_it_has_no_rank(tm
             head.relays.dismiss_leavers()
         else:
             assert head.told == ["lost: Pod 1 is gone: it received SIGTERM"]
-        assert (await played.next())["op"] == Op.END
+        assert (await played.next())["op"] == RelayOp.END
         played.channel.close()
         await until(lambda: not head.relays.connected)
         # It was told before, and is expected again until the end.
@@ -309,7 +309,7 @@ def test_a_relay_that_is_terminated_says_so_and_is_let_go_when_it_has_no_rank(tm
         again = await joined(head, 1)
         assert head.relays.may_return == 0
         head.relays.end()
-        assert (await again.next())["op"] == Op.END
+        assert (await again.next())["op"] == RelayOp.END
         again.channel.close()
         await until(lambda: not head.relays.connected)
         assert head.relays.may_return == 0
@@ -361,7 +361,7 @@ def test_each_pod_passes_the_blobs_on_to_two_others_at_most(tmp_path):
     async def scene(head):
         early = [await PlayedRelay(agent).join(head) for agent in range(1, 8)]
         for one in early:
-            assert (await one.next())["op"] == Op.WELCOME
+            assert (await one.next())["op"] == RelayOp.WELCOME
         head.relays.deal_blobs()
         sources = [(await one.next())["source"] for one in early]
         assert sources[:3] == [None, None, early[0].serves]
@@ -371,7 +371,7 @@ def test_each_pod_passes_the_blobs_on_to_two_others_at_most(tmp_path):
         # Pods that come late, or again, are told of one that is there.
         late = [await PlayedRelay(agent).join(head) for agent in (3, 4, *range(8, 20))]
         for one in late:
-            assert (await one.next())["op"] == Op.WELCOME
+            assert (await one.next())["op"] == RelayOp.WELCOME
             sources.append((await one.next())["source"])
             assert sources[-1] not in [gone.serves for gone in early[2:4]]
         told = collections.Counter(map(str, sources))
@@ -422,7 +422,7 @@ def test_a_relay_leaves_lines_with_their_ranks_while_the_connection_is_slow_or_t
         assert sum(COUNT.unpack_from(data)[0] for kind, _, data in channel.sent if kind == b"O") == len(lines)
         assert [line[:7] for line in lines[:-1]] == [b"|%06d" % number for number in range(count)]
         assert lines[-1] == b"|its last line"
-        assert channel.sent[-1][0] == Op.ENDED
+        assert channel.sent[-1][0] == RelayOp.ENDED
 
     asyncio.run(scene())
 
@@ -434,15 +434,15 @@ def test_relays_are_told_when_the_head_has_no_room_and_when_it_has_again(tmp_pat
         await until(lambda: len(head.relays.ready) == 2)
         head.spawn()
         for one in played:
-            assert (await one.next())["op"] == Op.SPAWN
+            assert (await one.next())["op"] == RelayOp.SPAWN
         monkeypatch.setattr(writer_module, "QUEUE_BYTES", 0)
         played[0].put(b"one line too many")
         for one in played:
-            assert await one.next() == {"rank": NO_RANK, "op": Op.ROOM, "is_there": False}
+            assert await one.next() == {"rank": NO_RANK, "op": RelayOp.ROOM, "is_there": False}
         monkeypatch.undo()
         head.relays.limit(has_room=head.writer.has_room)
         for one in played:
-            assert await one.next() == {"rank": NO_RANK, "op": Op.ROOM, "is_there": True}
+            assert await one.next() == {"rank": NO_RANK, "op": RelayOp.ROOM, "is_there": True}
 
     play(tmp_path, 3, scene)
 
@@ -462,8 +462,8 @@ def test_the_end_of_a_rank_is_told_after_its_outcome(tmp_path, is_slow):
             await until(lambda: len(channel.sent) == 6)
         forwarder.ended(End(exit_code=0))
         may_send.set()
-        await until(lambda: channel.sent[-1][0] == Op.ENDED)
-        assert [kind for kind, _, _ in channel.sent] == [b"R", b"F", b"F", b"F", Op.OUTCOME, b"R", Op.ENDED]
+        await until(lambda: channel.sent[-1][0] == RelayOp.ENDED)
+        assert [kind for kind, _, _ in channel.sent] == [b"R", b"F", b"F", b"F", RelayOp.OUTCOME, b"R", RelayOp.ENDED]
         assert channel.sent[4][2] == {"bytes": 600_000}
 
     asyncio.run(scene())

@@ -10,7 +10,7 @@ import time
 import pytest
 
 import kale_dist as kd
-from kale_dist.worker.rank import agreement
+from kale_dist.worker.rank import joint_saving
 
 LONG_S = 600
 
@@ -105,7 +105,7 @@ def test_a_second_cancel_does_not_wait_for_a_save(jobs, tmp_path):
 
 def trains_in_one_rank(world_size):
     if kd.context().rank == 1:
-        saving = agreement.SaveAtOneStep.of(world_size)
+        saving = joint_saving.SaveAtOneStep.of(world_size)
         print("here", saving is not None, flush=True)
     else:
         print("here", flush=True)
@@ -113,8 +113,8 @@ def trains_in_one_rank(world_size):
 
 
 def trains_and_goes_on():
-    agreement.SaveAtOneStep.of(kd.context().world_size)
-    agreement.end()
+    joint_saving.SaveAtOneStep.of(kd.context().world_size)
+    joint_saving.end()
     print("here", flush=True)
     time.sleep(LONG_S)
 
@@ -187,7 +187,7 @@ def test_a_loop_that_rank_0_never_had_waits_for_nobody(jobs):
 
 
 def goes_on_after_a_training(folder):
-    inner = agreement.SaveAtOneStep.of(kd.context().world_size)
+    inner = joint_saving.SaveAtOneStep.of(kd.context().world_size)
     assert not inner.is_due()
     inner.end()
     loops(folder, (0.02,))
@@ -210,7 +210,7 @@ def test_a_training_that_ends_ends_no_other_ones_saves(jobs, tmp_path, function)
 
 def two_save(folder):
     """A trainer and a loop of the user's in the same steps."""
-    here, trainer = kd.context(), agreement.SaveAtOneStep.of(kd.context().world_size)
+    here, trainer = kd.context(), joint_saving.SaveAtOneStep.of(kd.context().world_size)
     for step in range(100_000):
         time.sleep(0.02)
         if step == 5:
@@ -253,7 +253,7 @@ def test_a_rank_that_has_saved_may_end_by_an_exit_code(jobs, tmp_path):
 def one_saves_and_one_handles(folder):
     if kd.context().rank == 0:
         saves_when_told(folder, 8)
-    saving = agreement.SaveAtOneStep.of(1)
+    saving = joint_saving.SaveAtOneStep.of(1)
     print("ready", flush=True)
     while True:
         time.sleep(0.02)

@@ -19,7 +19,7 @@ from kale_dist.job import records
 from kale_dist.job.backend import JobRef, Look, Part, Place, PlacedJob
 from kale_dist.job.records import FIRST_LIFE
 from kale_dist.job.spec.job_spec import WARM, JobSpec, Policy, Topology
-from kale_dist.places.following.backend import FollowedBackend
+from kale_dist.places.following.followed_backend import FollowedBackend
 from kale_dist.places.orders import order_of
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import FailureCause, InputFiles, PodVariable, Source, StateName

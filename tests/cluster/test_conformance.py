@@ -8,8 +8,8 @@ from rank_work import exit_with_3, fail, hang, succeed
 
 from kale_dist.job import records
 from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Resources, Topology
-from kale_dist.places.following.backend import FollowedBackend
-from kale_dist.places.kubernetes.place import KubernetesPlace
+from kale_dist.places.following.followed_backend import FollowedBackend
+from kale_dist.places.kubernetes.kubernetes_place import KubernetesPlace
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire.blobs import FolderStore
 

@@ -12,7 +12,7 @@ from on_cluster import run_kubectl
 
 from kale_dist.config import Config
 from kale_dist.errors import BackendError
-from kale_dist.places.following.client import HttpSocket
+from kale_dist.places.following.head_client import HttpSocket
 from kale_dist.places.kubernetes import client, port_forward, roles
 from kale_dist.places.manifests import KINDS
 

@@ -8,8 +8,8 @@ from fake_backend import BackendConformance
 
 from kale_dist.job import records
 from kale_dist.job.spec.job_spec import JobSpec, Resources, Topology
-from kale_dist.places.docker.place import DockerPlace
-from kale_dist.places.following.backend import FollowedBackend
+from kale_dist.places.docker.docker_place import DockerPlace
+from kale_dist.places.following.followed_backend import FollowedBackend
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire.blobs import FolderStore
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from gpu_jobs import CUDA, launch
 
 import kale_dist as kd
-from kale_dist.places import gpus as gpus_here
 from kale_dist.places import local
+from kale_dist.places import machine_gpus as gpus_here
 from kale_dist.worker.agent import processes
 
 

@@ -11,7 +11,7 @@ from work_without_pytest import says_where_it_listens
 import kale_dist as kd
 from kale_dist.errors import StoreError
 from kale_dist.places.docker import archive
-from kale_dist.places.manifests.settings import PORT
+from kale_dist.places.manifests.object_settings import PORT
 
 KNOCK = """
 import socket, sys

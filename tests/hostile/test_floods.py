@@ -15,7 +15,7 @@ import types
 import pytest
 
 from kale_dist import wire
-from kale_dist.places.following.client import HeadClient
+from kale_dist.places.following.head_client import HeadClient
 from kale_dist.wire import JobFiles
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.agent.writer import JobWriter

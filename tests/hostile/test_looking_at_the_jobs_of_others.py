@@ -20,7 +20,8 @@ from kale_dist.job.backend import JobRef, PlacedJob
 from kale_dist.job.spec.job_spec import JobSpec, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places import manifests
-from kale_dist.places.kubernetes import client, place, watch
+from kale_dist.places.kubernetes import client, watch
+from kale_dist.places.kubernetes import kubernetes_place as place
 from kale_dist.places.kubernetes.views import JobView, pod_view
 
 JOBS = "/apis/kubeflow.org/v1/namespaces/team/pytorchjobs"

@@ -21,7 +21,7 @@ from kale_dist.job.records import Life
 from kale_dist.places.following.copy import GapError, HeadCopy
 from kale_dist.wire import BlockReader, JobFiles, Source, Stream, Verdict
 from kale_dist.worker.pod import relay as relay_module
-from kale_dist.worker.pod.relay_protocol import FRAME, Channel, Op
+from kale_dist.worker.pod.relay_protocol import FRAME, Channel, RelayOp
 
 SEED = 20_261_125
 ODD = (
@@ -240,7 +240,7 @@ def test_a_relay_outlives_1_000_answers_of_others_at_the_heads_address(monkeypat
             said = frame(odd(draw, {"op": "challenge", "nonce": "n", "mac": "0" * 64}))
             answers.append(mutated(draw, said) if draw.random() < 0.5 else said)
             channel = await Channel.connect(*server.sockets[0].getsockname())
-            assert (await asyncio.wait_for(played._prove(channel), 10)).get("op") != Op.WELCOME
+            assert (await asyncio.wait_for(played._prove(channel), 10)).get("op") != RelayOp.WELCOME
             channel.close()
         server.close()
 

@@ -9,7 +9,7 @@ import sys
 import tarfile
 
 from kale_dist.image import manifest as manifests
-from kale_dist.image.base import Distribution, Facts
+from kale_dist.image.base_image import Distribution, ImageFacts
 
 CONFIG = {
     "os": "linux",
@@ -31,7 +31,7 @@ def installed(name, version, *requires):
     return Distribution(name=name, version=version, requires=requires)
 
 
-FACTS = Facts(
+FACTS = ImageFacts(
     python="3.11.9",
     executable="/usr/local/bin/python3",
     site=SITE,

@@ -12,7 +12,7 @@ import pytest
 from resolving import MODE, use_own_folders, with_base
 
 from kale_dist.errors import ImageError
-from kale_dist.image import base
+from kale_dist.image import base_image as base
 from kale_dist.job.spec.recipe import Recipe
 
 

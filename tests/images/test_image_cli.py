@@ -7,7 +7,7 @@ import pytest
 from resolving import DIGEST, use_own_folders, with_base
 
 from kale_dist.cli import main
-from kale_dist.image import base, for_job
+from kale_dist.image import base_image, for_job
 from kale_dist.image.for_job import keep_files
 from kale_dist.job import records
 from kale_dist.job.spec.job_spec import JobSpec, Topology
@@ -52,7 +52,7 @@ def test_the_command_line_makes_an_image_once(place, tmp_path, capsys, monkeypat
     monkeypatch.setenv("KALE_DIST_REGISTRY_PULL", f"nodes.example.com/{place.team}")
     monkeypatch.setenv("KALE_DIST_IMAGE", place.base)
     (tmp_path / "x.txt").write_text("one")
-    monkeypatch.setattr(base, "ask_engine", lambda *_: bases.answer(bases.LIKE_THIS))
+    monkeypatch.setattr(base_image, "ask_engine", lambda *_: bases.answer(bases.LIKE_THIS))
     build = ["image", "build", "--file", f"/opt/x.txt={tmp_path}/x.txt", "--env", "MODE=a=b"]
     assert main(build) == 0
     made = capsys.readouterr()

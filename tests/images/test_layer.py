@@ -9,7 +9,7 @@ import tarfile
 import pytest
 
 from kale_dist.errors import ImageError
-from kale_dist.image.layer import Entry, in_order, packed, tar
+from kale_dist.image.layer import LayerEntry, in_order, packed, tar
 
 
 def pack(entries):
@@ -24,10 +24,10 @@ def entries(tmp_path):
     program.write_bytes(b"#!/bin/sh\n")
     program.chmod(0o4777)
     return [
-        Entry(path="/usr/local/bin/program", content=program, executable=True),
-        Entry(path="/opt/folder", content=None),
-        Entry(path="/opt/data", content=b"data"),
-        Entry(path="/opt/\N{SNOWMAN} " + "long" * 60, content=b""),
+        LayerEntry(path="/usr/local/bin/program", content=program, executable=True),
+        LayerEntry(path="/opt/folder", content=None),
+        LayerEntry(path="/opt/data", content=b"data"),
+        LayerEntry(path="/opt/\N{SNOWMAN} " + "long" * 60, content=b""),
     ]
 
 
@@ -54,7 +54,7 @@ def test_all_belongs_to_root_can_be_read_and_has_no_time(entries):
 @pytest.mark.parametrize("path", ["relative", "/a/../b", "/a//b", "/a/", "/", "", "/a\0b", "//etc/x"])
 def test_a_path_that_would_be_unpacked_elsewhere_is_refused(path):
     with pytest.raises(ImageError, match="absolute path"):
-        in_order([Entry(path=path, content=b"")])
+        in_order([LayerEntry(path=path, content=b"")])
 
 
 MIB = 1 << 20
@@ -72,7 +72,7 @@ def test_what_does_not_compress_is_stored_and_what_does_is_packed_in_a_stream_th
     content = {"noise": noise, "text": text, "both": noise[: size // 2] + text[size // 2 :]}[unit]
     path = tmp_path / "content"
     path.write_bytes(content)
-    layer, name = pack([Entry(path="/opt/content", content=path)])
+    layer, name = pack([LayerEntry(path="/opt/content", content=path)])
     assert len(layer) < most * size + 2048
     plain = subprocess.run(["gzip", "--decompress", "--stdout"], input=layer, capture_output=True, check=True).stdout
     assert name == hashlib.sha256(plain).hexdigest()
@@ -82,4 +82,4 @@ def test_what_does_not_compress_is_stored_and_what_does_is_packed_in_a_stream_th
 
 def test_a_path_that_is_there_twice_is_refused_by_name():
     with pytest.raises(ImageError, match="/opt/x would be"):
-        in_order([Entry(path="/opt/x", content=b"1"), Entry(path="/opt/x", content=b"2")])
+        in_order([LayerEntry(path="/opt/x", content=b"1"), LayerEntry(path="/opt/x", content=b"2")])

@@ -11,7 +11,7 @@ from bases import FACTS, LIKE_THIS, SITE, installed
 from wheelhouse import Wheelhouse
 
 from kale_dist.errors import ConfigError, ImageError
-from kale_dist.image import base, packages
+from kale_dist.image import base_image, packages
 from kale_dist.job.spec.recipe import Recipe
 
 FOLDER = "/opt/kale-dist/site-packages"
@@ -259,8 +259,8 @@ def image(tmp_path, monkeypatch):
     (site / "kdbase.py").write_text("version = 'of the base'\n")
     monkeypatch.setattr(packages, "FOLDER", str(tmp_path / "opt"))
     monkeypatch.setattr(packages, "SCRIPTS", str(tmp_path / "opt" / "bin"))
-    said = subprocess.run([python, *base.COMMAND[1:]], capture_output=True, check=True).stdout
-    facts = dataclasses.replace(base.parse_answer(said, "x"), distributions=(installed("numpy", "1.26.4"),))
+    said = subprocess.run([python, *base_image.COMMAND[1:]], capture_output=True, check=True).stdout
+    facts = dataclasses.replace(base_image.parse_answer(said, "x"), distributions=(installed("numpy", "1.26.4"),))
 
     def put(made):
         for entry in made.entries:
@@ -318,4 +318,4 @@ def test_a_base_whose_versions_are_none_does_not_stop_uv(house, install):
 
 
 def test_answers_of_bases_are_examples_of_what_the_program_prints():
-    assert base.parse_answer(bases.answer(), "x") == FACTS
+    assert base_image.parse_answer(bases.answer(), "x") == FACTS

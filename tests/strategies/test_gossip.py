@@ -5,7 +5,7 @@ from strategy_jobs import assert_close_to_ddp, assert_fails, assert_resumes, dig
 
 from kale_dist.errors import ConfigError
 from kale_dist.strategies import Gossip
-from kale_dist.worker.parallel.gossip import partners_of, rounds_of
+from kale_dist.worker.parallel.gossip_averaging import partners_of, rounds_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
 MODEL_BYTES = 4 * (64 * 64 + 64 + 64 * 10 + 10)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import kale_dist as kd
 from kale_dist.errors import ConfigError
 from kale_dist.strategies import ParameterServer
-from kale_dist.worker.parallel.server import divide
+from kale_dist.worker.parallel.parameter_server import divide
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
 MODEL_BYTES = 8 * (6 * 10 + 10 + 10 * 8 + 8 + 8 * 4 + 4)

@@ -136,7 +136,7 @@ def test_a_forked_child_of_a_rank_is_silent(rank):
 
 
 def test_what_is_only_shown_fails_nothing_where_a_package_lacks_it_and_the_log_says_so_once(rank, capsys, monkeypatch):
-    from kale_dist.worker.rank.group import collectives
+    from kale_dist.worker.rank.process_group import collectives
 
     monkeypatch.setattr(context, "_not_shown", set())
     group = object()

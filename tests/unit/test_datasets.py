@@ -59,7 +59,7 @@ def test_paths_are_found_and_those_on_volumes_are_fine(folder):
 
 
 def test_a_dataset_in_memory_reads_nothing(folder):
-    assert datasets.examine(Loaded(folder)) == datasets.Found(memory_bytes=24)
+    assert datasets.examine(Loaded(folder)) == datasets.DatasetContent(memory_bytes=24)
     assert datasets.examine(TensorDataset(torch.zeros(10, 4), torch.zeros(10))).memory_bytes == 200
 
 
@@ -74,7 +74,7 @@ def test_odd_datasets_are_looked_through():
         def __len__(self):
             raise RuntimeError("unknown")
 
-    assert datasets.examine(Odd()) == datasets.Found()
+    assert datasets.examine(Odd()) == datasets.DatasetContent()
 
 
 def call(loader, **place):

@@ -94,14 +94,14 @@ def test_folders_and_volumes_are_told_apart(tmp_path, monkeypatch):
 def test_a_job_is_one_container_with_all_ranks_and_the_same_each_time():
     """What is asked of the engine, without an engine: each process's resources, together."""
     from kale_dist.places.docker import containers
-    from kale_dist.places.docker.containers import Facts
+    from kale_dist.places.docker.containers import MachineFacts
 
     plan = kd.render(
         work, name="job", number_of_processes=5, cuda=True, environment={"NCCL_DEBUG": "INFO", "A": "b c"}, grace_s=90,
         on=kd.Docker(image="x/y:1", resources={"cpu": 1.5, "memory_gib": 2}, volumes={"/data": "datasets:ro"}),
     )  # fmt: skip
     body, again, small, chosen = (
-        containers.container(plan.spec, 1, Facts(user="7:8", **changes))
+        containers.container(plan.spec, 1, MachineFacts(user="7:8", **changes))
         for changes in ({"cores": 16}, {"cores": 16}, {"cores": 4}, {"gpus": (1, 4, 5, 6, 8)})
     )
     assert body == again

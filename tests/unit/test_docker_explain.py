@@ -4,13 +4,13 @@ import pytest
 
 pytest.importorskip("docker")
 
-from kale_dist.places.docker.explain import End, explain
+from kale_dist.places.docker.explain import ContainerEnd, explain
 from kale_dist.places.manifests.bootstrap import EXIT_CODE
 from kale_dist.wire import FailureCause
 
 
 def end(**given):
-    return End(**{"name": "kale-dist-job-1", "status": "exited", **given})
+    return ContainerEnd(**{"name": "kale-dist-job-1", "status": "exited", **given})
 
 
 @pytest.mark.parametrize(

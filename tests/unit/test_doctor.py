@@ -8,16 +8,16 @@ import sys
 
 import pytest
 
-from kale_dist.cli import doctor
+from kale_dist.cli import doctor_command
 
 
 @pytest.fixture(scope="module")
 def found():
-    return {check.name: check for check in doctor.examine()}
+    return {check.name: check for check in doctor_command.examine()}
 
 
 def test_this_machine_can_run_jobs(found):
-    assert [check.name for check in found.values() if check.verdict is doctor.Grade.FAILED] == []
+    assert [check.name for check in found.values() if check.verdict is doctor_command.Grade.FAILED] == []
     assert found["Python"].sentence.startswith(f"Python {sys.version_info.major}.{sys.version_info.minor}")
     assert "imported in" in found["torch"].sentence
     assert str(len(os.sched_getaffinity(0))) in found["cores"].sentence
@@ -26,49 +26,49 @@ def test_this_machine_can_run_jobs(found):
 def test_what_is_not_well_has_a_remedy(found):
     for check in found.values():
         assert check.sentence
-        assert bool(check.remedy) == (check.verdict is not doctor.Grade.OK)
+        assert bool(check.remedy) == (check.verdict is not doctor_command.Grade.OK)
 
 
 def test_how_to_look_at_the_engine_is_said(found):
-    assert found["docker"].verdict is doctor.Grade.OK
+    assert found["docker"].verdict is doctor_command.Grade.OK
     assert "kale-dist doctor --on docker" in found["docker"].sentence
 
 
 def test_without_the_package_nothing_can_be_said_of_an_engine(monkeypatch, no_docker):
     for name in [name for name in sys.modules if name.startswith("kale_dist.places.docker")]:
         monkeypatch.delitem(sys.modules, name)
-    last = doctor.examine("docker")[-1]
-    assert last.verdict is doctor.Grade.FAILED
+    last = doctor_command.examine("docker")[-1]
+    assert last.verdict is doctor_command.Grade.FAILED
     assert "pip install 'docker<8'" in last.remedy
 
 
 def test_an_engine_that_does_not_answer_is_named(monkeypatch):
     pytest.importorskip("docker")
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
-    last = doctor.examine("docker")[-1]
-    assert last.verdict is doctor.Grade.FAILED
+    last = doctor_command.examine("docker")[-1]
+    assert last.verdict is doctor_command.Grade.FAILED
     assert "tcp://127.0.0.1:1" in last.sentence
     assert last.remedy
 
 
 def test_how_to_look_at_the_cluster_is_said(found):
-    assert found["cluster"].verdict is doctor.Grade.OK
+    assert found["cluster"].verdict is doctor_command.Grade.OK
     assert "kale-dist doctor --on kubernetes" in found["cluster"].sentence
 
 
 def test_without_the_package_nothing_can_be_said_of_a_cluster(monkeypatch, no_kubernetes):
     for name in [name for name in sys.modules if name.startswith("kale_dist.places.kubernetes")]:
         monkeypatch.delitem(sys.modules, name)
-    last = doctor.examine("kubernetes")[-1]
-    assert last.verdict is doctor.Grade.FAILED
+    last = doctor_command.examine("kubernetes")[-1]
+    assert last.verdict is doctor_command.Grade.FAILED
     assert "pip install 'kubernetes<38'" in last.remedy
 
 
 def test_a_kubeconfig_that_is_not_there_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    last = doctor.examine("kubernetes")[-1]
-    assert last.verdict is doctor.Grade.FAILED
+    last = doctor_command.examine("kubernetes")[-1]
+    assert last.verdict is doctor_command.Grade.FAILED
     assert f"there is no file {tmp_path / 'nowhere'}" in last.sentence
 
 
@@ -76,7 +76,7 @@ def test_a_kubeconfig_is_found(tmp_path, monkeypatch):
     (tmp_path / "config").write_text("")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    assert str(tmp_path / "config") in doctor._cluster().sentence
+    assert str(tmp_path / "config") in doctor_command._cluster().sentence
 
 
 def test_a_machine_without_interpreter_or_home_is_examined_to_the_end(monkeypatch, tmp_path):
@@ -84,8 +84,8 @@ def test_a_machine_without_interpreter_or_home_is_examined_to_the_end(monkeypatc
     monkeypatch.setenv("HOME", str(tmp_path / "missing"))
     monkeypatch.setenv("KUBECONFIG", f"{tmp_path}/one:{'a' * 5000}")
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    found = {check.name: check for check in doctor.examine()}
-    assert found["torch"].verdict is doctor.Grade.FAILED
+    found = {check.name: check for check in doctor_command.examine()}
+    assert found["torch"].verdict is doctor_command.Grade.FAILED
     assert "/nonexistent/python cannot be run" in found["torch"].sentence
     assert f"not found: {tmp_path}/one" in found["cluster"].sentence
 
@@ -122,6 +122,6 @@ def test_no_file_of_the_folder_that_it_is_called_in_runs(tmp_path):
 def test_a_state_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    check = doctor._state_folder()
-    assert check.verdict is doctor.Grade.FAILED
+    check = doctor_command._state_folder()
+    assert check.verdict is doctor_command.Grade.FAILED
     assert "XDG_STATE_HOME" in check.remedy

@@ -21,10 +21,10 @@ from kale_dist import strategies
 from kale_dist.calls import request, training_checks
 from kale_dist.calls.options import Options
 from kale_dist.calls.request import Function
-from kale_dist.cli import doctor
+from kale_dist.cli import doctor_command
 from kale_dist.errors import ContractError, JobFailedError
-from kale_dist.places import gpus as gpus_here
 from kale_dist.places import local
+from kale_dist.places import machine_gpus as gpus_here
 from kale_dist.snapshot import loading
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import blobs, context
@@ -32,10 +32,12 @@ from kale_dist.wire.messages import Done
 from kale_dist.worker.agent import ending, hardware_faults
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.agent.usage import Gpu
-from kale_dist.worker.rank import gpus, group, process_state, stand_ins
+from kale_dist.worker.rank import process_group as group
+from kale_dist.worker.rank import process_state, stand_ins
+from kale_dist.worker.rank import rank_gpus as gpus
 from kale_dist.worker.training.contents import Given
-from kale_dist.worker.training.group import Group
 from kale_dist.worker.training.loop import Session
+from kale_dist.worker.training.rank_group import Group
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.trained import Trained
 
@@ -252,8 +254,8 @@ def test_gpus_that_do_not_work_are_not_chosen_and_the_reason_is_said(devices, re
 
 def test_the_doctor_warns_of_gpus_that_a_call_does_not_use(devices):
     devices((0, "GPU 0 (Tesla V100): no kernel image is available"))
-    warned = next(check for check in doctor.examine() if check.name == "GPUs")
-    assert warned.verdict is doctor.Grade.WARNING
+    warned = next(check for check in doctor_command.examine() if check.name == "GPUs")
+    assert warned.verdict is doctor_command.Grade.WARNING
     assert "no kernel image" in warned.sentence
 
 

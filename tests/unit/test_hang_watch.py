@@ -53,8 +53,8 @@ def test_a_dump_without_frames(dump):
     ("before", "after", "expected"),
     [
         (sample(C10D, CELL), sample(C10D, CELL), True),
-        (sample("/x/kale_dist/worker/parallel/ddp.py"), sample("/x/kale_dist/worker/parallel/ddp.py"), True),
-        (sample("/x/kale_dist/worker/rank/group.py", CELL), sample("/x/kale_dist/worker/rank/group.py", CELL), True),
+        (sample("/x/kale_dist/worker/parallel/data_parallel.py"), sample("/x/kale_dist/worker/parallel/data_parallel.py"), True),
+        (sample("/x/kale_dist/worker/rank/process_group.py", CELL), sample("/x/kale_dist/worker/rank/process_group.py", CELL), True),
         (sample(CELL), sample(CELL), False),
         (sample(C10D, CELL), sample(CELL), False),
         (sample(C10D, CELL), sample(C10D, CELL, ticks=50), False),

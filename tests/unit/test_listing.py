@@ -9,7 +9,7 @@ from kale_dist.cli import list_commands, main
 from kale_dist.places.kubernetes import look
 from kale_dist.places.kubernetes.views import QueuePosition
 from kale_dist.places.manifests import KINDS
-from kale_dist.places.manifests.settings import CANCELLED_ANNOTATION, FAILED_ANNOTATION, SPEC_ANNOTATION
+from kale_dist.places.manifests.object_settings import CANCELLED_ANNOTATION, FAILED_ANNOTATION, SPEC_ANNOTATION
 from kale_dist.wire import StateName
 
 PYTORCH = KINDS["pytorch"]

@@ -20,7 +20,7 @@ from kale_dist.job.spec import quantities
 from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Resources, Settled, Topology, Volume, VolumeKind
 from kale_dist.places import manifests
 from kale_dist.places.manifests import KINDS, bootstrap
-from kale_dist.places.manifests.settings import INPUT_BYTES, SPEC_ANNOTATION
+from kale_dist.places.manifests.object_settings import INPUT_BYTES, SPEC_ANNOTATION
 from kale_dist.wire import EXIT_TERMINATED, Policy, payload
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"

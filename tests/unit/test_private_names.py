@@ -409,7 +409,7 @@ def test_rank_main_end():
     check(weakref.finalize, "_registry")
 
 
-def test_group_replace_spawn():
+def test_process_group_replace_spawn():
     takes(multiprocessing.util.spawnv_passfds, "path", "args", "passfds")
     from multiprocessing import popen_spawn_posix
 
@@ -424,7 +424,7 @@ def test_builder_install_debian():
     source_has(client.__init__, "self._proxy_configs = ")
 
 
-def test_place_bridge_init():
+def test_docker_place_bridge_init():
     client = pytest.importorskip("docker").APIClient
     source_has(client._get_raw_response_socket, "_sock")
 
@@ -617,11 +617,11 @@ def backward_is_replaced():
     return bool(calls)
 
 
-def test_notices_losses_watched():
+def test_notices_ownlosses_watched():
     assert backward_is_replaced(), "Tensor.backward cannot be replaced any more"
 
 
-def test_group_keptgroup_open():
+def test_process_group_keptgroup_open():
     assert backward_is_replaced(), "Tensor.backward cannot be replaced any more"
 
 
@@ -682,14 +682,14 @@ def test_ghosts_ghosts_enter():
     assert not whole._is_view(), "Tensor._is_view takes a whole tensor for a view"
 
 
-def test_group_keptgroup_replace_functions():
+def test_process_group_keptgroup_replace_functions():
     for name in ("init_process_group", "destroy_process_group"):
         assert getattr(dist, name) is getattr(c10d, name), f"torch.distributed.{name} comes from another module"
     for makes_groups in (c10d.init_process_group, c10d._new_group_with_tag):
         source_has(makes_groups, "_new_process_group_helper(")
 
 
-def test_group_keptgroup_replace_store(monkeypatch):
+def test_process_group_keptgroup_replace_store(monkeypatch):
     rendezvous = sys.modules["torch.distributed.rendezvous"]
     takes(rendezvous._create_c10d_store, "hostname", "port")
     port, second = free_ports(), dt.timedelta(seconds=1)
@@ -716,7 +716,7 @@ def waits_are_replaced():
     return bool(calls)
 
 
-def test_group_mark_waits(group):
+def test_process_group_mark_waits(group):
     assert waits_are_replaced(), "Work.wait cannot be replaced any more"
 
 
@@ -724,7 +724,7 @@ def test_clock_clock_watching_collectives(group):
     assert waits_are_replaced(), "Work.wait cannot be replaced any more"
 
 
-def test_group_show(group):
+def test_process_group_show(group):
     c10d._update_default_pg(None)
     try:
         assert not dist.is_initialized(), "_update_default_pg(None) does not hide the process group any more"
@@ -733,11 +733,11 @@ def test_group_show(group):
     assert dist.is_initialized(), "_update_default_pg does not show a process group again"
 
 
-def test_group_process_groups(group):
+def test_process_group_process_groups(group):
     assert group in c10d._world.pg_map, "torch keeps the list of process groups elsewhere than in _world.pg_map"
 
 
-def test_group_collectives(group):
+def test_process_group_collectives(group):
     backend = group._get_backend(torch.device("cpu"))
     before = backend._get_sequence_number_for_group()
     dist.all_reduce(torch.ones(1))
@@ -765,12 +765,12 @@ def test_repair_renew(group):
 # -- sharded tensors ---------------------------------------------------------------------------------------------------
 
 
-def test_agreement_local_part(divided):
+def test_early_agreement_local_part(divided):
     divided._local_tensor.add_(1)
     assert divided.full_tensor().tolist() == [2, 2], "a DTensor keeps this rank's part elsewhere than in _local_tensor"
 
 
-def test_fsdp_write_data(divided):
+def test_fully_sharded_write_data(divided):
     check(Tensor.data, "__get__", "__set__")
     written = []
     DTensor.data = property(Tensor.data.__get__, lambda _, values: written.append(values))
@@ -781,7 +781,7 @@ def test_fsdp_write_data(divided):
     assert len(written) == 1, "DTensor.data cannot be replaced any more"
 
 
-def test_fsdp_read_scalars(divided):
+def test_fully_sharded_read_scalars(divided):
     handlers = DTensor._op_dispatcher._custom_op_handlers
     scalar, read = torch.ops.aten._local_scalar_dense.default, []
     handlers[scalar] = lambda op, args, kwargs: read.append(args) or op(args[0].full_tensor())
@@ -805,13 +805,13 @@ def groups_of(sharded):
     return list(getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])
 
 
-def test_fsdp_unit_init(sharded):
+def test_fully_sharded_unit_init(sharded):
     (first,) = groups_of(sharded)
     check(first, "post_backward", "fsdp_params")
     check(sharded, "set_custom_all_gather", "set_custom_reduce_scatter")
 
 
-def test_fsdp_unit_plain_within_forward(sharded):
+def test_fully_sharded_unit_plain_within_forward(sharded):
     state, seen = sharded._get_fsdp_state(), []
     hook = sharded.register_forward_hook(lambda *_: seen.append(state._training_state.name), prepend=True)
     sharded(torch.ones(1, 2))
@@ -819,7 +819,7 @@ def test_fsdp_unit_plain_within_forward(sharded):
     assert [*seen, state._training_state.name] == ["FORWARD", "IDLE"], "FSDP tells by other words where a unit is"
 
 
-def test_fsdp_unit_agreed(sharded):
+def test_fully_sharded_unit_agreed(sharded):
     sharded.unshard()
     for parameter in groups_of(sharded)[0].fsdp_params:
         assert parameter._unsharded_param is not None, (
@@ -827,15 +827,15 @@ def test_fsdp_unit_agreed(sharded):
         )
 
 
-def test_fsdp_state_hooks(sharded):
-    from kale_dist.worker.parallel.fsdp import _STATE_HOOKS
+def test_fully_sharded_state_hooks(sharded):
+    from kale_dist.worker.parallel.fully_sharded import _STATE_HOOKS
 
     check(sharded, *_STATE_HOOKS)
     sharded(torch.ones(1, 2))
     assert all(getattr(sharded, name) for name in _STATE_HOOKS), "FSDP hooks no longer to state_dict()"
 
 
-def test_fsdp_unit_compared(sharded):
+def test_fully_sharded_unit_compared(sharded):
     (first,), seen = groups_of(sharded), []
     original = first.post_forward
 
@@ -849,7 +849,7 @@ def test_fsdp_unit_compared(sharded):
     assert seen == [(True, DTensor)] * 2, "FSDP ends a forward pass in another function, or keeps weights elsewhere"
 
 
-def test_fsdp_unit_undo(sharded):
+def test_fully_sharded_unit_undo(sharded):
     state = sharded._get_fsdp_state()
     for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle"):
         assert callable(getattr(state, name).remove), f"FSDP has no {name} any more"

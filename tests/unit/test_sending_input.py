@@ -7,7 +7,7 @@ pytest.importorskip("kubernetes")
 from kale_dist.job import records
 from kale_dist.job.backend import JobRef, PlacedJob
 from kale_dist.job.spec.job_spec import JobSpec, Topology
-from kale_dist.places.kubernetes import place as places
+from kale_dist.places.kubernetes import kubernetes_place as places
 from kale_dist.wire.blobs import FolderStore
 
 

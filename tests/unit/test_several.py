@@ -11,10 +11,10 @@ from fake_backend import FakeBackend
 import kale_dist as kd
 from kale_dist.calls import verbs
 from kale_dist.errors import ConfigError, JobNotFoundError
-from kale_dist.job import arguments
+from kale_dist.job import call_arguments
 from kale_dist.job.handle import inside
 from kale_dist.job.several import Jobs
-from kale_dist.job.view import several
+from kale_dist.job.view import tables
 from kale_dist.wire import EventKind, StateName
 
 
@@ -70,7 +70,7 @@ def test_the_list_of_all_jobs_is_such_a_list():
 
 def test_only_the_newest_of_many_are_shown_with_their_numbers_in_the_list():
     job = failed()
-    jobs = Jobs([job] * (several.MAX_ROWS + 3))
+    jobs = Jobs([job] * (tables.MAX_ROWS + 3))
     _, first, *_, last = repr(jobs).splitlines()
     assert first.split()[0] == "3"
     assert jobs[3] is job
@@ -188,7 +188,7 @@ def test_texts_of_train_args_stay_out_of_trackers():
     job = trained(0.1, 1.0, train_step=trainings.train_step, train_args={"token": "s3cret", "noise": 0.5})
     recorded = json.loads(inside(job).files.arguments.read_text())
     assert recorded["train_args.token"] == "s3cret"
-    kept = arguments.for_trackers(recorded)
+    kept = call_arguments.for_trackers(recorded)
     assert kept["train_args.noise"] == 0.5
     assert "train_args.token" not in kept
     assert kept["optimizer"] == "SGD"

@@ -7,9 +7,9 @@ from fake_backend import FakeBackend
 from waiting import until
 
 from kale_dist.errors import JobNotFoundError, WaitTimeoutError
-from kale_dist.job import watch
+from kale_dist.job import job_watch
+from kale_dist.job.job_watch import Watcher, watcher
 from kale_dist.job.spec.job_spec import JobSpec, Topology
-from kale_dist.job.watch import Watcher, watcher
 from kale_dist.wire import EventKind, StateName
 
 
@@ -108,7 +108,7 @@ def test_a_callback_that_raises_or_ends_itself_harms_nobody():
 
 
 def test_a_wake_is_quicker_than_the_clock(monkeypatch):
-    monkeypatch.setattr(watch, "_LOOK_S", 100.0)
+    monkeypatch.setattr(job_watch, "_LOOK_S", 100.0)
     go = threading.Event()
     backend = Waking(lambda run: go.wait(30))
     ref = submit(backend)

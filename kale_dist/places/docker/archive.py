@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator
 from typing import IO
 
 from kale_dist.errors import StoreError
-from kale_dist.places.following.client import writing
+from kale_dist.places.following.head_client import writing
 
 _PIECE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class ArchiveEntry:
     """A folder or a file of an archive."""
 
     path: str
@@ -30,7 +30,7 @@ class Entry:
     """User and group."""
 
 
-def pack(entries: Iterable[Entry]) -> Iterator[bytes]:
+def pack(entries: Iterable[ArchiveEntry]) -> Iterator[bytes]:
     """A tar of the entries, piece by piece."""
     for entry in entries:
         header = tarfile.TarInfo(entry.path)

@@ -12,8 +12,8 @@ from kale_dist.image import for_job
 from kale_dist.job.records import Life
 from kale_dist.job.spec.job_spec import JobSpec, Volume, VolumeKind
 from kale_dist.places.manifests import bootstrap
+from kale_dist.places.manifests.object_settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
 from kale_dist.places.manifests.pod_template import identity_of
-from kale_dist.places.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
 from kale_dist.places.orders import order_of
 from kale_dist.wire import Order, PodVariable, Source
 
@@ -43,7 +43,7 @@ _NANO = 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class MachineFacts:
     """Values for a container that do not follow from the specification, but from the engine's machine."""
 
     user: str = ""
@@ -91,7 +91,7 @@ def make_order(spec: JobSpec, life: Life, torch_flags: Any = ()) -> Order:
     )
 
 
-def container(spec: JobSpec, life: int, facts: Facts) -> dict[str, Any]:
+def container(spec: JobSpec, life: int, facts: MachineFacts) -> dict[str, Any]:
     """The body of the request that makes a job's container, as the engine's API has it.
 
     Args:
@@ -131,7 +131,7 @@ def render(spec: JobSpec) -> str:
         *([f"# {for_job.describe(spec.recipe, spec.image)}."] if spec.recipe is not None else []),
         f"# Snapshot {spec.snapshot}: {spec.snapshot_bytes:,} bytes in {len(spec.blobs)} blobs, copied into the container.",
         f"docker network create {NETWORK}",
-        _command_line(name, container(spec, 1, Facts())),
+        _command_line(name, container(spec, 1, MachineFacts())),
         f"docker cp <input of {name}> {name}:{INPUT_FOLDER}",
         f"docker start {name}",
     ]
@@ -150,7 +150,7 @@ def _environment(spec: JobSpec) -> list[tuple[str, str]]:
     return [*(fixed | dict(spec.environment)).items(), *((str(name), value) for name, value in variables.items())]
 
 
-def _host(spec: JobSpec, facts: Facts, devices: list[str]) -> dict[str, Any]:
+def _host(spec: JobSpec, facts: MachineFacts, devices: list[str]) -> dict[str, Any]:
     asked, ranks = spec.resources, spec.topology.number_of_processes
     host: dict[str, Any] = {
         "NetworkMode": NETWORK,

@@ -20,9 +20,9 @@ from kale_dist.image.engine import Engine, ensure_image, explained, find_image
 from kale_dist.job import records
 from kale_dist.job.spec.job_spec import JobSpec, Request, Settled, Topology, VolumeKind, size_on_machine
 from kale_dist.job.spec.recipe import Recipe
-from kale_dist.places.checkup import Check, broken, failed, ok, warning
+from kale_dist.places.checkup import CheckResult, broken, failed, ok, warning
 from kale_dist.places.docker import containers
-from kale_dist.places.docker.containers import NETWORK, Facts
+from kale_dist.places.docker.containers import NETWORK, MachineFacts
 from kale_dist.worker.agent.usage import Driver, assigned_gpu
 
 _HOLDING = ("created", "running", "paused", "restarting")
@@ -165,21 +165,21 @@ def _warn(engine: Engine, spec: Request) -> None:
         )
 
 
-def facts_of(engine: Engine) -> Facts:
+def facts_of(engine: Engine) -> MachineFacts:
     """The values of an engine's machine for all jobs; those of GPUs are left to `gpus_held`."""
     cores = int(engine.info.get("NCPU") or 0) or None
     submitter = records.identity()
     if engine.is_rootless or engine.is_podman:
         # Root in such a container is the engine's own user outside; any other number owns no files there.
-        return Facts(user="0:0", cores=cores, submitter=submitter)
+        return MachineFacts(user="0:0", cores=cores, submitter=submitter)
     if engine.is_local:
         groups = tuple(sorted(set(os.getgroups()) - {os.getgid()}))
-        return Facts(user=f"{os.getuid()}:{os.getgid()}", groups=groups, cores=cores, submitter=submitter)
-    return Facts(user=f"{_DEFAULT_USER}:{_DEFAULT_USER}", cores=cores, submitter=submitter)
+        return MachineFacts(user=f"{os.getuid()}:{os.getgid()}", groups=groups, cores=cores, submitter=submitter)
+    return MachineFacts(user=f"{_DEFAULT_USER}:{_DEFAULT_USER}", cores=cores, submitter=submitter)
 
 
 @contextlib.contextmanager
-def gpus_held(engine: Engine, spec: JobSpec, facts: Facts) -> Iterator[Facts]:
+def gpus_held(engine: Engine, spec: JobSpec, facts: MachineFacts) -> Iterator[MachineFacts]:
     """Choose a job's GPUs, the first that no other job holds; this user's other kernels choose none until the `with` ends.
 
     Args:
@@ -229,7 +229,7 @@ def gpus_of(engine: Engine) -> list[int]:
 # -- for the doctor --------------------------------------------------------------------------------------------------
 
 
-def examine() -> tuple[Check, ...]:
+def examine() -> tuple[CheckResult, ...]:
     """Check the engine that new jobs go to. What is wrong is returned, not raised."""
     try:
         there = connect()
@@ -240,7 +240,7 @@ def examine() -> tuple[Check, ...]:
         return (broken("engine", error, "Start it, or set DOCKER_HOST"),)
 
 
-def _version(engine: Engine, sentence: str) -> Check:
+def _version(engine: Engine, sentence: str) -> CheckResult:
     spoken = tuple(int(part) for part in str(engine.api.api_version).split(".")[:2])
     if spoken < _OLDEST_API:
         problem = f"{sentence} speaks version {engine.api.api_version} of the API"
@@ -250,7 +250,7 @@ def _version(engine: Engine, sentence: str) -> Check:
     return ok("engine", sentence)
 
 
-def _machine(engine: Engine) -> Check:
+def _machine(engine: Engine) -> CheckResult:
     cores, memory = int(engine.info.get("NCPU") or 0), int(engine.info.get("MemTotal") or 0)
     sentence = f"{cores} cores and {memory / _GIB:.1f} GiB for all containers"
     if engine.info.get("MemoryLimit") is False:
@@ -258,13 +258,13 @@ def _machine(engine: Engine) -> Check:
     return ok("limits", sentence)
 
 
-def _gpus(engine: Engine) -> Check:
+def _gpus(engine: Engine) -> CheckResult:
     if "nvidia" in (engine.info.get("Runtimes") or {}):
         return ok("GPUs", "the engine has the NVIDIA runtime")
     return ok("GPUs", "the engine has no NVIDIA runtime; cuda=True will be refused unless it knows GPUs by CDI")
 
 
-def _image(engine: Engine) -> Check:
+def _image(engine: Engine) -> CheckResult:
     try:
         settings = config.load()
     except ConfigError as error:

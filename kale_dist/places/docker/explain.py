@@ -14,7 +14,7 @@ _SIGKILL, _SIGTERM = 137, 143
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class End:
+class ContainerEnd:
     """What the engine reports about a container that does not run."""
 
     name: str
@@ -40,7 +40,7 @@ class End:
 class _Row:
     """The sentence about containers that `fits` accepts."""
 
-    fits: Callable[[End], bool]
+    fits: Callable[[ContainerEnd], bool]
     sentence: str
     remedy: str = ""
     _: dataclasses.KW_ONLY
@@ -94,7 +94,7 @@ _TABLE = (
 """The first row that fits counts."""
 
 
-def explain(end: End) -> tuple[Trouble | None, LostBy]:
+def explain(end: ContainerEnd) -> tuple[Trouble | None, LostBy]:
     """The trouble of a container, and how it was lost, if something outside ended it."""
     for row in _TABLE:
         if row.fits(end):

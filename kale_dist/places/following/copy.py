@@ -25,7 +25,7 @@ from kale_dist.errors import BackendError, StoreError
 from kale_dist.job.backend import NoConnectionError, Place, PlacedJob
 from kale_dist.job.reader import LogReader
 from kale_dist.job.records import Life
-from kale_dist.places.following.client import HeadClient
+from kale_dist.places.following.head_client import HeadClient
 from kale_dist.wire import (
     Block,
     BlockReader,
@@ -311,7 +311,7 @@ class HeadCopy:
 # -- the thread ----------------------------------------------------------------------------------------------------------
 
 
-class Clock:
+class FollowerClock:
     """Time and waiting, as a follower uses them; tests have one of their own."""
 
     def monotonic(self) -> float:
@@ -349,7 +349,7 @@ class HeadReader:
         copy: HeadCopy,
         has_ended: Callable[[], bool],
         on_end: Callable[[], None],
-        clock: Clock,
+        clock: FollowerClock,
     ) -> None:
         self.is_drained = False
         """Whether the thread has read everything that the head and its place still had."""

@@ -26,8 +26,8 @@ from kale_dist.job.reader import JobReader
 from kale_dist.job.records import Life, Record
 from kale_dist.job.spec.job_spec import WARM
 from kale_dist.job.status import closing_events
-from kale_dist.places.following.client import HeadClient
-from kale_dist.places.following.copy import Clock
+from kale_dist.places.following.copy import FollowerClock
+from kale_dist.places.following.head_client import HeadClient
 from kale_dist.places.following.life import CANCEL_MARGIN_S, Followed, FollowedLife, HeadReach, handles_of, next_life
 from kale_dist.places.following.sight import LOOK_S, Sight
 from kale_dist.wire import CANCEL_GRACE_S, VERSION, EventKind, FailureCause, StateName, Verdict
@@ -63,11 +63,11 @@ class Follower:
         key: bytes | None,
         on_lines: Callable[[], None],
         on_change: Callable[[], None],
-        clock: Clock | None = None,
+        clock: FollowerClock | None = None,
     ) -> None:
         self.activity = ""
         """What the follower does at the moment that takes time, as a sentence."""
-        self._clock = clock or Clock()
+        self._clock = clock or FollowerClock()
         self._job = Followed(
             place=place, record=record, key=key, files=records.files(record.name), clock=self._clock,
             status=JobReader(record.name, lambda _: True), on_lines=on_lines, on_change=on_change, show=self._show,

@@ -15,11 +15,11 @@ from kale_dist.job.reader import JobReader
 from kale_dist.job.records import Life, Record
 from kale_dist.job.spec.job_spec import WARM
 from kale_dist.job.spec.place_settings import PENDING_TIMEOUT_S
-from kale_dist.places.following.client import HeadClient
-from kale_dist.places.following.copy import Clock, HeadCopy, HeadReader
+from kale_dist.places.following.copy import FollowerClock, HeadCopy, HeadReader
+from kale_dist.places.following.head_client import HeadClient
 from kale_dist.places.following.sight import Sight
 from kale_dist.places.following.verdict import RETRIED, explains_loss, judge, judge_part, judge_trouble, lost_part
-from kale_dist.places.following.warm import prefix_of
+from kale_dist.places.following.warm_place import prefix_of
 from kale_dist.wire import FailureCause, JobFiles, StateName, Verdict
 from kale_dist.wording import listed
 
@@ -86,7 +86,7 @@ class Followed:
     """None if this user does not have it."""
     files: JobFiles
     status: JobReader
-    clock: Clock
+    clock: FollowerClock
     on_lines: Callable[[], None]
     """Called when the log here has grown."""
     on_change: Callable[[], None]

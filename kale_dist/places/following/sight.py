@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kale_dist.errors import BackendError
 from kale_dist.job.backend import Look, Place, PlacedJob
-from kale_dist.places.following.copy import Clock
+from kale_dist.places.following.copy import FollowerClock
 
 LOOK_S = 1.0
 """How often a follower looks at a place that reports no change."""
@@ -22,7 +22,7 @@ class Sight:
         on_change: Called when there is another report.
     """
 
-    def __init__(self, place: Place, clock: Clock, on_change: Callable[[], None]) -> None:
+    def __init__(self, place: Place, clock: FollowerClock, on_change: Callable[[], None]) -> None:
         self.look = Look(fresh=False)
         """The report."""
         self.problem = ""

@@ -9,7 +9,7 @@ from kale_dist.config import Config
 from kale_dist.errors import BackendError, ConfigError
 from kale_dist.job.spec.job_spec import Settled, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
-from kale_dist.places.checkup import Check, broken, failed, ok, warning
+from kale_dist.places.checkup import CheckResult, broken, failed, ok, warning
 from kale_dist.places.kubernetes import client, objects, preflight, roles, self_pod
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.preflight import Finding, Namespace
@@ -18,7 +18,7 @@ from kale_dist.places.manifests import KINDS, Kind
 _REMEDY = "Correct it and try again"
 
 
-def examine(namespace: str = "", context: str = "") -> tuple[Check, ...]:
+def examine(namespace: str = "", context: str = "") -> tuple[CheckResult, ...]:
     """Look at the configuration, the connection and the namespace. Never raises for what is found.
 
     Args:
@@ -51,18 +51,18 @@ def examine(namespace: str = "", context: str = "") -> tuple[Check, ...]:
     return tuple(rows)
 
 
-def _configuration(configured: Config) -> Check:
+def _configuration(configured: Config) -> CheckResult:
     used = ", ".join(f"{key} (from {origin})" for key, origin in configured.origins)
     return ok("configuration", used or f"Nothing is set; settings can be written into {config.path()}")
 
 
-def _connection(cluster: Cluster) -> Check:
+def _connection(cluster: Cluster) -> CheckResult:
     who = f" as {cluster.identity}" if cluster.identity else ""
     by = "by the pod's service account" if cluster.in_cluster else f"by the context {cluster.context!r}"
     return ok("connection", f"{cluster.server}{who}, {by}, namespace {cluster.namespace}")
 
 
-def _image(configured: Config, cluster: Cluster) -> Check:
+def _image(configured: Config, cluster: Cluster) -> CheckResult:
     if image := configured.kubernetes.image or configured.image:
         return ok("image", str(image))
     own = self_pod.find(cluster)
@@ -77,7 +77,7 @@ def _image(configured: Config, cluster: Cluster) -> Check:
     return ok("image", f"That of this notebook: {own.image}")
 
 
-def _results(configured: Config, cluster: Cluster) -> Check:
+def _results(configured: Config, cluster: Cluster) -> CheckResult:
     store = configured.store or self_pod.own_store(self_pod.find(cluster))
     kept = f"are kept in {store}" if store else "over 1 MB are kept if it has a claim in volumes= or a store="
     return ok("results", f"If no notebook is connected when a job ends, its results {kept}")
@@ -97,7 +97,7 @@ def _example(configured: Config, cluster: Cluster, namespace: Namespace, kind: K
     )
 
 
-def _findings(found: tuple[Finding, ...], namespace: Namespace, cluster: Cluster, kind: Kind) -> Iterator[Check]:
+def _findings(found: tuple[Finding, ...], namespace: Namespace, cluster: Cluster, kind: Kind) -> Iterator[CheckResult]:
     named = {item.name for item in found}
     if "rights" not in named:
         yield ok("rights", "You have all rights that kale_dist can use")

@@ -20,15 +20,15 @@ from kale_dist.errors import BackendError, ImageError
 from kale_dist.job.spec.job_spec import Settled, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.resources import Resources
-from kale_dist.places.following.client import HttpSocket, writing
+from kale_dist.places.following.head_client import HttpSocket, writing
 from kale_dist.places.kubernetes import objects, port_forward
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.explain import pods as explain
 from kale_dist.places.kubernetes.views import JobView, PodView, pod_view
 from kale_dist.places.manifests import ObjectSettings, claim_of, kind_of
+from kale_dist.places.manifests.object_settings import STORE_FOLDER
 from kale_dist.places.manifests.pod_template import ERRAND_S
-from kale_dist.places.manifests.settings import STORE_FOLDER
 
 _PORT = 8000
 _START_S = 60.0

@@ -18,7 +18,7 @@ from kale_dist.places.kubernetes.explain import pods as explain
 from kale_dist.places.kubernetes.explain.sentences import Found
 from kale_dist.places.kubernetes.views import JobView, PodView, QueuePosition, seconds
 from kale_dist.places.manifests import Kind, ObjectState, kind_of
-from kale_dist.places.manifests.settings import (
+from kale_dist.places.manifests.object_settings import (
     CANCELLED_ANNOTATION,
     FAILED_ANNOTATION,
     INSTANCE_LABEL,

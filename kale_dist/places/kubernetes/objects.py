@@ -19,7 +19,7 @@ from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.places.kubernetes.views import Owner, owner_in
 from kale_dist.places.manifests import KINDS, Kind, kind_of
-from kale_dist.places.manifests.settings import OBJECT_LABEL
+from kale_dist.places.manifests.object_settings import OBJECT_LABEL
 from kale_dist.places.manifests.train_job import TrainJob
 from kale_dist.wording import listed
 

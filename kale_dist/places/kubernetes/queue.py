@@ -11,7 +11,7 @@ from typing import Any
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.views import QueuePosition
 from kale_dist.places.manifests import Kind
-from kale_dist.places.manifests.settings import QUEUE_LABEL
+from kale_dist.places.manifests.object_settings import QUEUE_LABEL
 
 _GROUP = "kueue.x-k8s.io"
 _TIMEOUT_S = 5.0

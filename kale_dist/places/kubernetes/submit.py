@@ -31,7 +31,7 @@ from kale_dist.places.kubernetes import client, errand, objects, preflight, role
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.self_pod import SelfPod
 from kale_dist.places.manifests import Kind, ObjectSettings, claim_of, kind_of, owner_of
-from kale_dist.places.manifests.settings import CLAIM_SCHEME, INPUT_BYTES, PORT, STORE_FOLDER
+from kale_dist.places.manifests.object_settings import CLAIM_SCHEME, INPUT_BYTES, PORT, STORE_FOLDER
 from kale_dist.wire import InputFiles, Order, Source, encode, encode_json, payload
 from kale_dist.wire.blobs import FolderStore, Store, map_file, pack_blobs
 from kale_dist.wire.url_store import UrlStore
@@ -230,9 +230,9 @@ def _made(cluster: Cluster, spec: Settled, configured: Config) -> str:
 
     def ask(image: str) -> bytes:
         # It needs packages that a job without an image of its own does not need.
-        from kale_dist.image import base
+        from kale_dist.image import base_image
 
-        return errand.ask(cluster, spec, image, base.COMMAND, base.ENVIRONMENT)
+        return errand.ask(cluster, spec, image, base_image.COMMAND, base_image.ENVIRONMENT)
 
     secrets = []
     if spec.recipe is not None or not spec.image:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kale_dist.job.backend import PlacedJob
 from kale_dist.places.manifests import Kind, kind_of
-from kale_dist.places.manifests.settings import (
+from kale_dist.places.manifests.object_settings import (
     COMPLETION_INDEX,
     CONTAINER_ANNOTATION,
     FIRST_POD_LABEL,

@@ -30,7 +30,7 @@ from kale_dist.places.kubernetes.views import (
     seconds,
 )
 from kale_dist.places.manifests import Kind
-from kale_dist.places.manifests.settings import OBJECT_LABEL, SELECTOR, TOUCHED_ANNOTATION
+from kale_dist.places.manifests.object_settings import OBJECT_LABEL, SELECTOR, TOUCHED_ANNOTATION
 
 _JOBS, _PODS, _EVENTS, _QUOTAS = "jobs", "pods", "events", "resourcequotas"
 """What is watched. Objects are called jobs here, whatever their kind."""

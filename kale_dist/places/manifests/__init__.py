@@ -16,7 +16,13 @@ from kale_dist.places.manifests.kind import (
     owner_of,
 )
 from kale_dist.places.manifests.kubeflow_jobs import MPIJob, PyTorchJob, TFJob
-from kale_dist.places.manifests.settings import ObjectSettings, claim_of, input_secret_name, left_results, object_name
+from kale_dist.places.manifests.object_settings import (
+    ObjectSettings,
+    claim_of,
+    input_secret_name,
+    left_results,
+    object_name,
+)
 from kale_dist.places.manifests.train_job import TrainJob
 from kale_dist.places.manifests.yaml_text import to_yaml
 

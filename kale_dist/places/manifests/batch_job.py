@@ -13,8 +13,8 @@ from kale_dist.errors import ConfigError
 from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places.manifests.bootstrap import EXIT_CODE
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup, headless_service, last_condition
+from kale_dist.places.manifests.object_settings import COMPLETION_INDEX, ObjectSettings, object_name
 from kale_dist.places.manifests.pod_template import pod_template
-from kale_dist.places.manifests.settings import COMPLETION_INDEX, ObjectSettings, object_name
 from kale_dist.wire import EXIT_BROKEN, EXIT_LOST_HEAD
 
 

@@ -26,9 +26,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec.job_spec import Settled
-from kale_dist.places.manifests.patching import apply_patch
-from kale_dist.places.manifests.pod_template import roles_of
-from kale_dist.places.manifests.settings import (
+from kale_dist.places.manifests.object_settings import (
     OBJECT_LABEL,
     QUEUE_LABEL,
     RUN_LABEL,
@@ -39,6 +37,8 @@ from kale_dist.places.manifests.settings import (
     object_name,
     own_labels,
 )
+from kale_dist.places.manifests.patching import apply_patch
+from kale_dist.places.manifests.pod_template import roles_of
 
 POLICY_API = ("networking.k8s.io", "v1", "networkpolicies")
 """Group, version and plural of NetworkPolicies."""

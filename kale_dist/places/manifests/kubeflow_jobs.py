@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec.job_spec import Settled
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup, last_condition
+from kale_dist.places.manifests.object_settings import REPLICA_INDEX_LABEL, ObjectSettings, object_name
 from kale_dist.places.manifests.pod_template import pod_template
-from kale_dist.places.manifests.settings import REPLICA_INDEX_LABEL, ObjectSettings, object_name
 from kale_dist.wire import EndsWith
 
 INIT_REQUESTS = {"cpu": "50m", "memory": "10Mi"}

@@ -12,7 +12,7 @@ from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.quantities import memory_text
 from kale_dist.job.spec.resources import Resources
 from kale_dist.places.manifests import bootstrap
-from kale_dist.places.manifests.settings import (
+from kale_dist.places.manifests.object_settings import (
     CONTAINER_ANNOTATION,
     FIRST_POD_LABEL,
     HOME_FOLDER,

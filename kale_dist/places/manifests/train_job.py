@@ -14,8 +14,8 @@ from kale_dist.errors import ConfigError
 from kale_dist.job.spec.job_spec import Settled
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.manifests.kind import Kind, ObjectState, PodGroup
+from kale_dist.places.manifests.object_settings import COMPLETION_INDEX, ObjectSettings, object_name
 from kale_dist.places.manifests.pod_template import pod_template
-from kale_dist.places.manifests.settings import COMPLETION_INDEX, ObjectSettings, object_name
 
 _API_GROUP = "trainer.kubeflow.org"
 _STEP = "node"

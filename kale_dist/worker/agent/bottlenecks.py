@@ -26,7 +26,7 @@ _LATENCY_S = 0.005
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class TimeShare:
     """Where the time of one rank went between two events, as shares from 0 to 1."""
 
     seconds: float
@@ -79,13 +79,13 @@ class Spent:
         counters: dict[str, Any] = {**found, "meets": progress.get("meets") is True}
         return cls(**counters, gpu_percent=gpu_percent, gpu_looks=gpu_looks)
 
-    def since(self, before: Self) -> Share | None:
+    def since(self, before: Self) -> TimeShare | None:
         """Where the time between two events went; None where there is none between them."""
         seconds, looks = self.time - before.time, self.gpu_looks - before.gpu_looks
         if seconds <= 0:
             return None
         exchange_s, trained = _difference(self.exchange_s, before.exchange_s), _difference(self.trained, before.trained)
-        return Share(
+        return TimeShare(
             seconds=seconds,
             data=(self.data_s - before.data_s) / seconds,
             exchange=None if exchange_s is None else exchange_s / seconds,
@@ -149,7 +149,7 @@ class Bottlenecks:
         return sentence
 
 
-def _judge(shares: Mapping[int, Share], spent: Mapping[int, Spent]) -> tuple[str, str]:
+def _judge(shares: Mapping[int, TimeShare], spent: Mapping[int, Spent]) -> tuple[str, str]:
     """The cause of the largest loss in a word, and as a sentence; both empty where there is none to speak of."""
     waits = {rank: share.exchange for rank, share in shares.items() if share.exchange is not None}
     is_known = len(waits) == len(shares)

@@ -24,8 +24,8 @@ COLLECTIVE_FILES = (
     "/torch/nn/parallel/distributed.py",
     "/kale_dist/worker/parallel/",
     "/kale_dist/worker/training/",
-    "/kale_dist/worker/rank/group.py",
-    "/kale_dist/worker/rank/agreement.py",
+    "/kale_dist/worker/rank/process_group.py",
+    "/kale_dist/worker/rank/joint_saving.py",
 )
 """A main thread whose innermost frame is in one of these and that uses no processor time waits for other ranks."""
 

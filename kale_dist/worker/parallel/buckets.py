@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kale_dist.worker.parallel.exchanges import AllReduce
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.rank_group import Group
 
 
 class Bucket:

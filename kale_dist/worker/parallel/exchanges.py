@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from kale_dist.worker.training.clock import timed
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.rank_group import Group
 
 _RANK = 4
 _PLAIN_STEPS = 10
@@ -95,7 +95,7 @@ class Ring(AllReduce):
         return dist.isend(piece, group=self.group.world, group_dst=to)
 
 
-class Driver(Ring):
+class DriverExchange(Ring):
     """The first rank receives all buffers, adds them up in the order of the ranks, and sends the sum to all."""
 
     def start(self, bucket: Any) -> Any:

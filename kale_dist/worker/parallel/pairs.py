@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.rank_group import Group
 
 _TIMEOUT = dt.timedelta(days=7)
 """Evaluations between two messages may take long; ranks that hang are found by the job's `stall_timeout_s`."""

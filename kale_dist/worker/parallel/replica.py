@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot.identity import times_changed
 from kale_dist.strategies import Layout, Settings
-from kale_dist.worker.parallel.agreement import Agreement, Numbers, local_part
+from kale_dist.worker.parallel.early_agreement import Agreement, Numbers, local_part
 from kale_dist.worker.training.strategy import Parts, Strategy
 
 _LOOKED_AT = 3

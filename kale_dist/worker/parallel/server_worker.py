@@ -26,8 +26,8 @@ from kale_dist.snapshot.identity import times_changed
 from kale_dist.strategies import Layout, Settings
 from kale_dist.worker.parallel.flat import Flat
 from kale_dist.worker.parallel.pairs import LostPeerError, Pair
+from kale_dist.worker.parallel.parameter_server import RequestKind, Server, Shard, norm_bits, open_shards
 from kale_dist.worker.parallel.replica import Replica
-from kale_dist.worker.parallel.server import RequestKind, Server, Shard, norm_bits, open_shards
 from kale_dist.worker.training.data.sharding import ranks
 from kale_dist.worker.training.strategy import FullState, Parts
 from kale_dist.worker.training.trained import alter

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kale_dist.errors import KaleDistError
 from kale_dist.worker.training.clock import timed
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.rank_group import Group
 
 SLOT_BYTES = 4 << 20
 """A slot's largest size, which stays in a core's cache; longer tensors are exchanged in pieces."""

@@ -28,7 +28,7 @@ from kale_dist.worker.pod.mpi import Mpirun
 from kale_dist.worker.pod.pod import Pod
 from kale_dist.worker.pod.prometheus import Gauges, MetricsServer
 from kale_dist.worker.pod.store_copy import RETRY_EACH_S, StoreCopy
-from kale_dist.worker.pod.warm import WarmPods
+from kale_dist.worker.pod.warm_pods import WarmPods
 
 LEAVE_LIMIT_S = 20.0
 """How long relays may take to leave once the job has ended."""

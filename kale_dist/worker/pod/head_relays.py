@@ -21,7 +21,7 @@ from kale_dist.worker.agent.job_run import JobRun
 from kale_dist.worker.agent.near_rank import End
 from kale_dist.worker.agent.rank_run import Rank
 from kale_dist.worker.pod.pod import Pod
-from kale_dist.worker.pod.relay_protocol import COUNT, NO_RANK, READ_BYTES, TICKS, Channel, Op, is_signed, sign
+from kale_dist.worker.pod.relay_protocol import COUNT, NO_RANK, READ_BYTES, TICKS, Channel, RelayOp, is_signed, sign
 
 LOST_AFTER_S = 1.0
 """If the head gets SIGTERM this soon after a relay did, the job was suspended or deleted."""
@@ -55,10 +55,10 @@ class _FarRank:
         self._channel.send(b"R", self.rank.rank, line)
 
     def signal(self, number: signal.Signals) -> None:
-        self._channel.send_message(Op.SIGNAL, self.rank.rank, number=int(number))
+        self._channel.send_message(RelayOp.SIGNAL, self.rank.rank, number=int(number))
 
     def ask_stacks(self) -> None:
-        self._channel.send_message(Op.STACKS, self.rank.rank)
+        self._channel.send_message(RelayOp.STACKS, self.rank.rank)
 
 
 class _Relay:
@@ -141,7 +141,7 @@ class HeadsRelays:
             relay.far, relay.was_lost, relay.losses = {}, False, 0
             if relay.channel is not None and pod.job:
                 relay.is_ready = False
-                relay.channel.send_message(Op.ORDER, job=dict(pod.job))
+                relay.channel.send_message(RelayOp.ORDER, job=dict(pod.job))
 
     async def serve(self, job: JobRun) -> None:
         """Begin to accept relays.
@@ -202,7 +202,7 @@ class HeadsRelays:
         source = None
         while self._sources and (source := self._sources.popleft()) is not None and not source.is_open:
             source = None
-        channel.send_message(Op.FETCH, source=source and source.serves)
+        channel.send_message(RelayOp.FETCH, source=source and source.serves)
         if channel.serves:
             self._sources.extend((channel, channel))
 
@@ -212,12 +212,12 @@ class HeadsRelays:
             self._has_room = has_room
             for relay in self._relays.values():
                 if relay.channel is not None:
-                    relay.channel.send_message(Op.ROOM, is_there=has_room)
+                    relay.channel.send_message(RelayOp.ROOM, is_there=has_room)
 
     def spawn(self, attempt: Attempt, ranks: Sequence[Rank]) -> None:
         """Have relays start those ranks of an attempt that are theirs."""
         # Once for all: with many pods it is long.
-        spawn = json.dumps({"op": Op.SPAWN, "attempt": dataclasses.asdict(attempt)}).encode()
+        spawn = json.dumps({"op": RelayOp.SPAWN, "attempt": dataclasses.asdict(attempt)}).encode()
         for relay in self._relays.values():
             relay.far, relay.was_lost = {}, False
         for member in attempt.members[1:]:
@@ -240,13 +240,13 @@ class HeadsRelays:
         """Have the pod at an address run a command of mpirun's."""
         for relay, there in zip(self._relays.values(), self.hosts(), strict=True):
             if there == host and relay.channel is not None:
-                relay.channel.send_message(Op.RUN, command=command, attempt=attempt)
+                relay.channel.send_message(RelayOp.RUN, command=command, attempt=attempt)
 
     def dismiss_leavers(self) -> None:
         """Let pods end that got SIGTERM: no rank is left in them."""
         for relay in self._relays.values():
             if relay.is_leaving and relay.channel is not None:
-                relay.channel.send_message(Op.END)
+                relay.channel.send_message(RelayOp.END)
 
     def end(self) -> None:
         """The job is over: relays may leave, and those that come later learn of it."""
@@ -254,7 +254,7 @@ class HeadsRelays:
         for relay in self._relays.values():
             if relay.channel is not None:
                 relay.is_dismissed = True
-                relay.channel.send_message(Op.END)
+                relay.channel.send_message(RelayOp.END)
 
     def close(self) -> None:
         """End all connections."""
@@ -293,9 +293,9 @@ class HeadsRelays:
         hello = await channel.read_from_stranger()
         agent, theirs, ours = hello.get("agent"), hello.get("nonce", ""), secrets.token_hex(16)
         relay = self._relays.get(agent) if isinstance(agent, int) else None
-        if relay is None or hello.get("op") != Op.HELLO or hello.get("version") != wire.VERSION:
+        if relay is None or hello.get("op") != RelayOp.HELLO or hello.get("version") != wire.VERSION:
             return None
-        channel.send_message(Op.CHALLENGE, nonce=ours, mac=sign(self._key, "head", relay.agent, theirs, ours))
+        channel.send_message(RelayOp.CHALLENGE, nonce=ours, mac=sign(self._key, "head", relay.agent, theirs, ours))
         proof = await channel.read_from_stranger()
         if not is_signed(proof.get("mac", ""), self._key, "relay", relay.agent, theirs, ours):
             if proof and self._refusals < _MAX_REFUSALS_LOGGED:
@@ -308,18 +308,18 @@ class HeadsRelays:
     def _welcome(self, relay: _Relay, channel: Channel) -> bool:
         """Take in a relay that has proved the key; whether the job goes on with it."""
         if self._is_over or relay.losses > self._may_be_lost:
-            channel.send_message(Op.OVER)
+            channel.send_message(RelayOp.OVER)
             relay.has_joined, relay.is_dismissed = True, True
             return False
         if relay.channel is not None:
             # Its pod was made again, and the end of the old one is not known here yet.
             self._lose(relay, relay.channel)
         relay.has_joined, relay.is_leaving, relay.channel = True, False, channel
-        channel.send_message(Op.WELCOME)
+        channel.send_message(RelayOp.WELCOME)
         if self._job:
-            channel.send_message(Op.ORDER, job=dict(self._job))
+            channel.send_message(RelayOp.ORDER, job=dict(self._job))
         if not self._has_room:
-            channel.send_message(Op.ROOM, is_there=False)
+            channel.send_message(RelayOp.ROOM, is_there=False)
         if self._has_blobs:
             self._deal_to(channel)
         return True
@@ -352,7 +352,7 @@ class HeadsRelays:
         if relay.ranks:
             self._judge.pod_leaves(reason)
         elif relay.channel is not None:
-            relay.channel.send_message(Op.END)
+            relay.channel.send_message(RelayOp.END)
             self._judge.lose_pod(reason, has_ranks=False)
 
     async def _take(self, relay: _Relay, kind: bytes, rank: int, payload: bytes) -> None:
@@ -379,24 +379,24 @@ class HeadsRelays:
 
     async def _take_message(self, relay: _Relay, far: _FarRank | None, message: dict[str, Any]) -> None:
         op = message["op"]
-        if op == Op.READY:
+        if op == RelayOp.READY:
             # What it had ready for the job before may have crossed the order of this one.
             relay.is_ready = not relay.is_leaving and message.get("job") == self._job.get("id")
             self._judge.pod_is_ready()
-        elif op == Op.REFUSED:
+        elif op == RelayOp.REFUSED:
             reason = f"{relay.describe()} cannot run its part: {message['reason']}"
             self._judge.fail(FailureCause.NOT_STARTED, reason)
-        elif op == Op.LEAVING:
+        elif op == RelayOp.LEAVING:
             relay.is_ready, relay.is_leaving = False, True
             reason = f"{relay.describe()} is gone: {message['reason']}"
             asyncio.get_running_loop().call_later(LOST_AFTER_S, self._leave, relay, reason)
         elif far is None:
             return
-        elif op == Op.FORKED:
+        elif op == RelayOp.FORKED:
             far.rank.forked(int(message["pid"]))
-        elif op == Op.OUTCOME:
+        elif op == RelayOp.OUTCOME:
             await asyncio.to_thread(_complete, far.part, far.outcome, int(message["bytes"]))
-        elif op == Op.ENDED:
+        elif op == RelayOp.ENDED:
             end = message["end"]
             far.rank.ended(End(**{**end, "tail": tuple(end["tail"])}))
 

@@ -152,7 +152,7 @@ class MetricsServer:
     """
 
     def __init__(self, host: str, port: int, text: Callable[[], str]) -> None:
-        self._server = HttpServer(host, port, _Request, text)
+        self._server = HttpServer(host, port, _MetricsRequest, text)
         self.port = self._server.port
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class MetricsServer:
         self._server.stop()
 
 
-class _Request(http.server.BaseHTTPRequestHandler):
+class _MetricsRequest(http.server.BaseHTTPRequestHandler):
     timeout = _SILENCE_LIMIT_S
     server: HttpServer
 

@@ -27,7 +27,7 @@ from kale_dist.worker.agent.usage import UsageWatch
 from kale_dist.worker.pod import mpi, transfers
 from kale_dist.worker.pod.byte_server import BlobServer
 from kale_dist.worker.pod.pod import Pod, Problem
-from kale_dist.worker.pod.relay_protocol import COUNT, TICKS, Channel, Op, is_signed, sign
+from kale_dist.worker.pod.relay_protocol import COUNT, TICKS, Channel, RelayOp, is_signed, sign
 
 BODY_BYTES = 64 << 10
 """Lines of a rank that are sent together."""
@@ -65,7 +65,7 @@ class Relay:
         self._is_terminating = True
         if self._head is not None:
             self._head.send_message(
-                Op.LEAVING, reason="it received SIGTERM: it was evicted, or the job was deleted or suspended"
+                RelayOp.LEAVING, reason="it received SIGTERM: it was evicted, or the job was deleted or suspended"
             )
         elif self._joining is not None:
             self._joining.cancel()
@@ -111,13 +111,13 @@ class Relay:
                 async with asyncio.timeout(_ANSWER_S):
                     channel = await Channel.connect(order.head, order.port + 1)
                     answer = await self._prove(channel)
-            if channel is not None and answer.get("op") == Op.WELCOME:
+            if channel is not None and answer.get("op") == RelayOp.WELCOME:
                 # Not where this is awaited: SIGTERM may come before that goes on.
                 self._head = channel
                 return channel
             if channel is not None:
                 channel.close()
-            if answer.get("op") == Op.OVER:
+            if answer.get("op") == RelayOp.OVER:
                 return None
             waited_s = time.monotonic() - began
             if waited_s > order.start_wait_s:
@@ -131,13 +131,13 @@ class Relay:
     async def _prove(self, channel: Channel) -> dict[str, Any]:
         """Prove the key to each other; gives the head's answer. A head without the key gets no proof: it runs nothing here."""
         key, agent, ours = self._pod.key, self._pod.place.pod, secrets.token_hex(16)
-        channel.send_message(Op.HELLO, agent=agent, version=wire.VERSION, nonce=ours)
+        channel.send_message(RelayOp.HELLO, agent=agent, version=wire.VERSION, nonce=ours)
         challenge = await channel.read_from_stranger()
         theirs = challenge.get("nonce", "")
         if not is_signed(challenge.get("mac", ""), key, "head", agent, ours, theirs):
             return {}
         serves = self._pod.place.listen or channel.own_host, self._server.port
-        channel.send_message(Op.PROOF, mac=sign(key, "relay", agent, ours, theirs), serves=serves)
+        channel.send_message(RelayOp.PROOF, mac=sign(key, "relay", agent, ours, theirs), serves=serves)
         return await channel.read_from_stranger()
 
     async def _serve(self, head: Channel) -> bool:
@@ -149,30 +149,30 @@ class Relay:
                     forwarder.process.send(payload)
                 continue
             message = json.loads(payload)
-            if message["op"] == Op.END:
+            if message["op"] == RelayOp.END:
                 return True
             self._take_message(head, rank, message)
         return False
 
     def _take_message(self, head: Channel, rank: int, message: dict[str, Any]) -> None:
         op = message["op"]
-        if op == Op.FETCH:
+        if op == RelayOp.FETCH:
             self._server.source = message.get("source") and tuple(message["source"])
             self._may_fetch.set()
-        elif op == Op.ORDER:
+        elif op == RelayOp.ORDER:
             self._begin(head, message["job"])
-        elif op == Op.ROOM:
+        elif op == RelayOp.ROOM:
             head.may_send = bool(message["is_there"])
-        elif op == Op.SPAWN:
+        elif op == RelayOp.SPAWN:
             self._spawn(head, wire.decode(Attempt, message["attempt"]))
-        elif op == Op.RUN:
+        elif op == RelayOp.RUN:
             refuse = functools.partial(_refuse, head)
             mpi.run_daemon(str(message["command"]), self._pod.place.work, int(message["attempt"]), refuse)
         elif (forwarder := self._ranks.get(rank)) is None:
             return
-        elif op == Op.SIGNAL:
+        elif op == RelayOp.SIGNAL:
             forwarder.process.signal(signal.Signals(int(message["number"])))
-        elif op == Op.STACKS:
+        elif op == RelayOp.STACKS:
             forwarder.process.ask_stacks()
 
     # -- what the head wants ----------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Relay:
         if not is_warm and self._pod.within is None:
             # From here no rank is forked that the job does not need.
             self._pod.pool.wanted_spares = 0
-        head.send_message(Op.READY, job=self._pod.job.get("id"))
+        head.send_message(RelayOp.READY, job=self._pod.job.get("id"))
 
     def _spawn(self, head: Channel, attempt: Attempt) -> None:
         order = self._pod.own_order
@@ -230,7 +230,7 @@ class Relay:
 
 
 def _refuse(head: Channel, reason: str) -> None:
-    head.send_message(Op.REFUSED, reason=reason)
+    head.send_message(RelayOp.REFUSED, reason=reason)
 
 
 class _Forwarder:
@@ -264,7 +264,7 @@ class _Forwarder:
 
     def forked(self, pid: int) -> None:
         """The rank has a process."""
-        self._head.send_message(Op.FORKED, self.rank, pid=pid)
+        self._head.send_message(RelayOp.FORKED, self.rank, pid=pid)
 
     def output(self, body: bytes, count: int) -> None:
         """The rank has written lines: they are sent at once, or with others a moment later."""
@@ -298,7 +298,7 @@ class _Forwarder:
             self._sending.add_done_callback(lambda _: self.ended(end))
             return
         self._flush()
-        self._head.send_message(Op.ENDED, self.rank, end=dataclasses.asdict(end))
+        self._head.send_message(RelayOp.ENDED, self.rank, end=dataclasses.asdict(end))
 
     def _flush(self) -> None:
         """Send the lines there are."""
@@ -321,5 +321,5 @@ class _Forwarder:
                 self._head.send(b"F", self.rank, data)
                 size += len(data)
                 await self._head.drain()
-        self._head.send_message(Op.OUTCOME, self.rank, bytes=size)
+        self._head.send_message(RelayOp.OUTCOME, self.rank, bytes=size)
         self._head.send(b"R", self.rank, messages.encode(message))

@@ -40,7 +40,7 @@ GONE_AFTER_S = 30
 NO_RANK = 0xFFFFFFFF
 
 
-class Op(enum.StrEnum):
+class RelayOp(enum.StrEnum):
     """What a message is about."""
 
     HELLO = "hello"
@@ -154,7 +154,7 @@ class Channel:
         if self.is_open:
             self._writer.writelines((FRAME.pack(sum(map(len, payload)), kind, rank), *payload))
 
-    def send_message(self, op: Op, rank: int = NO_RANK, **fields: Any) -> None:
+    def send_message(self, op: RelayOp, rank: int = NO_RANK, **fields: Any) -> None:
         """Send a message."""
         self.send(b"M", rank, json.dumps({"op": op, **fields}).encode())
 

@@ -37,9 +37,9 @@ PRELOADED = (
     "cloudpickle",
     "kale_dist.snapshot.loading",
     "kale_dist.snapshot.outcome",
-    "kale_dist.worker.rank.group",
+    "kale_dist.worker.rank.process_group",
     "kale_dist.worker.training.loop",
-    "kale_dist.worker.parallel.ddp",
+    "kale_dist.worker.parallel.data_parallel",
 )
 """What a rank needs before its first step; each takes long the first time."""
 

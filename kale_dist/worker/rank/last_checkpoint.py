@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterator
 
 from kale_dist.wire import context
-from kale_dist.worker.rank import agreement
+from kale_dist.worker.rank import joint_saving
 
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = "checkpoint-is-incomplete.txt"
@@ -36,7 +36,7 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         folder: `output_dir` of transformers, `dirpath` of Lightning's ModelCheckpoint.
     """
     path = pathlib.Path(folder).expanduser()
-    return agreement.of_first(lambda: _newest(path)) or None
+    return joint_saving.of_first(lambda: _newest(path)) or None
 
 
 def _newest(folder: pathlib.Path) -> str:

@@ -27,7 +27,7 @@ from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.messages import Answer, Cell, CellFailed, EndLive, Give, Interrupt, Load, Numbered, Repair, ToLive
 from kale_dist.worker.agent.hang_watch import Frame, Sample, waits
 from kale_dist.worker.pod import transfers
-from kale_dist.worker.rank import agreement, cell, repair, stand_ins, trainers
+from kale_dist.worker.rank import cell, joint_saving, repair, stand_ins, trainers
 from kale_dist.worker.rank.control import Control
 
 CUT_AFTER_S = 0.5
@@ -192,7 +192,7 @@ class LiveRank:
         before = dict(self._names)
         stand_ins.first_rank = min(message.ranks or [0])
         is_of_all = self._group is not None and len(message.ranks) in (0, context.context().world_size)
-        agreement.begin(self._group.store if is_of_all else None, f"cell {message.number}")
+        joint_saving.begin(self._group.store if is_of_all else None, f"cell {message.number}")
         try:
             with self._lock:
                 self._running, self._interrupted, self._before = message.number, 0, None
@@ -215,7 +215,7 @@ class LiveRank:
             if value is not None:
                 self._names["_"] = value
         trainers.end_cell()
-        agreement.end()
+        joint_saving.end()
         sys.stdout.flush()
         sys.stderr.flush()
         context.flush()

@@ -30,12 +30,12 @@ from kale_dist.wire import STACKS_SIGNAL, Assignment, JobFiles, context
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.messages import Done, Received, Running
 from kale_dist.worker.pod import mpi
-from kale_dist.worker.rank import agreement, gpus, process_state, stand_ins, trainers
+from kale_dist.worker.rank import joint_saving, process_state, rank_gpus, stand_ins, trainers
 from kale_dist.worker.rank.control import Control
 
 if TYPE_CHECKING:
     from kale_dist.snapshot.loading import Loaded
-    from kale_dist.worker.rank.group import KeptGroup
+    from kale_dist.worker.rank.process_group import KeptGroup
 
 LIVE = "kale_dist.worker.rank.live_rank"
 """The module whose function runs the cells of live ranks."""
@@ -147,10 +147,10 @@ class _Report:
 
 def _prepare(assignment: Assignment, store: int | None, report: _Report) -> tuple[Loaded, KeptGroup | None]:
     """Load the function and join the group; in an image without torch there is none, and all the rest is the same."""
-    from kale_dist.worker.rank import group
+    from kale_dist.worker.rank import process_group
 
     order = assignment.order
-    joined = group.KeptGroup(assignment) if loading.has_torch() else None
+    joined = process_group.KeptGroup(assignment) if loading.has_torch() else None
     loaded = loading.load(
         FolderStore(pathlib.Path(order.store)), order.snapshot, modules=JobFiles(order.folder).modules
     )
@@ -170,7 +170,7 @@ def _run(loaded: Loaded, joined: KeptGroup | None, control: Control, assignment:
             joined.advise(trained=False)
         return value
     if joined is not None:
-        agreement.begin(joined.store)
+        joint_saving.begin(joined.store)
     if module == LIVE:
         from kale_dist.worker.rank.live_rank import LiveRank
 
@@ -213,12 +213,12 @@ def _settle(assignment: Assignment, events: int, control: Control) -> None:
         sys.path.insert(0, str(files.modules))
     process_state.set_torchrun_environment(assignment)
     if not order.cuda:
-        gpus.hide()
+        rank_gpus.hide()
     if order.mpi:
         mpi.join(order, assignment.attempt.number, rank)
     process_state.set_threads(assignment)
     process_state.set_seeds(assignment.attempt.seed + rank)
-    device = gpus.claim(local_rank, assignment.local_world_size, order.gpus_each) if order.cuda else "cpu"
+    device = rank_gpus.claim(local_rank, assignment.local_world_size, order.gpus_each) if order.cuda else "cpu"
     if order.process is not None and loading.has_torch():
         process_state.set_default_device(order.process.torch_flags, device)
     place = context.Context(
@@ -249,7 +249,7 @@ def _call(loaded: Loaded) -> Any:
             return None
         raise
     finally:
-        agreement.end()
+        joint_saving.end()
         if (debugger := sys.modules.get("kale_dist.worker.rank.debugger")) is not None:
             debugger.leave()
 

@@ -12,7 +12,7 @@ import socket
 from typing import Any
 
 from kale_dist.worker.rank import peers
-from kale_dist.worker.rank.group import TIMEOUT, collectives, process_groups
+from kale_dist.worker.rank.process_group import TIMEOUT, collectives, process_groups
 
 _FIRST_TYPE = 7
 """Backend types from here on are free. A type keeps its first backend, and is one byte."""

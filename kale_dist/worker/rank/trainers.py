@@ -23,7 +23,7 @@ from typing import Any
 from kale_dist.errors import ConfigError
 from kale_dist.snapshot.training_arguments import settle_in_trainers
 from kale_dist.wire import TRAINERS_VARIABLE, EventKind, context
-from kale_dist.worker.rank.agreement import SaveAtOneStep
+from kale_dist.worker.rank.joint_saving import SaveAtOneStep
 
 _PACE = ("learning_rate", "lr", "num_tokens", "num_input_tokens_seen", "total_flos", "model_preparation_time")
 _PACE_ENDS = ("runtime", "per_second", "step_time")

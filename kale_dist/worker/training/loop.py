@@ -17,7 +17,7 @@ from kale_dist.strategies import Layout
 from kale_dist.wire import EventKind, context
 from kale_dist.wording import listed
 from kale_dist.worker.training import checkpoint, model_file, parts, supervised
-from kale_dist.worker.training.callbacks import Callbacks
+from kale_dist.worker.training.callback_runner import Callbacks
 from kale_dist.worker.training.checkpoint import Stored
 from kale_dist.worker.training.clock import CLOCK, collective_s
 from kale_dist.worker.training.contents import Checkpoint, Given, Position, Progress, RankPosition, Resume
@@ -25,10 +25,10 @@ from kale_dist.worker.training.data.batches import Feed, Role
 from kale_dist.worker.training.data.generators import RandomStates, seed_generators
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
-from kale_dist.worker.training.group import Group, bits_of, copy_where_differing, differing, fingerprint
-from kale_dist.worker.training.notices import STOPPED, Captured, Losses, note_layer
+from kale_dist.worker.training.notices import STOPPED, Captured, OwnLosses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
 from kale_dist.worker.training.parts import Folders, Made
+from kale_dist.worker.training.rank_group import Group, bits_of, copy_where_differing, differing, fingerprint
 from kale_dist.worker.training.result import (
     Averaged,
     Structure,
@@ -212,7 +212,7 @@ class Session:
     """The parameters that training may change, as the strategy has left them."""
     loaders: Loaders
     control: OptimizerControl
-    losses: Losses
+    losses: OwnLosses
     callbacks: Callbacks
     captured: Captured | None
     """Set in rank 0 until the end of the first epoch."""
@@ -240,7 +240,7 @@ class Session:
             name = torch.cuda.get_device_name(group.device)
             group.log(f"precision='bf16' is emulated on this GPU ({name}), and slow. Use precision='fp16'.")
         _follow_lazy_modules((trained.model, trained.criterion), strategy)
-        losses = Losses(group, trained.model)
+        losses = OwnLosses(group, trained.model)
         loaders = _loaders(setup, losses)
         callbacks = Callbacks(training, trained.model, strategy, setup.layouts, group)
         control = _control(setup, loaders, callbacks)
@@ -688,7 +688,7 @@ class Session:
 # -- parts of a session ----------------------------------------------------------------------------------------------
 
 
-def _loaders(setup: Setup, losses: Losses) -> Loaders:
+def _loaders(setup: Setup, losses: OwnLosses) -> Loaders:
     """The loaders with their feeds, not divided yet."""
     parts = setup.parts
     evaluation = Role(name="eval", group=parts.column, row=parts.row, epochs=setup.training.epochs, loss=losses.latest)

@@ -21,7 +21,7 @@ from torch import Tensor
 from kale_dist.snapshot.identity import times_changed
 from kale_dist.wire import context
 from kale_dist.worker.training.data.loader import Loaders
-from kale_dist.worker.training.group import Group, fingerprint, own_part
+from kale_dist.worker.training.rank_group import Group, fingerprint, own_part
 from kale_dist.worker.training.settings import Training, can_be_state
 from kale_dist.worker.training.trained import Trained
 
@@ -168,7 +168,7 @@ def used_beside_arguments(function: Any) -> dict[str, Any]:
     return {kind: owner, **own, **dict(used(function.__func__))}
 
 
-class Losses:
+class OwnLosses:
     """The losses of this rank; logs the first that is nan.
 
     Args:

@@ -24,7 +24,7 @@ from kale_dist.snapshot.reducers import IS_COUNTED, MILESTONES, SCHEDULERS, note
 from kale_dist.wire import context
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.rank_group import Group
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import Strategy
 from kale_dist.worker.training.trained import Trained, alter

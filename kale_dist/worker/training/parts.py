@@ -34,7 +34,7 @@ from kale_dist.worker.training.checkpoint import Stored
 from kale_dist.worker.training.construction import Construction
 from kale_dist.worker.training.contents import Checkpoint
 from kale_dist.worker.training.data.generators import generator_states, seed_generators, set_generator_states
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.rank_group import Group
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import FullState
 from kale_dist.worker.training.trained import Trained

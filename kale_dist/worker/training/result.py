@@ -16,7 +16,7 @@ from torch import Tensor
 from kale_dist.errors import ConfigError
 from kale_dist.snapshot.identity import place_of
 from kale_dist.wire import context
-from kale_dist.worker.training.group import STEP_ENDS, Group
+from kale_dist.worker.training.rank_group import STEP_ENDS, Group
 
 
 class Optimizers:

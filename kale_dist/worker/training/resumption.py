@@ -16,7 +16,7 @@ from kale_dist.worker.training.checkpoint import read
 from kale_dist.worker.training.contents import Checkpoint, Given, Progress, Resume
 from kale_dist.worker.training.data.generators import RandomStates
 from kale_dist.worker.training.differences import Differences, misfit
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.rank_group import Group
 from kale_dist.worker.training.result import load_state
 from kale_dist.worker.training.trained import Trained
 

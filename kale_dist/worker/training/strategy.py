@@ -23,7 +23,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.strategies import Layout, Settings
 from kale_dist.worker.training.construction import Construction
 from kale_dist.worker.training.data.sharding import Pace
-from kale_dist.worker.training.group import Buffers, Group
+from kale_dist.worker.training.rank_group import Buffers, Group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

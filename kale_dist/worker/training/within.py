@@ -23,9 +23,9 @@ from kale_dist.worker.training.checkpoint import Writing
 from kale_dist.worker.training.contents import Position, RankPosition
 from kale_dist.worker.training.data.batches import Batches, Feed
 from kale_dist.worker.training.data.generators import GlobalStates, RandomStates
-from kale_dist.worker.training.group import LARGE, Group
 from kale_dist.worker.training.notices import STOPPED
 from kale_dist.worker.training.optimizer import OptimizerControl
+from kale_dist.worker.training.rank_group import LARGE, Group
 from kale_dist.worker.training.resumption import Resumption
 from kale_dist.worker.training.strategy import Strategy
 from kale_dist.worker.training.supervised import Totals

@@ -10,7 +10,7 @@ _NCCL = {
 
 def _share():
     """In a rank, which is forked with the library already imported."""
-    gpus = sys.modules.get("kale_dist.worker.rank.gpus")
+    gpus = sys.modules.get("kale_dist.worker.rank.rank_gpus")
     if gpus is None or hasattr(gpus, "claims_alone"):
         return
     gpus.claims_alone = alone = gpus.claim

@@ -18,14 +18,14 @@ from kale_dist.job.backend import JobRef, Look, NoConnectionError, Part, PlacedJ
 from kale_dist.job.records import FIRST_LIFE
 from kale_dist.job.spec.job_spec import JobSpec, Policy, Settled, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
-from kale_dist.places.following.copy import Clock
+from kale_dist.places.following.copy import FollowerClock
 from kale_dist.wire import EventKind, FailureCause, StateName, Stream, messages
 
 KEY = b"k" * 32
 _numbers = itertools.count()
 
 
-class FastClock(Clock):
+class FastClock(FollowerClock):
     """A second passes in a few milliseconds."""
 
     times_faster = 100

@@ -26,9 +26,9 @@ from kale_dist.errors import BackendError
 from kale_dist.job import records
 from kale_dist.job.backend import JobRef, Part, Trouble
 from kale_dist.job.spec.place_settings import PENDING_TIMEOUT_S
-from kale_dist.places.following import backend as followed
-from kale_dist.places.following import client, copy, follower
-from kale_dist.places.following.backend import FollowedBackend
+from kale_dist.places.following import copy, follower, head_client
+from kale_dist.places.following import followed_backend as followed
+from kale_dist.places.following.followed_backend import FollowedBackend
 from kale_dist.places.following.follower import Follower
 from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName, Verdict
 from kale_dist.wire.messages import Interrupt, Restart
@@ -49,7 +49,7 @@ def place():
 @pytest.fixture
 def backend(place, clock, monkeypatch):
     monkeypatch.setattr(followed, "Follower", lambda **given: Follower(**given, clock=clock))
-    monkeypatch.setattr(client, "_PAUSES_S", (0.002, 0.01))
+    monkeypatch.setattr(head_client, "_PAUSES_S", (0.002, 0.01))
     backend = FollowedBackend(place)
     yield backend
     backend.close()

@@ -12,7 +12,7 @@ import pytest
 
 from kale_dist import wire
 from kale_dist.errors import BackendError, StoreError
-from kale_dist.places.following.client import HeadClient
+from kale_dist.places.following.head_client import HeadClient
 from kale_dist.wire import MAC_HEADER, SIZE_HEADER
 from kale_dist.wire.blobs import FolderStore
 

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import DDP, Tensor
 from kale_dist.worker.parallel.buckets import average_sparse
-from kale_dist.worker.parallel.ddp import DataParallel
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.parallel.data_parallel import DataParallel
 from kale_dist.worker.training.loop import train
+from kale_dist.worker.training.rank_group import Group
 from kale_dist.worker.training.settings import Training
 
 

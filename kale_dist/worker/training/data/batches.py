@@ -26,7 +26,7 @@ from kale_dist.worker.training.data.generators import (
 )
 from kale_dist.worker.training.data.moving import count, move
 from kale_dist.worker.training.data.sharding import Pace, Portion
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.rank_group import Group
 from kale_dist.worker.training.strategy import Strategy
 
 

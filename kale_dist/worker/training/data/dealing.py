@@ -18,7 +18,7 @@ from torch.utils.data import SequentialSampler, get_worker_info
 from kale_dist.worker.training.data import sharding
 from kale_dist.worker.training.data.generators import OwnGenerators, generator_states
 from kale_dist.worker.training.data.sharding import Portion
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.rank_group import Group
 
 
 @dataclasses.dataclass(eq=False)
@@ -104,7 +104,7 @@ class View(StreamView):
         return len(self._kale)
 
 
-class Numbered(list[Any]):
+class SeededBatch(list[Any]):
     """Indices of a batch with the seed from which a worker makes it: its random numbers depend on nothing before it."""
 
     seed = 0
@@ -122,7 +122,7 @@ def numbered(indices: Any, place: tuple[int, ...], index: int) -> Any:
     """Number the indices of a batch for a worker process; `place` is empty where there are none."""
     if not place:
         return indices
-    made = Numbered(indices if isinstance(indices, list) else [indices])
+    made = SeededBatch(indices if isinstance(indices, list) else [indices])
     made.seed = int.from_bytes(hashlib.blake2b(repr((*place, index)).encode(), digest_size=7).digest())
     return made
 
@@ -131,11 +131,11 @@ class SeededView(View):
     """Stands in for a map-style dataset whose workers make each batch from a seed of its own."""
 
     def __getitem__(self, index: Any) -> Any:
-        return self._kale.inner[index.begin()[0] if isinstance(index, Numbered) else index]
+        return self._kale.inner[index.begin()[0] if isinstance(index, SeededBatch) else index]
 
     def __getitems__(self, indices: Any) -> Any:
         """Return the items of a batch, as torch's workers ask for them."""
-        given = indices.begin() if isinstance(indices, Numbered) else indices
+        given = indices.begin() if isinstance(indices, SeededBatch) else indices
         together = getattr(self._kale.inner, "__getitems__", None)
         return together(given) if together else [self._kale.inner[index] for index in given]
 

@@ -27,7 +27,7 @@ from kale_dist.worker.training.data.dealing import (
     length,
 )
 from kale_dist.worker.training.data.generators import advance_generators, generator_states
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.rank_group import Group
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.trained import Trained
 

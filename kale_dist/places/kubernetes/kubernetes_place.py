@@ -21,7 +21,7 @@ from kale_dist.job.spec import names
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus
 from kale_dist.places import manifests
-from kale_dist.places.following.client import HeadClient, writing
+from kale_dist.places.following.head_client import HeadClient, writing
 from kale_dist.places.kubernetes import client, errand, objects, port_forward, queue, self_pod, watch
 from kale_dist.places.kubernetes import look as looks
 from kale_dist.places.kubernetes import submit as submission
@@ -30,7 +30,7 @@ from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.port_forward import PodConnection
 from kale_dist.places.kubernetes.views import Owner, PodView, event_view, is_about, seconds
 from kale_dist.places.manifests import Kind, kind_of
-from kale_dist.places.manifests.settings import (
+from kale_dist.places.manifests.object_settings import (
     CANCELLED_ANNOTATION,
     FAILED_ANNOTATION,
     INSTANCE_LABEL,

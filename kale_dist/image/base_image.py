@@ -106,7 +106,7 @@ class Distribution:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class ImageFacts:
     """What the inspection of an image found."""
 
     python: str
@@ -215,7 +215,9 @@ def pin(recipe: Recipe, named: Reference, reachable: Reference, registry: Regist
     return pinned(digest)
 
 
-def facts_of(base: Base, recipe: Recipe, *, ask: Ask | None, python: str = "", log: Callable[[str], None]) -> Facts:
+def facts_of(
+    base: Base, recipe: Recipe, *, ask: Ask | None, python: str = "", log: Callable[[str], None]
+) -> ImageFacts:
     """Inspect a base, once on this machine, and refuse a base on which the job could not run.
 
     Args:
@@ -242,7 +244,7 @@ def facts_of(base: Base, recipe: Recipe, *, ask: Ask | None, python: str = "", l
     return facts
 
 
-def parse_answer(answer: bytes, image: str) -> Facts:
+def parse_answer(answer: bytes, image: str) -> ImageFacts:
     """Parse the output of an image's inspecting container.
 
     Raises:
@@ -252,7 +254,7 @@ def parse_answer(answer: bytes, image: str) -> Facts:
     line = next((line for line in reversed(text.splitlines()) if line.startswith(_MARK)), "")
     if line:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            return decode(Facts, json.loads(line.removeprefix(_MARK)))
+            return decode(ImageFacts, json.loads(line.removeprefix(_MARK)))
     if _OTHER_PROCESSOR.search(text):
         raise ImageError(
             f"The base image {image} is made for another processor than that of the machine that was asked to run it. "
@@ -264,7 +266,7 @@ def parse_answer(answer: bytes, image: str) -> Facts:
     raise ImageError(f"The base image {image} could not be inspected: {words}. Check that its python3 runs.")
 
 
-def _check(facts: Facts, base: Base, recipe: Recipe, python: str) -> None:
+def _check(facts: ImageFacts, base: Base, recipe: Recipe, python: str) -> None:
     wanted = MACHINES.get(recipe.platform.split("/")[1], "")
     if wanted and facts.machine != wanted:
         raise ImageError(

@@ -19,7 +19,7 @@ from torch import Tensor
 from kale_dist.errors import KaleDistError
 from kale_dist.worker.parallel.flat import Flat
 from kale_dist.worker.parallel.replica import Replica
-from kale_dist.worker.training.group import LARGE, Group, differing, fingerprint
+from kale_dist.worker.training.rank_group import LARGE, Group, differing, fingerprint
 from kale_dist.worker.training.strategy import FullState, Parts
 
 OUTER_LEARNING_RATE = 0.7

@@ -36,7 +36,7 @@ from kale_dist.job.records import FIRST_LIFE, Life, Record
 from kale_dist.job.spec.job_spec import WARM, Debugging, JobSpec, Policy
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
-from kale_dist.places.following.client import HeadClient
+from kale_dist.places.following.head_client import HeadClient
 from kale_dist.wire import JobFiles, Source, payload
 from kale_dist.wire.blobs import FolderStore, map_file, pack_blobs
 from kale_dist.worker.agent import processes

@@ -18,7 +18,7 @@ from kale_dist.job.status import JobStatus
 from kale_dist.places.following import verdict
 from kale_dist.places.following.follower import Follower
 from kale_dist.places.following.life import handle_of, handles_of
-from kale_dist.places.following.warm import WarmPlace
+from kale_dist.places.following.warm_place import WarmPlace
 from kale_dist.wire.messages import ToAgent
 
 WAIT_S = 0.5

@@ -10,7 +10,7 @@ import sys
 
 from kale_dist.places.agent_client import agent_environment
 from kale_dist.worker.agent.usage import Driver, assigned_gpu
-from kale_dist.worker.rank.gpus import HIDING
+from kale_dist.worker.rank.rank_gpus import HIDING
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """One of these is there where torch could find a GPU. `KALE_DIST_GPU_DEVICES` names others, for a driver with files of its own."""

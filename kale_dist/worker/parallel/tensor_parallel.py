@@ -26,8 +26,8 @@ from kale_dist.strategies.tensor import assign, dimension, kind_of
 from kale_dist.wire import context
 from kale_dist.wording import listed
 from kale_dist.worker.parallel.blocks import alter_blocks, blocks_of
-from kale_dist.worker.parallel.ddp import DataParallel
-from kale_dist.worker.training.group import Group, all_gather_single, differing, fingerprint
+from kale_dist.worker.parallel.data_parallel import DataParallel
+from kale_dist.worker.training.rank_group import Group, all_gather_single, differing, fingerprint
 from kale_dist.worker.training.strategy import FullState, Parts
 from kale_dist.worker.training.trained import alter
 
@@ -100,7 +100,7 @@ class _Exchange(torch.autograd.Function):
         return ctx.undo(gradients[0]), None, None
 
 
-class Division:
+class DividedWeights:
     """The weights that are divided over a group of ranks; makes them whole again.
 
     Args:
@@ -165,7 +165,7 @@ class Division:
 
 def divide_layers(
     model: torch.nn.Module, plan: tuple[tuple[str, str], ...], peers: Peers, optimizer: Any, stack: contextlib.ExitStack
-) -> Division:
+) -> DividedWeights:
     """Divide a model's Linear and Embedding layers over ranks, in place.
 
     Args:
@@ -179,7 +179,7 @@ def divide_layers(
         ConfigError: A layer cannot be divided so.
     """
     modules = dict(model.named_modules())
-    division, words = Division(peers), assign(modules, plan, peers.size)
+    division, words = DividedWeights(peers), assign(modules, plan, peers.size)
     left = [name for name, module in modules.items() if kind_of(module) and name not in words]
     if left and not context.context().rank:
         context.log(
@@ -258,7 +258,7 @@ class TensorParallel(DataParallel):
     """
 
     divides = True
-    division: Division
+    division: DividedWeights
     divides_weights = True
     torch_errors = (
         (

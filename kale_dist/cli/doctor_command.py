@@ -21,8 +21,8 @@ from kale_dist.cli.arguments import Commands, add_parser, add_place
 from kale_dist.errors import ConfigError, StoreError
 from kale_dist.job import records
 from kale_dist.job.view import facts
-from kale_dist.places import gpus
-from kale_dist.places.checkup import Check, Grade, failed, ok, warning
+from kale_dist.places import machine_gpus
+from kale_dist.places.checkup import CheckResult, Grade, failed, ok, warning
 from kale_dist.snapshot import loading
 from kale_dist.wording import install
 
@@ -78,7 +78,7 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if any(check.verdict is Grade.FAILED for check in found) else 0
 
 
-def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tuple[Check, ...]:
+def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tuple[CheckResult, ...]:
     """Check what jobs need in a place. Creates nothing there, and does not raise if a check fails.
 
     Args:
@@ -107,7 +107,7 @@ def examine(on: str = "local", *, namespace: str = "", context: str = "") -> tup
     return (*here, *found)
 
 
-def _python(on: str) -> Check:
+def _python(on: str) -> CheckResult:
     version = sys.version_info
     sentence = f"Python {version.major}.{version.minor}.{version.micro} ({sys.executable})"
     if version < _OLDEST_PYTHON:
@@ -122,7 +122,7 @@ def _python(on: str) -> Check:
     return ok("Python", sentence)
 
 
-def _torch() -> tuple[Check, Check]:
+def _torch() -> tuple[CheckResult, CheckResult]:
     """Check torch and the GPUs in one process that imports torch."""
     command = [sys.executable, "-P", "-c", _ASK_TORCH]
     try:
@@ -149,7 +149,7 @@ def _torch() -> tuple[Check, Check]:
     else:
         torch = ok("torch", sentence)
     # As a call asks, so that what it refuses to use is not in order here.
-    problem = gpus.usable()[1] if gpus.are_there() else ""
+    problem = machine_gpus.usable()[1] if machine_gpus.are_there() else ""
     if problem:
         return torch, warning("GPUs", f"They do not work with this torch: {problem}", "Check the driver: nvidia-smi")
     if not found["gpus"]:
@@ -159,7 +159,7 @@ def _torch() -> tuple[Check, Check]:
     return torch, ok("GPUs", f"{described} (CUDA {found['cuda']})")
 
 
-def _cores() -> Check:
+def _cores() -> CheckResult:
     usable, total = usable_cores(), os.cpu_count() or 1
     quota = _cpu_quota()
     sentence = f"{usable} of {total} cores usable" if usable < total else f"{total} core{'' if total == 1 else 's'}"
@@ -178,7 +178,7 @@ def _cpu_quota() -> float | None:
         return None
 
 
-def _shared_memory() -> Check:
+def _shared_memory() -> CheckResult:
     try:
         usage = shutil.disk_usage("/dev/shm")  # noqa: S108 - the kernel's shared memory, which is only measured
     except OSError as error:
@@ -192,7 +192,7 @@ def _shared_memory() -> Check:
     return ok("shared memory", sentence)
 
 
-def _state_folder() -> Check:
+def _state_folder() -> CheckResult:
     try:
         folder = records.state_dir()
         with tempfile.TemporaryFile(dir=folder):
@@ -206,7 +206,7 @@ def _state_folder() -> Check:
     return ok("state folder", sentence)
 
 
-def _notebook() -> Check:
+def _notebook() -> CheckResult:
     packages = ("anywidget", "ipykernel", "nbclient", "nbformat")
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -215,12 +215,12 @@ def _notebook() -> Check:
     return ok("notebooks", "show jobs as widgets, and can be executed by `kale-dist run`")
 
 
-def _docker() -> Check:
+def _docker() -> CheckResult:
     found = os.environ.get("DOCKER_HOST", "") or next(filter(os.path.exists, ("/var/run/docker.sock",)), "")
     return ok("docker", f"{f'found: {found}' if found else 'not found'}; 'kale-dist doctor --on docker' looks at it")
 
 
-def _cluster() -> Check:
+def _cluster() -> CheckResult:
     named = [name for name in os.environ.get("KUBECONFIG", "").split(os.pathsep) if name]
     paths = named or [os.path.expanduser("~/.kube/config")]  # noqa: PTH111 - pathlib raises for a user without a home
     found = next((f"found: {path}" for path in paths if os.path.exists(path)), f"not found: {', '.join(paths)}")  # noqa: PTH110 - pathlib raises for a folder we may not enter

@@ -28,7 +28,7 @@ from torch import Tensor
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import Layout, Settings
 from kale_dist.worker.parallel.buckets import Bucket, average_sparse, fill_buckets, real, sparse_parameters
-from kale_dist.worker.parallel.exchanges import AllReduce, Driver, Half, PowerSGD, Ring
+from kale_dist.worker.parallel.exchanges import AllReduce, DriverExchange, Half, PowerSGD, Ring
 from kale_dist.worker.parallel.replica import Replica
 from kale_dist.worker.parallel.shared_memory import SharedSum
 from kale_dist.worker.training.strategy import Parts
@@ -104,7 +104,7 @@ class DataParallel(Replica):
         elif compress is not None:
             self._exchange = Half(column, compress)
         else:
-            self._exchange = {"ring": Ring, "driver": Driver}.get(wanted or "", AllReduce)(column)
+            self._exchange = {"ring": Ring, "driver": DriverExchange}.get(wanted or "", AllReduce)(column)
 
     def _close_memory(self) -> None:
         if self._sum is not None:

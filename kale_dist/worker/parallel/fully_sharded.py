@@ -32,13 +32,13 @@ from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import Layout, Settings
 from kale_dist.strategies.fsdp import select_units
 from kale_dist.strategies.tensor import parameters_of
-from kale_dist.worker.parallel.agreement import local_part
 from kale_dist.worker.parallel.blocks import alter_blocks
+from kale_dist.worker.parallel.early_agreement import local_part
 from kale_dist.worker.parallel.replica import Replica, backward_pass, refuse_gradients
-from kale_dist.worker.parallel.tensor import norm_of_parts, whole_states
+from kale_dist.worker.parallel.tensor_parallel import norm_of_parts, whole_states
 from kale_dist.worker.training.construction import Construction, pytree
-from kale_dist.worker.training.group import all_gather_single, reduce_scatter_single
 from kale_dist.worker.training.parts import lora_of
+from kale_dist.worker.training.rank_group import all_gather_single, reduce_scatter_single
 from kale_dist.worker.training.strategy import FullState, Parts
 
 _GATHER, _REDUCE, _NO_BACKWARD, _LEFT, _EVALUATED = range(5)

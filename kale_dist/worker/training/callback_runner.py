@@ -20,7 +20,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from kale_dist.callbacks import EMA, SWA, Average, Callback, EarlyStopping, ModelCheckpoint, monitors
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import Layout
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.rank_group import Group
 from kale_dist.worker.training.result import on_cpu
 from kale_dist.worker.training.settings import Training
 from kale_dist.worker.training.strategy import Strategy

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kale_dist.strategies import FSDP, Layout, Mesh
-from kale_dist.worker.parallel.fsdp import FullySharded
-from kale_dist.worker.parallel.pipeline import PipelineParallel
-from kale_dist.worker.parallel.tensor import (
-    Division,
+from kale_dist.worker.parallel.fully_sharded import FullySharded
+from kale_dist.worker.parallel.pipeline_parallel import PipelineParallel
+from kale_dist.worker.parallel.tensor_parallel import (
+    DividedWeights,
     Peers,
     TensorParallel,
     divide_layers,
@@ -40,7 +40,7 @@ class ShardedTensorParallel(FullySharded):
         layout: This rank's layout.
     """
 
-    division: Division
+    division: DividedWeights
     divides_weights = True
 
     def __init__(self, settings: Mesh, layout: Layout) -> None:

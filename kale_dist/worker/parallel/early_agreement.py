@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kale_dist.errors import ConfigError, KaleDistError
-from kale_dist.worker.training.group import Group, differing, fingerprint
+from kale_dist.worker.training.rank_group import Group, differing, fingerprint
 from kale_dist.worker.training.result import optimizers_of
 
 _STEPS = 2

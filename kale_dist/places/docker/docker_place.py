@@ -24,10 +24,10 @@ from kale_dist.job.records import FIRST_LIFE, Life
 from kale_dist.job.spec.job_spec import JobSpec, VolumeKind
 from kale_dist.job.status import JobStatus, ReplicaStatus
 from kale_dist.places.docker import archive, containers, engines
-from kale_dist.places.docker.archive import Entry
-from kale_dist.places.docker.containers import Facts
-from kale_dist.places.docker.explain import End, explain
-from kale_dist.places.manifests.settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
+from kale_dist.places.docker.archive import ArchiveEntry
+from kale_dist.places.docker.containers import MachineFacts
+from kale_dist.places.docker.explain import ContainerEnd, explain
+from kale_dist.places.manifests.object_settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
 from kale_dist.wire import (
     BlockReader,
     FailureCause,
@@ -238,7 +238,9 @@ class DockerPlace(Place):
 
         with explained(f"ending the container {name}"):
             if not why:
-                mark = Entry(path=containers.CANCELLED_FILE.lstrip("/"), mode=0o444, data=records.identity().encode())
+                mark = ArchiveEntry(
+                    path=containers.CANCELLED_FILE.lstrip("/"), mode=0o444, data=records.identity().encode()
+                )
                 with contextlib.suppress(docker.errors.APIError):
                     engine.api.put_archive(name, "/", archive.pack([mark]))
             if grace_s > 0:
@@ -374,7 +376,7 @@ def _part(engine: Engine, detail: Mapping[str, Any]) -> Part:
     state, identifier, name = detail["State"], str(detail["Id"]), str(detail["Name"]).lstrip("/")
     status, exit_code = str(state["Status"]), int(state.get("ExitCode") or 0)
     has_ended = status in _ENDED
-    end = End(
+    end = ContainerEnd(
         name=name, status=status, exit_code=exit_code, is_out_of_memory=bool(state.get("OOMKilled")),
         error=str(state.get("Error") or ""), memory_bytes=int((detail.get("HostConfig") or {}).get("Memory") or 0),
         last_line=_last_line(engine, identifier) if has_ended and exit_code else "",
@@ -423,18 +425,18 @@ def _create(engine: Engine, spec: JobSpec, name: str, body: dict[str, Any]) -> s
 
 
 def _input(
-    spec: JobSpec, facts: Facts, files: Mapping[str, bytes | pathlib.Path], fresh: Sequence[str]
-) -> Iterator[Entry]:
+    spec: JobSpec, facts: MachineFacts, files: Mapping[str, bytes | pathlib.Path], fresh: Sequence[str]
+) -> Iterator[ArchiveEntry]:
     """The contents of a container before its start: folders that its user can write into, and the job's input."""
     user, _, group = facts.user.partition(":")
     own = (int(user or 0), int(group or 0))
-    yield Entry(path="kale-dist", mode=0o755)
+    yield ArchiveEntry(path="kale-dist", mode=0o755)
     for folder in (INPUT_FOLDER, WORK_FOLDER, HOME_FOLDER):
-        yield Entry(path=folder.lstrip("/"), mode=0o700, owner=own)
+        yield ArchiveEntry(path=folder.lstrip("/"), mode=0o700, owner=own)
     for mount in fresh:
-        yield Entry(path=mount.lstrip("/"), mode=0o755, owner=own)
+        yield ArchiveEntry(path=mount.lstrip("/"), mode=0o755, owner=own)
     for name, data in files.items():
-        yield Entry(path=f"{INPUT_FOLDER}/{name}".lstrip("/"), mode=0o400, data=data, owner=own)
+        yield ArchiveEntry(path=f"{INPUT_FOLDER}/{name}".lstrip("/"), mode=0o400, data=data, owner=own)
     if InputFiles.SNAPSHOT not in files:
         store, inside = FolderStore(records.blobs_dir()), pathlib.PurePosixPath(WORK_FOLDER, "blobs")
         known: set[pathlib.PurePosixPath] = set()
@@ -444,8 +446,8 @@ def _input(
             for parent in (inside, target.parent):
                 if parent not in known:
                     known.add(parent)
-                    yield Entry(path=str(parent).lstrip("/"), mode=0o700, owner=own)
-            yield Entry(path=str(target).lstrip("/"), mode=0o444, data=path, owner=own)
+                    yield ArchiveEntry(path=str(parent).lstrip("/"), mode=0o700, owner=own)
+            yield ArchiveEntry(path=str(target).lstrip("/"), mode=0o444, data=path, owner=own)
 
 
 def _fresh_volumes(engine: Engine, spec: JobSpec) -> tuple[str, ...]:

@@ -28,11 +28,11 @@ from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import DDP, Layout, Pipeline
 from kale_dist.wire import context
 from kale_dist.worker.parallel.blocks import alter_blocks
-from kale_dist.worker.parallel.ddp import DataParallel
+from kale_dist.worker.parallel.data_parallel import DataParallel
 from kale_dist.worker.parallel.ghosts import Calls, Ghosts, Shape, ghost, owners_of, units_of
 from kale_dist.worker.parallel.replica import backward_pass, refuse_gradients
 from kale_dist.worker.training.construction import pytree
-from kale_dist.worker.training.group import Group
+from kale_dist.worker.training.rank_group import Group
 from kale_dist.worker.training.result import optimizers_of
 from kale_dist.worker.training.strategy import FullState, Parts
 from kale_dist.worker.training.trained import alter

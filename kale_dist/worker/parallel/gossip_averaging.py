@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.worker.parallel.flat import Flat
-from kale_dist.worker.parallel.local_sgd import OwnSteps, different_steps
+from kale_dist.worker.parallel.local_averaging import OwnSteps, different_steps
 from kale_dist.worker.parallel.pairs import Pair, open_pairs
 from kale_dist.worker.training.strategy import Parts
 
