@@ -273,8 +273,8 @@ class WarmJob:
         return HeadClient(connect, key, f"/jobs/{self.id}" if prefix is None else prefix)
 
     def described(self) -> dict[str, Any]:
-        hidden = wire.seal(self.pods.key, {"key": self.key.hex()})
-        return {"id": self.id, "key": hidden, "order": dataclasses.asdict(self.order)}
+        sealed = wire.seal(self.pods.key, {"key": self.key.hex()})
+        return {"id": self.id, "sealed": sealed, "order": wire.encode(self.order)}
 
     def offer(self) -> list[str]:
         """Send what is missing, then the order; gives what was missing."""

@@ -360,13 +360,13 @@ def test_ranks_that_do_not_connect_give_up_in_time():
     run("""
         import os, threading
         from kale_dist.wire import Assignment, Attempt, Member, Order
-        from kale_dist.worker.rank import group
+        from kale_dist.worker.rank import process_group
         order = Order(job="one", object="one", number_of_processes=2, processes_per_agent=2, snapshot="", cuda=True)
         file = os.memfd_create("store")
         attempt = Attempt(number=0, members=(Member(agent=0, first_rank=0, processes=2),), port=1, seed=0)
-        kept = group.KeptGroup(Assignment(order=order, attempt=attempt, rank=0))
+        kept = process_group.KeptGroup(Assignment(order=order, attempt=attempt, rank=0))
         kept.backend = "gloo"
-        group.CONNECT_S = 0.5
+        process_group.CONNECT_S = 0.5
         given_up, errors = threading.Event(), []
         def give_up(error):
             errors.append(error)

@@ -39,7 +39,7 @@ def test_a_notebook_of_kale_runs_on_the_cluster():
     spec = job.spec
     assert (spec.resources.cpu, spec.resources.cpu_limit, spec.resources.memory_gib) == (0.5, 2, 2)
     assert spec.resources.gpus == 1
-    assert (spec.environment, spec.cluster.secret_environment) == ((("A", "1"),), (("T", "s", "k"),))
+    assert (spec.secrets, spec.cluster.secret_environment) == ((("A", ""),), (("T", "s", "k"),))
     assert (spec.policy.timeout_s, spec.policy.max_restarts, spec.cluster.ttl_s) == (60, 2, 9)
     assert spec.cluster.labels == (("team", "vision"),)
     assert '"envFrom":[{"configMapRef":{"name":"settings"}}]' in spec.cluster.patch

@@ -68,12 +68,12 @@ def test_only_this_machine_is_refused_and_in_a_sentence(tmp_path):
     said = run(
         """
 import kale_dist as kd
-from kale_dist.cli import doctor
+from kale_dist.cli import doctor_command
 try:
     kd.launch(print, number_of_processes=1)
 except kd.KaleDistError as error:
     print(error.argument, "Linux" in error.problem, "kd.Kubernetes" in error.remedy, sep="|")
-print(doctor.examine()[0].verdict, doctor._python("kubernetes").verdict, sep="|")
+print(doctor_command.examine()[0].verdict, doctor_command._python("kubernetes").verdict, sep="|")
 print(list(kd.jobs()))
 """,
         tmp_path,
