@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 import uuid
+import warnings
 
 import pytest
 from fault_work import counts, eats_memory, trains_and_fails, waits, waits_the_first_time
@@ -70,6 +71,8 @@ def container_is_lost_while_the_engine_refuses(scene):
     engine, address = scene.part("engine"), os.environ.get("DOCKER_HOST", "")
     if not address.startswith("unix://"):
         pytest.skip("the engine is on another machine")
+    # docker-py drops the answer of `logs` where the request that it makes next is refused: Python closes the socket with it.
+    warnings.filterwarnings("ignore", "unclosed <socket", ResourceWarning)
     network = Network(socket.AF_UNIX, address.removeprefix("unix://"))
     scene.undone.callback(network.close)
     scene.patch.setenv("DOCKER_HOST", f"tcp://{network.here}")
