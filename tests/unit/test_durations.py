@@ -1,4 +1,4 @@
-"""Nobody gives up a job while those before it may still be at its end: the table "How a job ends" in docs/architecture.md, added up."""
+"""The durations of the table "How a job ends" in docs/architecture.md, added up: no process gives up a job that another may still be ending."""
 
 import pytest
 
