@@ -32,7 +32,7 @@ from kale_dist import wire
 from kale_dist.places.following.head_client import HeadClient
 from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
-from kale_dist.wire import BlockReader, EventBlock, EventKind, InputFiles, JobFiles, Order, PodVariable, Policy, Source
+from kale_dist.wire import BlockReader, EventBlock, InputFiles, JobFiles, Order, PodVariable, Policy, Source
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.pod.pod import LISTEN_VARIABLE, TERMINATION_LOG_VARIABLE
 
@@ -135,7 +135,7 @@ class Pods:
         with self.client.stream(0, 0, 120.0) as (pieces, _):
             for piece in pieces:
                 for block in reader.feed(piece):
-                    if isinstance(block, EventBlock) and block.event["event"] == EventKind.STATE:
+                    if isinstance(block, EventBlock) and block.event["event"] == "state":
                         self.running_at = self.running_at or (block.event["state"] == "running") * time.monotonic()
 
     def wait_for_pods(self) -> None:

@@ -10,7 +10,6 @@ of 64 ranks in the job's folder.
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import sys
 import time
@@ -55,6 +54,8 @@ def step(model: Any, data_loader: Any, criterion: Any, optimizer: Any, _: Any, a
 
 def bytes_of_a_day(ranks: int) -> int:
     """The size of all history events of that many ranks, whose numbers have as many digits as they may."""
+    from kale_dist.wire import encode_json
+    from kale_dist.wire.events import Counters, Event, RankProgress, Usage
     from kale_dist.worker.agent.history import SHARE, History
     from kale_dist.worker.agent.usage import EACH_S
 
@@ -62,21 +63,16 @@ def bytes_of_a_day(ranks: int) -> int:
     history.begin_attempt(ranks)
     while now < DAY_S:
         for rank in range(ranks):
-            usage = {
-                "memory_bytes": 123_456_789_012,
-                "gpu_percent": 97,
-                "gpu_memory_bytes": 71_234_567_890,
-            }
+            usage = Usage(memory_bytes=123_456_789_012, gpu_percent=97, gpu_memory_bytes=71_234_567_890)
             history.take_usage(rank, usage)
-            progress = {
-                "time": now, "batches": round(7.1 * now), "trained": round(1817.6 * now), "data_s": 0.123 * now,
-                "exchange_s": 0.234 * now, "checkpoint_s": 0.0, "num_workers": 4, "meets": True,
-            }  # fmt: skip
-            history.take_progress(rank, progress)
+            counters = Counters(
+                batches=round(7.1 * now), trained=round(1817.6 * now), data_s=0.123 * now, exchange_s=0.234 * now, checkpoint_s=0.0,
+                num_workers=4, meets=True,
+            )  # fmt: skip
+            history.take_progress(rank, RankProgress(time=now, counters=counters))
         moment = history.moment(now)
         if moment is not None:
-            event = {"event": "history", "time": 1_795_734_571.8612816, "rank": None, "attempt": 0, **moment}
-            size += len(json.dumps(event, separators=(",", ":"))) + 1
+            size += len(encode_json(Event(moment, 1_795_734_571.8612816).record()))
         now += max(EACH_S, now / SHARE / 4)
     return size
 

@@ -24,7 +24,7 @@ ROUNDS = 5
 """Each goes through all cases. Medians over the rounds are shown."""
 WORK = f"""
 import kale_dist as kd, os, subprocess, sys, time
-from kale_dist.wire import EventKind, RankStateName
+from kale_dist.wire import RankStateName
 from fake_backend import FakeBackend
 from kale_dist.calls import request
 from kale_dist.job import records
@@ -43,7 +43,7 @@ def talk(lines_each_s):
 AGENT = '''
 import pathlib, sys, time
 from kale_dist import wire
-from kale_dist.wire import EventKind, RankStateName, StateName
+from kale_dist.wire import RankStateName, StateName
 
 files = wire.JobFiles(pathlib.Path(sys.argv[1]))
 
@@ -51,11 +51,11 @@ def event(kind, rank=None, **fields):
     return wire.encode_json({{"event": kind, "time": time.time(), "rank": rank, "attempt": 0, **fields}})
 
 def progress(rank, step):
-    return event(EventKind.PROGRESS, rank, epoch=1, epochs=9, step=step, steps=1000, samples_per_s=100.0)
+    return event("progress", rank, epoch=1, epochs=9, step=step, steps=1000, samples_per_s=100.0)
 
 with open(files.log, "ab", buffering=0) as log, open(files.events, "ab", buffering=0) as events:
-    events.write(event(EventKind.STATE, state=StateName.RUNNING))
-    events.write(b"".join(event(EventKind.RANK, rank, state=RankStateName.RUNNING) for rank in range(256)))
+    events.write(event("state", state=StateName.RUNNING))
+    events.write(b"".join(event("rank", rank, state=RankStateName.RUNNING) for rank in range(256)))
     latest = {{}}
     began = time.monotonic()
     for number in range(1000 * {SECONDS}):
@@ -66,14 +66,14 @@ with open(files.log, "ab", buffering=0) as log, open(files.events, "ab", bufferi
         log.write(wire.encode_lines(number, int(time.time() * 1000), 0, number % 256, body, 1))
         # Curves within the epoch: as many points as a head sends, which is ten a second at most.
         if number % 100 == 0:
-            events.write(event(EventKind.LOSS, epoch=1, step=number // 100, steps=10000, loss=1 / (1 + number / 1000)))
+            events.write(event("loss", epoch=1, step=number // 100, steps=10000, loss=1 / (1 + number / 1000)))
         # As the writer of a job's folder does it: four times a second.
         if number % 250 == 0:
             latest |= {{rank: progress(rank, 1 + number // 1000) for rank in range(number // 250 % 4, 256, 4)}}
             fresh = files.progress.with_suffix(".new")
             fresh.write_bytes(b"{{%s}}" % b",".join(b'"%d":%s' % one for one in latest.items()))
             fresh.replace(files.progress)
-    events.write(event(EventKind.STATE, state=StateName.SUCCEEDED))
+    events.write(event("state", state=StateName.SUCCEEDED))
 '''
 
 class Played(FakeBackend):
@@ -93,7 +93,7 @@ def crowd(run):
 
 def quiet(run):
     for rank in range(997):
-        run.event(EventKind.RANK, rank=rank, state=RankStateName.RUNNING)
+        run.event("rank", rank=rank, state=RankStateName.RUNNING)
     time.sleep({3 * SECONDS})
 """
 TWO = "kd.launch(talk, {rate}, number_of_processes=2)"

@@ -43,7 +43,6 @@ from kale_dist.wire import (
     Attempt,
     BlockReader,
     EventBlock,
-    EventKind,
     InputFiles,
     JobFiles,
     LineBlock,
@@ -223,7 +222,7 @@ class Seen:
 
     def note(self, event: dict[str, Any]) -> None:
         """Note when an attempt runs, and when the job has ended."""
-        if event["event"] == EventKind.STATE:
+        if event["event"] == "state":
             self.at[f"{event['state']} {event['attempt']}"] = time.monotonic()
             self.verdict = Verdict.read(event)
 
@@ -543,7 +542,7 @@ class PlayedRelay:
             self._step += 1
             for rank in ranks:
                 self._send(
-                    channel, rank, EventKind.PROGRESS, phase="train", epoch=1, epochs=3, step=self._step, steps=100_000,
+                    channel, rank, "progress", phase="train", epoch=1, epochs=3, step=self._step, steps=100_000,
                     samples=32 * self._step, samples_per_s=320.5, loss=1 / self._step,
                 )  # fmt: skip
 
@@ -551,11 +550,11 @@ class PlayedRelay:
         async for _ in every(USAGE_EACH_S, self._asked.seconds):
             for rank in ranks:
                 self._send(
-                    channel, rank, EventKind.USAGE, memory_bytes=self._step << 24, memory_limit_bytes=1 << 34,
+                    channel, rank, "usage", memory_bytes=self._step << 24, memory_limit_bytes=1 << 34,
                     gpu_percent=self._step % 100, gpu_memory_bytes=1 << 33, gpu_memory_limit_bytes=1 << 34, node=f"node-{self._agent}",
                 )  # fmt: skip
 
-    def _send(self, channel: Channel, rank: int, kind: EventKind, **fields: Any) -> None:
+    def _send(self, channel: Channel, rank: int, kind: str, **fields: Any) -> None:
         event = {"event": str(kind), "rank": rank, "attempt": self._attempt, "time": time.time(), **fields}
         channel.send(b"E", rank, wire.encode_json(event))
 

@@ -23,7 +23,7 @@ import time
 import kale_dist as kd
 import torch
 from fake_backend import FakeBackend
-from kale_dist.wire import EventKind, StateName
+from kale_dist.wire import StateName
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -61,7 +61,7 @@ def broken_step(model, data_loader, criterion, optimizer, device, args):
 def full(run):
     reason = ("Pod digits-master-0 waits: it asks for 8 nvidia.com/gpu and no node has that many free (0/3 nodes are available: "
         "3 Insufficient nvidia.com/gpu). Ask for fewer GPUs a pod (processes_per_pod=, gpus in resources=), or wait until other jobs end.")
-    run.event(EventKind.STATE, state=StateName.PENDING, reason=reason)
+    run.event("state", state=StateName.PENDING, reason=reason)
     run.cancelled.wait()
 
 cluster = FakeBackend(full)

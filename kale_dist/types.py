@@ -15,9 +15,11 @@ from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import ImageFile
 from kale_dist.job.spec.volumes import VolumeKind
-from kale_dist.job.status import Breakpoint, JobStatus, RankProgress, ReplicaStatus, Usage
+from kale_dist.job.status import JobStatus, ReplicaStatus
 from kale_dist.wire import BatchLoss, FailureCause, LogLine, MetricRow, RankStateName, StateName
 from kale_dist.wire.context import Context
+from kale_dist.wire.events import RankProgress, Usage
+from kale_dist.wire.messages import Breakpoint
 from kale_dist.worker.training.result import TrainingResult
 
 __all__ = [

@@ -24,7 +24,7 @@ from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events
 from kale_dist.snapshot import outcome
 from kale_dist.snapshot.reducers import References
-from kale_dist.wire import EventKind, FailureCause, JobFiles, LogLine, RankStateName, StateName, Stream
+from kale_dist.wire import FailureCause, JobFiles, LogLine, RankStateName, StateName, Stream
 from kale_dist.wire.blobs import MemoryStore
 
 __all__ = ["BackendConformance", "FakeBackend", "FakeRun", "MemoryStore"]
@@ -59,7 +59,7 @@ class FakeRun:
         """What is known now."""
         return self._status
 
-    def event(self, kind: EventKind, **fields: Any) -> None:
+    def event(self, kind: str, **fields: Any) -> None:
         """Let an event happen; fields as `contract` lists them."""
         with self._changed:
             self._status = reduce_events(self._status, [{"event": kind, "time": time.time(), "attempt": 0, **fields}])
@@ -79,8 +79,8 @@ class FakeRun:
             self._files.outcome(0, rank),
             signer=outcome.Signer(key=self._key, job=self.spec.name, attempt=0, rank=rank), value=value, references=References(),
         )  # fmt: skip
-        self.event(EventKind.OUTCOME, rank=rank, ok=True)
-        self.event(EventKind.RANK, rank=rank, state=RankStateName.SUCCEEDED, exit_code=0)
+        self.event("outcome", rank=rank, ok=True)
+        self.event("rank", rank=rank, state=RankStateName.SUCCEEDED, exit_code=0)
 
     def raises(self, rank: int, error: BaseException) -> None:
         """Let a rank fail with an exception."""
@@ -89,10 +89,10 @@ class FakeRun:
             signer=outcome.Signer(key=self._key, job=self.spec.name, attempt=0, rank=rank), error=error, references=References(),
         )  # fmt: skip
         name = type(error).__name__
-        self.event(EventKind.OUTCOME, rank=rank, ok=False, error_type=name, error_text=str(error))
-        self.event(EventKind.RANK, rank=rank, state=RankStateName.FAILED, exit_code=1)
+        self.event("outcome", rank=rank, ok=False, error_type=name, error_text=str(error))
+        self.event("rank", rank=rank, state=RankStateName.FAILED, exit_code=1)
         reason = f"Rank {rank} raised {name}: {error}"
-        self.event(EventKind.STATE, state=StateName.FAILED, reason=reason, cause=FailureCause.ERROR)
+        self.event("state", state=StateName.FAILED, reason=reason, cause=FailureCause.ERROR)
 
     def lines(self, wanted: Callable[[LogLine], bool], tail: int | None, *, follow: bool) -> Iterator[LogLine]:
         """The wanted lines, only the last `tail` of those so far; with `follow` until the end."""
@@ -113,14 +113,14 @@ class FakeRun:
 
     def run(self, script: Callable[[FakeRun], None]) -> None:
         """Run a script to its end, and end the job if it has not done so itself."""
-        self.event(EventKind.STATE, state=StateName.RUNNING)
+        self.event("state", state=StateName.RUNNING)
         try:
             script(self)
         except Exception as error:
             self.raises(0, error)
         if self.cancelled.is_set():
-            self.event(EventKind.STATE, state=StateName.CANCELLED, reason="Cancelled", cause=FailureCause.USER)
-        self.event(EventKind.STATE, state=StateName.SUCCEEDED)
+            self.event("state", state=StateName.CANCELLED, reason="Cancelled", cause=FailureCause.USER)
+        self.event("state", state=StateName.SUCCEEDED)
 
 
 class FakeBackend(Backend):

@@ -63,11 +63,11 @@ def large_result():
 
 
 def reports_and_waits(folder):
-    from kale_dist.wire import context
+    from kale_dist.wire import context, events
 
     kd.report(lr=0.5)
     step = {"epoch": 1, "epochs": 2, "step": 1, "steps": 1, "samples": 8, "samples_per_s": 2.0, "loss": 0.75}
-    context.emit("progress", phase="train", **step)
+    context.emit(events.RankProgress(**step))
     while not os.path.exists(os.path.join(folder, "go")):  # noqa: PTH110, PTH118 - one module less
         time.sleep(0.02)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import cloudpickle
 import fsspec
+from recorded import whole
 
 import kale_dist
 from kale_dist import wire
@@ -28,7 +29,6 @@ from kale_dist.snapshot.capture import capture
 from kale_dist.wire import (
     BlockReader,
     EventBlock,
-    EventKind,
     Foreign,
     InputFiles,
     JobFiles,
@@ -114,7 +114,7 @@ class Pod:
         return json.loads(self.termination_log.read_bytes())
 
     def pids(self) -> dict[int, int]:
-        found = [item.event for item in self.items if isinstance(item, EventBlock)]
+        found = [whole(item.event) for item in self.items if isinstance(item, EventBlock)]
         return {event["rank"]: event["pid"] for event in found if event["event"] == "rank" and event["pid"]}
 
 
@@ -188,11 +188,11 @@ class PodJob:
     def items(self, kind: type) -> list[Any]:
         return [item for pod in self.pods for item in pod.items if isinstance(item, kind)]
 
-    def events(self, kind: EventKind) -> list[dict[str, Any]]:
-        return [item.event for item in self.items(EventBlock) if item.event["event"] == kind]
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [whole(item.event) for item in self.items(EventBlock) if item.event["event"] == kind]
 
     def state(self) -> dict[str, Any]:
-        states = self.events(EventKind.STATE)
+        states = self.events("state")
         return states[-1] if states else {"state": "pending"}
 
     def text(self) -> str:
@@ -292,10 +292,12 @@ class WarmJob:
         with self.client.stream(0, 0, 60.0) as (pieces, _):
             for piece in pieces:
                 self.items.extend(reader.feed(piece))
-        return self.events(EventKind.STATE)[-1]
+        return self.events("state")[-1]
 
-    def events(self, kind: EventKind) -> list[dict[str, Any]]:
-        return [item.event for item in self.items if isinstance(item, EventBlock) and item.event["event"] == kind]
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [
+            whole(item.event) for item in self.items if isinstance(item, EventBlock) and item.event["event"] == kind
+        ]
 
     def text(self) -> str:
         return "\n".join(str(line) for item in self.items if isinstance(item, LineBlock) for line in item.lines())

@@ -17,8 +17,8 @@ from kale_dist import wire
 from kale_dist.errors import BackendError, log
 from kale_dist.job import interrupts, job_watch
 from kale_dist.job.backend import Backend, JobRef
-from kale_dist.job.status import Breakpoint, JobStatus
-from kale_dist.wire.messages import Typed, Visit
+from kale_dist.job.status import JobStatus
+from kale_dist.wire.messages import Breakpoint, Typed, Visit
 
 _WAKE = signal.SIGURG
 """Ends a prompt. By default it does nothing, so one that comes too late is harmless."""

@@ -38,8 +38,9 @@ from kale_dist.snapshot.capture import capture
 from kale_dist.snapshot.pickler import CapturePickler
 from kale_dist.snapshot.reducers import References
 from kale_dist.snapshot.sources import cell_label
-from kale_dist.wire import EventKind, StateName, decode, visible
+from kale_dist.wire import StateName, visible
 from kale_dist.wire.blobs import FolderStore
+from kale_dist.wire.events import Event
 from kale_dist.wire.messages import Answer, Cell, EndLive, Give, Interrupt, Load, Repair, Restart, Typed
 
 MOST_REPAIRS = 100
@@ -365,25 +366,25 @@ class LiveJob(Job[None]):
             for event in self._events.read():
                 self._take_event(event)
 
-    def _take_event(self, event: dict[str, Any]) -> None:
-        if (event.get("attempt") or 0) > self._attempt:
+    def _take_event(self, event: Event) -> None:
+        if event.attempt > self._attempt:
             # Other processes: they have nothing of what those before had.
-            self._attempt, self._repairs, self._is_broken = event["attempt"], 0, False
+            self._attempt, self._repairs, self._is_broken = event.attempt, 0, False
             self._owned, self._sent = set(), {}
-        if event.get("event") != EventKind.CELL or event["attempt"] != self._attempt:
+        answer, rank = event.what, event.rank
+        if not isinstance(answer, Answer) or rank is None or event.attempt != self._attempt:
             return
-        answer = decode(Answer, {name: event[name] for name in Answer.__slots__ if name in event})
         own = self._answers.get(answer.name)
         if answer.is_refused:
             if own is not None:
-                own[event["rank"]] = answer
+                own[rank] = answer
             return
         if answer.number > self._number:
             # From another process, as before a restart of the kernel: what it has sent is not overwritten.
             self._number, self._others = answer.number, {}
             self._owned.update(answer.loaded)
         answers = own if own is not None else self._others if answer.number == self._number else {}
-        answers[event["rank"]] = answer
+        answers[rank] = answer
         self._owned.update(answer.names)
         self._is_broken = self._is_broken or _breaks(answers.values())
         if answer.repaired:

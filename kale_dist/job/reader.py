@@ -19,6 +19,7 @@ from kale_dist.job.backend import Backend, JobRef
 from kale_dist.job.records import Record
 from kale_dist.job.status import JobStatus, ReplicaStatus, closing_events, reduce_events
 from kale_dist.wire import BlockReader, FailureCause, JobFiles, LineBlock, LogLine, StateName, Verdict
+from kale_dist.wire.events import Event
 
 _PIECE_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 18
@@ -126,13 +127,13 @@ class EventReader:
         self._path = path
         self._read = 0
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Event]:
         """The events that were written since the last call."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._read)
             whole, newline, _ = file.read().rpartition(b"\n")
             self._read += len(whole) + len(newline)
-            return list(wire.decode_json_lines(whole))
+            return [event for record in wire.decode_json_lines(whole) if (event := Event.read(record)) is not None]
         return []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import textwrap
@@ -10,80 +9,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kale_dist.wire import (
-    HISTORY,
     BatchLoss,
-    EventKind,
     FailureCause,
-    Member,
     MetricRow,
     Moment,
     RankStateName,
     StateName,
     Verdict,
+    events,
+    fields_of,
     visible,
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RankProgress:
-    """How far one rank is."""
-
-    phase: str
-    """`train`, `eval`, or a word of the user's."""
-    epoch: int
-    """From 1."""
-    epochs: int
-    step: int
-    """From 1; 0 before the first."""
-    steps: int | None
-    """Steps of this phase, None where the loader's length is not known."""
-    samples: int
-    """Samples this rank has seen in this phase; 0 where another rank reads its batches, and counts them for both."""
-    samples_per_s: float | None
-    """None where it is not known yet, or another rank counts the samples."""
-    loss: float | None
-    left_s: float | None = None
-    """Seconds that are left, as a trainer's own pace tells; None where it does not."""
-    share: float | None = None
-    """How much of its training is done, 0 to 1, as a trainer tells; None where it does not."""
-    training: int = 0
-    """The number of the training in this process, from 1, where a trainer tells it; else 0."""
-    time: float
-    """Seconds since 1970."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Usage:
-    """What one rank uses, as its agent last saw it."""
-
-    memory_bytes: int | None = None
-    """Memory of the rank's process and what processes it has started hold besides, in bytes."""
-    memory_limit_bytes: int | None = None
-    """Limit of the container, which all its ranks share, in bytes; None where it has none."""
-    gpu_percent: int | None = None
-    """How busy the rank's GPU is, in per cent, by all processes together; the mean if it has several."""
-    gpu_memory_bytes: int | None = None
-    """Memory of its GPUs that it uses, in bytes; that of all processes if the driver does not distinguish them."""
-    gpu_memory_limit_bytes: int | None = None
-    """Memory that its GPUs have, in bytes."""
-    node: str | None = None
-    """The machine; None where the agent cannot know, as in a container of Docker's."""
-    time: float = 0.0
-    """Seconds since 1970. Values that have hardly changed are not sent again."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Breakpoint:
-    """Where a rank waits in `breakpoint()`."""
-
-    prompt: str
-    """Names the prompt that an answer is for; each has another one."""
-    where: str
-    """`Cell In[3]:5 in step`."""
-    text: str
-    """What the debugger has printed since the last answer, with the prompt."""
-    typed: str
-    """The last answer."""
+from kale_dist.wire.events import Event, RankProgress, Usage
+from kale_dist.wire.messages import Breakpoint, Done
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,44 +142,46 @@ def values_of(status: JobStatus, metric: str) -> list[float]:
     return [value for row in rows for key, value in row.values if key == name]
 
 
-def reduce_events(status: JobStatus, events: Iterable[dict[str, Any]]) -> JobStatus:
-    """The status after some events, in their order; fields as `wire.events` lists them.
+def reduce_events(status: JobStatus, records: Iterable[Mapping[str, Any]]) -> JobStatus:
+    """The status after some events, in their order.
 
     A final state stays: what a dying job still sends does not revive it. Events of an attempt before the status's own
     are passed over, and the first event of a later attempt sets the ranks back to `pending`. What is no event (a file
-    was damaged) changes nothing either.
+    was damaged), or is of a rank that there is not, changes nothing either.
+
+    Args:
+        status: The status before them.
+        records: The events, as they are in a file.
     """
     rows: list[MetricRow] = []
     losses: list[BatchLoss] = []
     history: list[Moment] = []
     latest: dict[int, dict[str, RankProgress | Usage]] = {}
-    for event in events:
-        with contextlib.suppress(AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
-            event = _visible(event, keeps_colours=event.get("event") == EventKind.DEBUG)  # noqa: PLW2901 - as it is shown
-            attempt = event.get("attempt") or 0
-            if attempt < status.attempt:
-                continue
-            if attempt > status.attempt:
-                status, latest = _next_attempt(status, attempt), {}
-            # These are collected, for a tuple that grows by one at each of 100,000 reports would take minutes.
-            match event.get("event"):
-                case EventKind.METRICS:
-                    rows.append(_metric_row(event))
-                case EventKind.LOSS if "batches" not in event:
-                    losses.append(_batch_loss(event))
-                case EventKind.LOSS:
-                    status = _with_epoch(_with_rows(status, rows, losses), event)
-                    rows, losses = [], []
-                case EventKind.HISTORY:
-                    history.append(_moment(event))
-                case EventKind.PROGRESS | EventKind.USAGE as kind if 0 <= event["rank"] < len(status.replicas):
-                    value = _progress(event) if kind == EventKind.PROGRESS else _usage(event)
-                    latest.setdefault(event["rank"], {})[str(kind)] = value
-                case EventKind.RESUMED:
-                    status = _resumed(_with_rows(status, rows, losses), event)
-                    rows, losses = [], []
-                case _:
-                    status, latest = _reduce_one(_with_latest(status, latest), event), {}
+    for record in records:
+        event = Event.read(_visible(record, keeps_colours=record.get("event") == "debug"))
+        if event is None or event.attempt < status.attempt:
+            continue
+        if event.attempt > status.attempt:
+            status, latest = _next_attempt(status, event.attempt), {}
+        # These are collected, for a tuple that grows by one at each of 100,000 reports would take minutes.
+        match event.what:
+            case MetricRow():
+                rows.append(event.what)
+            case BatchLoss():
+                losses.append(event.what)
+            case events.EpochLosses():
+                status = _with_epoch(_with_rows(status, rows, losses), event.what)
+                rows, losses = [], []
+            case Moment():
+                history.append(event.what)
+            case RankProgress() | Usage() as value:
+                if event.rank is not None and event.rank < len(status.replicas):
+                    latest.setdefault(event.rank, {})["usage" if isinstance(value, Usage) else "progress"] = value
+            case events.Resumed():
+                status = _resumed(_with_rows(status, rows, losses), event.what)
+                rows, losses = [], []
+            case _:
+                status, latest = _reduce_one(_with_latest(status, latest), event), {}
     status = dataclasses.replace(status, history=(*status.history, *history)) if history else status
     return _with_latest(_with_rows(status, rows, losses), latest)
 
@@ -251,7 +191,7 @@ def _visible(value: Any, *, keeps_colours: bool) -> Any:
     if isinstance(value, str):
         return visible(value, keeps_colours=keeps_colours)
     if isinstance(value, dict):
-        return {visible(key): _visible(one, keeps_colours=keeps_colours) for key, one in value.items()}
+        return {name: _visible(one, keeps_colours=keeps_colours) for name, one in value.items()}
     return [_visible(one, keeps_colours=keeps_colours) for one in value] if isinstance(value, list) else value
 
 
@@ -262,12 +202,16 @@ def _with_rows(status: JobStatus, rows: list[MetricRow], losses: list[BatchLoss]
     return dataclasses.replace(status, losses=(*status.losses, *losses)) if losses else status
 
 
-def _with_epoch(status: JobStatus, event: dict[str, Any]) -> JobStatus:
+def _with_epoch(status: JobStatus, whole: events.EpochLosses) -> JobStatus:
     """Put the losses of an epoch's batches in the place of those that were told while it ran, unless these are more."""
-    names = ("step", "time", "loss")
-    found = [_batch_loss({**event, **dict(zip(names, one, strict=True))}) for one in event["batches"]]
+    found = [
+        BatchLoss(epoch=whole.epoch, step=step, steps=whole.steps, loss=loss, time=time)
+        for step, time, loss in whole.batches
+    ]
     end = len(status.losses)
-    while end and (status.losses[end - 1].epoch, status.losses[end - 1].step) >= (found[0].epoch, found[0].step):
+    while (
+        end and found and (status.losses[end - 1].epoch, status.losses[end - 1].step) >= (found[0].epoch, found[0].step)
+    ):
         end -= 1
     are_more = len({one.step for one in status.losses[end:]}) > len(found)
     return status if are_more else dataclasses.replace(status, losses=(*status.losses[:end], *found))
@@ -291,56 +235,54 @@ def _next_attempt(status: JobStatus, attempt: int) -> JobStatus:
     )  # fmt: skip
 
 
-def _resumed(status: JobStatus, event: dict[str, Any]) -> JobStatus:
+def _resumed(status: JobStatus, at: events.Resumed) -> JobStatus:
     """Forget the rows of epochs that are trained once more; what users have reported themselves stays."""
-    epoch, batches = int(event["epoch"]), int(event.get("batches") or 0)
-    kept = tuple(row for row in status.metrics if row.source == "report" or (row.epoch or 0) <= epoch)
-    losses = tuple(one for one in status.losses if (one.epoch, one.step) <= (epoch + 1, batches))
-    last = epoch if epoch or batches else None
+    kept = tuple(row for row in status.metrics if row.source == "report" or (row.epoch or 0) <= at.epoch)
+    losses = tuple(one for one in status.losses if (one.epoch, one.step) <= (at.epoch + 1, at.batches))
+    last = at.epoch if at.epoch or at.batches else None
     return dataclasses.replace(status, metrics=kept, losses=losses, checkpoint_epoch=last)
 
 
-def _reduce_one(status: JobStatus, event: dict[str, Any]) -> JobStatus:
-    rank = event.get("rank")
-    match event.get("event"):
-        case EventKind.STATE if not status.is_final:
-            return _reduce_state(status, event)
-        case EventKind.ATTEMPT:
-            members = [Member(**member) for member in event["members"]]
+def _reduce_one(status: JobStatus, event: Event) -> JobStatus:
+    rank = event.rank if event.rank is not None and event.rank < len(status.replicas) else None
+    match event.what:
+        case events.JobState() as state if not status.is_final:
+            return _reduce_state(status, state, event.time)
+        case events.Members(members=members):
             ranks = (ReplicaStatus(rank=rank, agent=member.agent) for member in members for rank in member.ranks)
             return dataclasses.replace(status, replicas=tuple(ranks))
-        case EventKind.RANK if rank is not None:
-            return _reduce_rank(status, rank, event)
-        case EventKind.OUTCOME if rank is not None and not event.get("ok"):
-            error = ": ".join(part for part in (event.get("error_type"), event.get("error_text")) if part)
+        case events.RankState() as state if rank is not None:
+            if state.state is RankStateName.FAILED and status.failed_rank is None:
+                status = dataclasses.replace(status, failed_rank=rank)
+            known = {name: value for name, value in fields_of(state).items() if value is not None}
+            return _with_replica(status, rank, breakpoint=None, **known)
+        case Done(ok=False) as done if rank is not None:
+            error = ": ".join(part for part in (done.error_type, done.error_text) if part)
             first = rank if status.failed_rank is None else status.failed_rank
-            shown = {name: str(event.get(name) or "") for name in ("where", "locals")}
-            return _with_replica(dataclasses.replace(status, failed_rank=first), rank, error=error, **shown)
-        case EventKind.DEBUG if rank is not None:
-            values = {field.name: str(event[field.name]) for field in dataclasses.fields(Breakpoint)}
-            return _with_replica(status, rank, breakpoint=Breakpoint(**values) if values["prompt"] else None)
-        case EventKind.DISK if not status.is_final:
-            return dataclasses.replace(status, reason=str(event["problem"]))
-        case EventKind.CHECKPOINT:
-            return dataclasses.replace(status, checkpoint_epoch=event.get("epoch"))
-        case EventKind.NOTE if event.get("text"):
-            text = str(event["text"])
-            if status.nan_since is None and event.get("nan"):
-                epoch, step = map(int, event["nan"])
-                status = dataclasses.replace(status, nan_since=(epoch, step))
+            status = dataclasses.replace(status, failed_rank=first)
+            return _with_replica(status, rank, error=error, where=done.where, locals=done.locals)
+        case Breakpoint() as there if rank is not None:
+            return _with_replica(status, rank, breakpoint=there if there.prompt else None)
+        case events.DiskProblem(problem=problem) if not status.is_final:
+            return dataclasses.replace(status, reason=problem)
+        case events.CheckpointWritten(epoch=epoch):
+            return dataclasses.replace(status, checkpoint_epoch=epoch)
+        case events.Note(text=text) as note if text:
+            if status.nan_since is None and note.nan:
+                status = dataclasses.replace(status, nan_since=note.nan)
             if text in status.notes:
                 return status
-            warnings = (*status.warnings, text) if event.get("warns") else status.warnings
+            warnings = (*status.warnings, text) if note.warns else status.warnings
             return dataclasses.replace(status, notes=(*status.notes, text), warnings=warnings)
-        case EventKind.WAITING:
-            for names, inside in ((event.get("waiting"), True), (event.get("busy"), False)):
-                for member in names or ():
-                    status = _with_replica(status, member, in_collective=inside)
+        case events.Waiting(waiting=waiting, busy=busy):
+            for member in (*waiting, *busy):
+                if 0 <= member < len(status.replicas):
+                    status = _with_replica(status, member, in_collective=member in waiting)
     return status
 
 
 def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float) -> list[dict[str, Any]]:
-    """The last events of a job whose agent has written none.
+    """The last events of a job whose agent has written none, as records.
 
     Args:
         verdict: How it ended.
@@ -348,110 +290,38 @@ def closing_events(verdict: Verdict, status: JobStatus, attempt: int, now: float
         attempt: The number of its newest attempt.
         now: Seconds since 1970.
     """
-    common = {"time": now, "attempt": attempt}
-    ranks = [
-        {
-            **common, "event": EventKind.RANK, "rank": replica.rank, "pid": None, "exit_code": replica.exit_code,
-            "signal": replica.signal, "state": RankStateName.FAILED if failed else RankStateName.STOPPED,
-        }
-        for replica in status.replicas
-        if (failed := replica.rank == verdict.rank) or not replica.state.has_ended
+    ended = (one for one in status.replicas if one.rank == verdict.rank or not one.state.has_ended)
+    made = [
+        Event(
+            events.RankState(
+                state=RankStateName.FAILED if one.rank == verdict.rank else RankStateName.STOPPED,
+                exit_code=one.exit_code, signal=one.signal,
+            ), now, one.rank, attempt,
+        )
+        for one in ended
     ]  # fmt: skip
-    return [*ranks, {**common, "event": EventKind.STATE, "rank": None, **verdict.fields()}]
+    return [one.record() for one in (*made, Event(verdict.last_state, now, None, attempt))]
 
 
-def _reduce_state(status: JobStatus, event: dict[str, Any]) -> JobStatus:
-    state = StateName(event["state"])
-    cause = event.get("cause")
-    time = event.get("time")
+def _reduce_state(status: JobStatus, new: events.JobState, time: float) -> JobStatus:
     changed = dataclasses.replace(
-        status, state=state, reason=event.get("reason") or "", cause=FailureCause(cause) if cause else None,
-        idle_s=event.get("idle_s"), idle_since=time if event.get("idle_s") else None,
+        status, state=new.state, reason=new.reason, cause=new.cause, idle_s=new.idle_s, idle_since=time if new.idle_s else None,
     )  # fmt: skip
-    if event.get("idle_s") or (status.idle_s and changed.is_final):
+    if new.idle_s or (status.idle_s and changed.is_final):
         # Warm pods have no ranks of their own.
         each = RankStateName.STOPPED if changed.is_final else RankStateName.RUNNING
         changed = dataclasses.replace(
             changed, replicas=tuple(dataclasses.replace(replica, state=each) for replica in changed.replicas)
         )
-    if isinstance(event.get("failed_rank"), int):
+    if new.failed_rank is not None:
         # Events of several agents come interleaved: the one that judges the job knows who failed first.
-        changed = dataclasses.replace(changed, failed_rank=event["failed_rank"])
-    if state is StateName.RUNNING and status.started is None:
+        changed = dataclasses.replace(changed, failed_rank=new.failed_rank)
+    if new.state is StateName.RUNNING and status.started is None:
         return dataclasses.replace(changed, started=time)
     return dataclasses.replace(changed, ended=time) if changed.is_final else changed
 
 
-def _reduce_rank(status: JobStatus, rank: int, event: dict[str, Any]) -> JobStatus:
-    state = RankStateName(event["state"])
-    if state is RankStateName.FAILED and status.failed_rank is None:
-        status = dataclasses.replace(status, failed_rank=rank)
-    known = {name: event[name] for name in ("pid", "exit_code", "signal") if event.get(name) is not None}
-    return _with_replica(status, rank, state=state, breakpoint=None, **known)
-
-
 def _with_replica(status: JobStatus, rank: int, **changes: Any) -> JobStatus:
     replicas = list(status.replicas)
-    if rank < 0:
-        raise IndexError(rank)
     replicas[rank] = dataclasses.replace(replicas[rank], **changes)
     return dataclasses.replace(status, replicas=tuple(replicas))
-
-
-def _progress(event: dict[str, Any]) -> RankProgress:
-    return RankProgress(
-        phase=event.get("phase") or "train",
-        epoch=int(event.get("epoch") or 0),
-        epochs=int(event.get("epochs") or 0),
-        step=int(event.get("step") or 0),
-        steps=None if event.get("steps") is None else int(event["steps"]),
-        samples=int(event.get("samples") or 0),
-        samples_per_s=_float_or_none(event.get("samples_per_s")),
-        loss=_float_or_none(event.get("loss")),
-        left_s=_float_or_none(event.get("left_s")),
-        share=_float_or_none(event.get("share")),
-        training=int(event.get("training") or 0),
-        time=float(event.get("time") or 0.0),
-    )
-
-
-def _usage(event: dict[str, Any]) -> Usage:
-    names = ("memory_bytes", "memory_limit_bytes", "gpu_percent", "gpu_memory_bytes", "gpu_memory_limit_bytes")
-    amounts = {name: None if event.get(name) is None else max(0, int(event[name])) for name in names}
-    node = event.get("node")
-    return Usage(**amounts, node=None if node is None else str(node), time=float(event.get("time") or 0.0))
-
-
-def _float_or_none(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _batch_loss(event: dict[str, Any]) -> BatchLoss:
-    steps = event.get("steps")
-    return BatchLoss(
-        epoch=int(event["epoch"]),
-        step=int(event["step"]),
-        steps=None if steps is None else int(steps),
-        loss=float(event["loss"]),
-        time=event.get("time") or 0.0,
-    )
-
-
-def _moment(event: dict[str, Any]) -> Moment:
-    return Moment(
-        time=float(event["time"]),
-        values=tuple((name, tuple(map(_float_or_none, event[name]))) for name in HISTORY if name in event),
-    )
-
-
-def _metric_row(event: dict[str, Any]) -> MetricRow:
-    return MetricRow(
-        time=event.get("time") or 0.0,
-        rank=event.get("rank"),
-        epoch=event.get("epoch"),
-        step=event.get("step"),
-        source=event.get("source") or "report",
-        values=tuple((str(name), float(value)) for name, value in event.get("values", {}).items()),
-        from_batch=int(event.get("from_batch") or 0),
-        reported_to=tuple(map(str, event.get("reported_to") or ())),
-    )

@@ -16,7 +16,8 @@ from kale_dist.errors import JobNotFoundError
 from kale_dist.job import interrupts, view
 from kale_dist.job.handle import Job, inside
 from kale_dist.job.reader import EventReader
-from kale_dist.wire import EventKind, visible
+from kale_dist.wire import visible
+from kale_dist.wire.events import Display
 
 
 def show(job: Job[Any]) -> None:
@@ -79,9 +80,9 @@ class Pictures:
         from IPython.display import display
 
         for event in self._events.read():
-            data = event.get("data") if event.get("event") == EventKind.DISPLAY else None
-            if isinstance(data, dict) and not self._is_own:
+            data = event.what.data if isinstance(event.what, Display) else {}
+            if not self._is_own:
                 found = {kind: data[kind] for kind in _HARMLESS if isinstance(data.get(kind), str)}
                 data = {kind: visible(text, keeps_colours=True) for kind, text in found.items()}
-            if isinstance(data, dict) and data:
+            if data:
                 display(data, raw=True)  # type: ignore[no-untyped-call]

@@ -6,20 +6,17 @@ or a container's archive; the same blocks stand in a job's log, come over a conn
 
 from __future__ import annotations
 
-from kale_dist.wire.decoding import WRITTEN, decode, encode, fields_of, learn
+from kale_dist.wire.decoding import WRITTEN, decode, decode_json_lines, encode, encode_json, fields_of, readers_of
 from kale_dist.wire.events import (
     HISTORY,
     MEASURED_SOURCES,
     BatchLoss,
-    EventKind,
     FailureCause,
     MetricRow,
     Moment,
     RankStateName,
     StateName,
     Verdict,
-    decode_json_lines,
-    encode_json,
     last_name,
 )
 from kale_dist.wire.files import JobFiles

@@ -20,7 +20,8 @@ from typing import Any
 
 from kale_dist import wire
 from kale_dist.errors import ConfigError
-from kale_dist.wire import EventKind, JobFiles
+from kale_dist.wire import JobFiles, MetricRow, events
+from kale_dist.wire.events import RankProgress
 
 MIN_INTERVAL_S = 0.1
 """Progress and signs of life are sent at most this often."""
@@ -29,15 +30,6 @@ ALL_RANKS_PER_S = 1000
 """All ranks of a job together send them at most this often: their head reads each of them."""
 
 _MAX_NAME = 200
-
-ALIVE = "alive"
-"""Kind of the record by which a rank reports to its agent that something moved. It goes no further."""
-
-SAVES = "saves"
-"""Kind of the record by which a rank reports to its agent whether it saves on request, or that it has. It goes no further."""
-
-DISPENSABLE = "dispensable"
-"""Kind of the record by which rank 0 names to its agent the ranks that may be lost. It goes no further."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,28 +81,29 @@ class _Channel:
         self._pid = os.getpid()
         # Reentrant: a signal handler of the user's may report while the main thread is in here.
         self._lock = threading.RLock()
-        self._held: dict[str, Any] | None = None
+        self._held: events.Event | None = None
         self._last_sent = -math.inf
         self._last_moved = -math.inf
 
-    def send(self, record: dict[str, Any]) -> None:
+    def send(self, what: Any, *, is_of_job: bool = False) -> None:
         if os.getpid() != self._pid:
             return
+        event = events.Event(what, rank=None if is_of_job else self._rank, attempt=self._attempt)
         with self._lock:
-            if record["event"] == EventKind.PROGRESS and not self._is_due(record):
-                self._held = record
+            if isinstance(what, RankProgress) and not self._is_due(what):
+                self._held = event
                 return
-            if record["event"] != EventKind.PROGRESS or not _same_phase(self._held, record):
+            if self._held is not None and _phase(what) != _phase(self._held.what):
                 self._flush()
             self._held = None
-            self._write(record)
+            self._write(event)
 
     def moved(self) -> None:
         now = time.monotonic()
         if now - self._last_moved >= self._interval_s and os.getpid() == self._pid:
             self._last_moved = now
             with self._lock:
-                self._write({"event": ALIVE})
+                self._write(events.Event(events.Alive()))
 
     def flush(self) -> None:
         if os.getpid() == self._pid:
@@ -122,17 +115,16 @@ class _Channel:
         if held is not None:
             self._write(held)
 
-    def _is_due(self, record: dict[str, Any]) -> bool:
+    def _is_due(self, progress: RankProgress) -> bool:
         now = time.monotonic()
-        last_of_phase = record.get("step") is not None and record.get("step") == record.get("steps")
-        if now - self._last_sent >= self._interval_s or last_of_phase or record.get("step") in (0, 1):
+        if now - self._last_sent >= self._interval_s or progress.step in (0, 1, progress.steps):
             self._last_sent = now
             self._last_moved = now
             return True
         return False
 
-    def _write(self, record: dict[str, Any]) -> None:
-        data = memoryview(wire.encode_json({"rank": self._rank, "attempt": self._attempt, **record}))
+    def _write(self, event: events.Event) -> None:
+        data = memoryview(wire.encode_json(event.record()))
         # The agent may have gone; the rank is about to be killed then, and an error here would only confuse.
         with contextlib.suppress(OSError):
             while data:
@@ -167,7 +159,7 @@ def report(**metrics: Any) -> None:
         name: int(values.pop(name)) for name in ("epoch", "step") if name in values and float(values[name]).is_integer()
     }
     if values:
-        emit(EventKind.METRICS, values=values, source="report", **place)
+        emit(MetricRow(values=tuple(values.items()), epoch=place.get("epoch"), step=place.get("step")))
 
 
 def check_name(argument: str, name: str) -> None:
@@ -203,23 +195,23 @@ def _number(name: str, value: Any) -> float | int:
     raise ConfigError(name, f"{value!r} is not a number", "Report ints, floats, or tensors with one element")
 
 
-def emit(kind: EventKind, **fields: Any) -> None:
-    """Send one event as `wire.events` lists them. Outside a job, and in forked children of a rank, nothing happens.
+def emit(what: Any, *, is_of_job: bool = False) -> None:
+    """Send one event. Outside a job, and in forked children of a rank, nothing happens.
 
     Progress is thinned to one in `Context.interval_s`; the last one of each phase always goes out.
 
     Args:
-        kind: The kind of event.
-        **fields: Its own fields; time, rank and attempt are added. `rank=None` for what holds for the whole job.
+        what: Of one of the classes of `wire.events`; time, rank and attempt are added.
+        is_of_job: Whether it holds for the whole job.
     """
     if _channel is not None:
-        _channel.send({"event": str(kind), "time": time.time(), **fields})
+        _channel.send(what, is_of_job=is_of_job)
 
 
-def log(text: str, *, warns: bool = False, **fields: Any) -> None:
+def log(text: str, *, warns: bool = False, nan: tuple[int, int] | None = None) -> None:
     """Print a sentence for the user into the job's log, and send it as a note; a warning is repeated to who waits for the job."""
     print(text, flush=True)  # noqa: T201 - the rank's output is the job's log
-    emit(EventKind.NOTE, text=text, warns=warns, **fields)
+    emit(events.Note(text=text, warns=warns, nan=nan))
 
 
 log_once = functools.cache(log)
@@ -255,14 +247,12 @@ def mark_progress() -> None:
 
 def mark_exchanges(counts: Iterable[int]) -> None:
     """Tell the agent in how many collectives of each backend this rank has taken part: a sign that it moves, too."""
-    if _channel is not None:
-        _channel.send({"event": ALIVE, "exchanges": list(counts)})
+    emit(events.Alive(exchanges=tuple(counts)))
 
 
 def may_lose(sets: Iterable[Iterable[int]]) -> None:
     """Tell the agent that the others carry on, from now on, when ranks are lost: all but one of each of these sets."""
-    if _channel is not None:
-        _channel.send({"event": DISPENSABLE, "sets": [list(ranks) for ranks in sets]})
+    emit(events.Dispensable(sets=tuple(map(tuple, sets))))
 
 
 def can_save(*, can: bool = True, has_saved: bool = False, resumes: bool = False) -> None:
@@ -273,8 +263,7 @@ def can_save(*, can: bool = True, has_saved: bool = False, resumes: bool = False
         has_saved: Whether it just has: all of its part is written.
         resumes: Whether the job resumes from that by itself, as `distribute` does.
     """
-    if _channel is not None:
-        _channel.send({"event": SAVES, "can": can, "has_saved": has_saved, "resumes": resumes})
+    emit(events.Saves(can=can, has_saved=has_saved, resumes=resumes))
 
 
 def is_asked_to_save() -> bool:
@@ -302,7 +291,5 @@ def activate(place: Context, descriptor: int, asked: Callable[[], bool] = _asked
     _channel = _Channel(descriptor, place, attempt)
 
 
-def _same_phase(one: dict[str, Any] | None, other: dict[str, Any]) -> bool:
-    if one is None:
-        return False
-    return (one.get("phase"), one.get("epoch")) == (other.get("phase"), other.get("epoch"))
+def _phase(what: Any) -> tuple[str, int] | None:
+    return (what.phase, what.epoch) if isinstance(what, RankProgress) else None

@@ -1,13 +1,15 @@
-"""Frozen dataclasses as JSON objects and back. What is as its default says stays out, and is filled in again."""
+"""Frozen dataclasses as JSON objects and back, and lines of JSON. What is as its default says stays out, and is filled in again."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import functools
+import json
 import pathlib
+import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -41,10 +43,32 @@ def decode(kind: type[T], data: Mapping[str, Any]) -> T:
     """Make a dataclass from its fields by name: with tuples for lists, and the classes and enums of its annotations.
 
     Raises:
-        TypeError, ValueError: These are not its fields.
+        TypeError, ValueError: These are not its fields, or a field is not what its annotation says.
     """
-    hints = hints_of(kind)
-    return kind(**{name: _value(hints.get(name), one) for name, one in data.items()})
+    if not isinstance(data, Mapping):
+        raise TypeError(f"{data!r} are no fields of {kind.__name__}")
+    readers = readers_of(kind)
+    return kind(**{name: readers.get(name, _tuples)(value) for name, value in data.items()})
+
+
+def encode_json(record: Any) -> bytes:
+    """One event, message or dataclass as one line of JSON with its newline. Inner dataclasses become objects, too.
+
+    Numbers that JSON has no word for (inf, nan) are written as Python's json module does and reads back.
+    """
+    return json.dumps(record, separators=(",", ":"), default=dataclasses.asdict).encode() + b"\n"
+
+
+def decode_json_lines(data: bytes) -> Iterator[dict[str, Any]]:
+    """The records of whole lines; a line that is not JSON (cut by a crash) is passed over."""
+    for line in data.split(b"\n"):
+        if line:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict):
+                yield record
 
 
 def fields_of(one: Any, kind: type[Any] | None = None) -> dict[str, Any]:
@@ -57,31 +81,73 @@ def fields_of(one: Any, kind: type[Any] | None = None) -> dict[str, Any]:
     return {field.name: getattr(one, field.name) for field in dataclasses.fields(kind or one)}
 
 
-def learn(kind: type[Any]) -> None:
-    """Resolve the annotations of a dataclass and of those in it, which the first `decode` would do."""
-    for hint in hints_of(kind).values():
-        made = _class_in(hint)
-        if isinstance(made, type) and dataclasses.is_dataclass(made):
-            learn(made)
-
-
-def _value(hint: Any, value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(_value(hint, one) for one in value)
-    made = _class_in(hint)
-    if isinstance(made, type) and dataclasses.is_dataclass(made) and isinstance(value, Mapping):
-        return decode(made, value)
-    return made(value) if made is not None and isinstance(value, str) else value
-
-
-hints_of: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
-"""The annotations of a class, resolved."""
-
-
 @functools.cache
-def _class_in(hint: Any) -> Any:
-    """The class that a field's texts or objects become, also where the field has several of them or none."""
-    if isinstance(hint, type):
-        is_made = dataclasses.is_dataclass(hint) or issubclass(hint, enum.Enum | pathlib.PurePath)
-        return hint if is_made else None
-    return next(filter(None, map(_class_in, typing.get_args(hint))), None)
+def readers_of(kind: type[Any]) -> Mapping[str, Callable[[Any], Any]]:
+    """For each field of a dataclass a function that makes its value from one of JSON. What may be slow is done here, once."""
+    return {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}
+
+
+_PLAIN: dict[Any, tuple[type, ...]] = {float: (float, int), **{one: (one,) for one in (int, str, bool, type(None))}}
+
+
+def _reader(hint: Any) -> Callable[[Any], Any]:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    several = inner if origin is types.UnionType else (hint,)
+    if all(one in _PLAIN for one in several):
+        return _plain_reader(hint, sum((_PLAIN[one] for one in several), ()))
+    if origin is types.UnionType:
+        return _union_reader(hint, tuple(map(_reader, several)))
+    if origin is tuple:
+        return _tuple_reader(hint, tuple(_reader(one) for one in inner if one is not ...), is_long=inner[-1] is ...)
+    if origin is Mapping:
+        return _mapping_reader(hint, _reader(inner[1]))
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        readers_of(hint)
+        return lambda value: value if isinstance(value, hint) else decode(hint, value)
+    is_made = isinstance(hint, type) and issubclass(hint, enum.Enum | pathlib.PurePath)
+    return hint if is_made else _tuples
+
+
+def _plain_reader(hint: Any, allowed: tuple[type, ...]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if isinstance(value, allowed):
+            return value
+        raise TypeError(f"{value!r} is no {hint}")
+
+    return read
+
+
+def _union_reader(hint: Any, readers: tuple[Callable[[Any], Any], ...]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        for reader in readers:
+            try:
+                return reader(value)
+            except (TypeError, ValueError):
+                continue
+        raise ValueError(f"{value!r} is no {hint}")
+
+    return read
+
+
+def _tuple_reader(hint: Any, readers: tuple[Callable[[Any], Any], ...], *, is_long: bool) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not isinstance(value, list | tuple) or not (is_long or len(value) == len(readers)):
+            raise TypeError(f"{value!r} is no {hint}")
+        return tuple(
+            map(readers[0], value) if is_long else (reader(one) for reader, one in zip(readers, value, strict=True))
+        )
+
+    return read
+
+
+def _mapping_reader(hint: Any, reader: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: reader(one) for name, one in value.items()}
+        raise TypeError(f"{value!r} is no {hint}")
+
+    return read
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

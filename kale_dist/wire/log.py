@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
-from kale_dist.wire.events import decode_json_lines, encode_json
+from kale_dist.wire.decoding import decode_json_lines, encode_json
 
 MAX_LINE_BYTES = 15_000
 """A longer line of output is cut into parts of this size, marked as continued: containerd splits lines at 16 KiB."""

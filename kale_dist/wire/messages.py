@@ -3,7 +3,7 @@
     notebook to agent    `Restart` and `Visit`, and those to a rank, of which the agent passes on what is meant for it
     to a rank            `Go` and `Save`; `Typed` and `PassOver` for its debugger; `Cell`, `Load`, `Repair`, `Give`, `Interrupt`,
                          `CellFailed` and `EndLive` for a live rank
-    from a rank          `Received`, `Running`, `Done`, `AtPrompt`, `PassedOver` and `Answer`
+    from a rank          `Received`, `Running`, `Done`, `Breakpoint`, `PassedOver` and `Answer`
 
 A line is an object of one field, which is named after the class and has the fields that are not as by default. A relay passes the
 lines to its ranks on unread.
@@ -12,13 +12,10 @@ lines to its ranks on unread.
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kale_dist.wire.decoding import decode, hints_of
-from kale_dist.wire.events import decode_json_lines, encode_json
+from kale_dist.wire import decoding
 
 # -- from a notebook to the agent -------------------------------------------------------------------------------------
 
@@ -173,17 +170,17 @@ class Done:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AtPrompt:
-    """The rank waits at a prompt of its debugger, or has left its breakpoint."""
+class Breakpoint:
+    """Where a rank waits in `breakpoint()`."""
 
     prompt: str
-    """What `Typed` has to name; empty where it has left."""
+    """Names the prompt that an answer is for; each has another one. Empty where the rank has left the breakpoint."""
     where: str
-    """File, line and function."""
+    """`Cell In[3]:5 in step`."""
     text: str
     """What the debugger has printed since the last answer, with the prompt."""
     typed: str
-    """That answer."""
+    """The last answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,29 +224,23 @@ class Answer:
 
 ToAgent = Restart | Visit | Typed | ToLive
 ToRank = Go | Save | Typed | PassOver | ToLive
-FromRank = Received | Running | Done | AtPrompt | PassedOver | Answer
+FromRank = Received | Running | Done | Breakpoint | PassedOver | Answer
 
 _ALL = (
     Restart, Visit, Go, Save, Typed, PassOver, Cell, Load, Repair, Give, Interrupt, CellFailed, EndLive, Received, Running, Done,
-    AtPrompt, PassedOver, Answer,
+    Breakpoint, PassedOver, Answer,
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in _ALL}
 
 
 def encode(message: ToRank | ToAgent | FromRank) -> bytes:
     """The message's line, with its newline."""
-    return encode_json({type(message).__name__: changed(message)})
-
-
-def changed(message: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not as by default."""
-    fields = ((field, getattr(message, field.name)) for field in dataclasses.fields(message))
-    return {field.name: value for field, value in fields if value != field.default}
+    return decoding.encode_json({type(message).__name__: decoding.encode(message)})
 
 
 def read(data: bytes) -> Iterator[Any]:
     """The messages in whole lines; a line that is none is passed over."""
-    for record in decode_json_lines(data):
+    for record in decoding.decode_json_lines(data):
         try:
             yield parse(record)
         except (TypeError, ValueError):
@@ -267,22 +258,4 @@ def parse(record: object) -> Any:
     ((name, fields),) = record.items()
     if (kind := _CLASSES.get(name)) is None or not isinstance(fields, Mapping):
         raise ValueError(f"There is no message {name!r}")
-    try:
-        message = decode(kind, fields)
-    except RecursionError:
-        raise ValueError("Its fields are nested too deeply") from None
-    for name, hint in hints_of(kind).items():
-        if not _fits(hint, getattr(message, name)):
-            raise TypeError(f"{name} of {kind.__name__} cannot be {getattr(message, name)!r}")
-    return message
-
-
-def _fits(hint: Any, value: Any) -> bool:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
-        return any(_fits(one, value) for one in inner)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(inner[0], one) for one in value)
-    if origin is not None:
-        return isinstance(value, Mapping) and all(_fits(inner[1], one) for one in value.values())
-    return isinstance(value, int | float if hint is float else hint)
+    return decoding.decode(kind, fields)

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kale_dist import wire
+from recorded import events_in
+
 from kale_dist.job.reader import LogReader
 from kale_dist.places.agent_client import AgentClient
 from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
-from kale_dist.wire import EventKind, JobFiles, LogLine, Order, Policy, StateName
+from kale_dist.wire import JobFiles, LogLine, Order, Policy, StateName
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.agent import processes
 from kale_dist.worker.rank.process_state import capture as capture_process
@@ -29,14 +30,14 @@ class RunningJob:
         self.order = order
         self.files = JobFiles(order.folder)
 
-    def events(self, kind: EventKind | None = None) -> list[dict[str, Any]]:
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         if not self.files.events.exists():
             return []
-        found = wire.decode_json_lines(self.files.events.read_bytes())
+        found = events_in(self.files.events.read_bytes())
         return [event for event in found if kind is None or event["event"] == kind]
 
     def state(self) -> dict[str, Any]:
-        states = self.events(EventKind.STATE)
+        states = self.events("state")
         return states[-1] if states else {"state": "pending"}
 
     def wait(self, timeout_s: float = 200.0) -> dict[str, Any]:
@@ -66,7 +67,7 @@ class RunningJob:
         )
 
     def pids(self) -> dict[int, int]:
-        return {event["rank"]: event["pid"] for event in self.events(EventKind.RANK) if event["pid"]}
+        return {event["rank"]: event["pid"] for event in self.events("rank") if event["pid"]}
 
 
 class Jobs:

@@ -15,12 +15,11 @@ from plain_jobs import speak_and_sleep
 import kale_dist as kd
 from kale_dist.job.status import JobStatus, ReplicaStatus, reduce_events
 from kale_dist.places.agent_client import cancel_message, send
-from kale_dist.wire import EventKind
 
 
 def told(job):
     """Attempts and states of a job, in their order."""
-    return [(event["attempt"], event["state"]) for event in job.events(EventKind.STATE)]
+    return [(event["attempt"], event["state"]) for event in job.events("state")]
 
 
 def lost_at_first(rank, how, times):
@@ -51,10 +50,10 @@ def test_a_lost_rank_starts_all_again(jobs, rank, how, times):
     again = [line.text for line in job.log() if line.rank is None and "started again" in line.text]
     assert [text.rpartition(": ")[2] for text in again] == [f"attempt {n + 2} of 3" for n in range(times)]
     assert all(text.startswith(f"Rank {rank} ") for text in again)
-    begun = [event for event in job.events(EventKind.STATE) if event["state"] == "starting"][-1]
+    begun = [event for event in job.events("state") if event["state"] == "starting"][-1]
     assert begun["reason"].startswith(f"Starting again, attempt {times + 1} of 3: Rank {rank} ")
     assert {line.attempt for line in job.log() if line.text.startswith("last words")} == set(range(times))
-    pids = [event["pid"] for event in job.events(EventKind.RANK) if event["pid"]]
+    pids = [event["pid"] for event in job.events("rank") if event["pid"]]
     assert len(set(pids)) == 2 * (times + 1)
     assert survivors(named(pids), 30) == []
 
@@ -141,7 +140,7 @@ def linger_when_lost():
 
 def test_a_cancel_between_two_attempts_holds(jobs):
     job = jobs.run(linger_when_lost, max_restarts=3)
-    job.until(lambda: any(event["exit_code"] == 3 for event in job.events(EventKind.RANK)))
+    job.until(lambda: any(event["exit_code"] == 3 for event in job.events("rank")))
     send(jobs.client.address, cancel_message(job.order.job, 0.1))
     state = job.wait()
     assert (state["state"], state["attempt"]) == ("cancelled", 0)
@@ -189,7 +188,7 @@ def test_ranks_of_all_pods_are_started_again(make):
         (1, "succeeded"),
     ]
     assert [job.outcome(rank, 1).value for rank in range(4)] == [(1, 4.0)] * 4
-    ends = {(event["attempt"], event["rank"]): event["state"] for event in job.events(EventKind.RANK)}
+    ends = {(event["attempt"], event["rank"]): event["state"] for event in job.events("rank")}
     assert {ends[1, rank] for rank in range(4)} == {"succeeded"}
     assert job.text().count("attempt 2 of 2") == 1
     assert job.pods[0].last_words["state"] == "succeeded"
@@ -222,7 +221,7 @@ def test_a_pod_that_is_made_again_takes_its_place_and_all_ranks_start_again(make
     job.until_running()
     job.pods[1].process.send_signal(how)
     assert job.pods[1].end() == (143 if how == signal.SIGTERM else -how)
-    waits = job.until(lambda: [event for event in job.events(EventKind.STATE) if "Waits" in event["reason"]])
+    waits = job.until(lambda: [event for event in job.events("state") if "Waits" in event["reason"]])
     assert waits[0]["state"] == "starting"
     assert waits[0]["reason"].startswith(
         "Waits for a pod: 1. Starting again, attempt 2 of 2: Pod 1 (ranks 2 and 3) is gone"
@@ -231,7 +230,7 @@ def test_a_pod_that_is_made_again_takes_its_place_and_all_ranks_start_again(make
     assert [job.pods[0].end(), job.pods[2].end()] == [0, 0], job.text()
     assert [job.outcome(rank, 1).value for rank in range(4)] == [(1, 4.0)] * 4
     assert told(job)[2:] == [(1, "starting"), (1, "starting"), (1, "running"), (1, "succeeded")]
-    again = job.events(EventKind.STATE)[3]
+    again = job.events("state")[3]
     assert again["reason"].startswith("Starting again, attempt 2 of 2: Pod 1 ")
 
 

@@ -15,6 +15,7 @@ import kale_dist as kd
 from kale_dist.job import view
 from kale_dist.job.handle import inside
 from kale_dist.wire import context
+from kale_dist.wire.events import Event
 from kale_dist.worker.agent import bottlenecks
 from kale_dist.worker.agent.bottlenecks import Bottlenecks, Spent
 
@@ -69,8 +70,8 @@ def named(job, monkeypatch):
             time.sleep(0.1)
         end = time.monotonic() + 16
         while time.monotonic() < end and not said:
-            for rank, progress in sent(job).items():
-                if (spent := Spent.of(progress)) is not None:
+            for rank, record in sent(job).items():
+                if (spent := Spent.of(Event.read(record).what)) is not None:
                     found.take(rank, spent)
             said = found.sentence()
             time.sleep(0.3)

@@ -12,7 +12,7 @@ from waiting import until
 
 import kale_dist as kd
 from kale_dist.job import interrupts
-from kale_dist.wire import Debugging, EventKind, Op, messages
+from kale_dist.wire import Debugging, Op, messages
 from kale_dist.wire.messages import Typed, Visit
 
 
@@ -24,7 +24,7 @@ class Debugger:
         self._seen = 0
 
     def prompts(self):
-        return [event for event in self._job.events(EventKind.DEBUG) if event["rank"] == self._rank]
+        return [event for event in self._job.events("debug") if event["rank"] == self._rank]
 
     def next(self):
         """The next event of the rank's debugger."""
@@ -202,8 +202,8 @@ def test_without_a_person_breakpoints_are_passed_over_at_once_with_one_line(jobs
     assert job.wait()["state"] == "succeeded"
     assert job.outcome().value == sum(range(1000))
     assert job.log_text().count("has passed over breakpoint()") == 1
-    assert [note["warns"] for note in job.events(EventKind.NOTE)] == [True]
-    assert job.events(EventKind.DEBUG) == []
+    assert [note["warns"] for note in job.events("note")] == [True]
+    assert job.events("debug") == []
 
 
 def test_where_no_person_comes_the_rank_goes_on_and_passes_over_those_that_follow(jobs):
@@ -211,7 +211,7 @@ def test_where_no_person_comes_the_rank_goes_on_and_passes_over_those_that_follo
     assert job.wait()["state"] == "succeeded"
     assert job.outcome(1).value == 3
     assert "go on from breakpoint(): nothing was typed for 0.5 s" in job.log_text()
-    assert len(job.events(EventKind.DEBUG)) == 4
+    assert len(job.events("debug")) == 4
 
 
 def test_a_person_who_has_come_is_waited_for(jobs, debug):

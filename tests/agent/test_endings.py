@@ -10,7 +10,7 @@ import pytest
 from agent_jobs import RunningJob, add_ranks, all_running, named, survivors
 
 from kale_dist.places.agent_client import cancel_message, send
-from kale_dist.wire import EventKind, JobFiles
+from kale_dist.wire import JobFiles
 
 
 def fail_on_one():
@@ -29,9 +29,9 @@ def test_an_exception_ends_the_others_and_is_the_cause(jobs):
     assert "ValueError: the seventh batch is empty" in state["reason"]
     assert isinstance(job.outcome(1).error, ValueError)
     assert "the seventh batch is empty" in job.log_text(rank=1)
-    outcome = next(event for event in job.events(EventKind.OUTCOME) if event["rank"] == 1)
+    outcome = next(event for event in job.events("outcome") if event["rank"] == 1)
     assert (outcome["ok"], outcome["error_type"]) == (False, "ValueError")
-    ends = {event["rank"]: event["state"] for event in job.events(EventKind.RANK)}
+    ends = {event["rank"]: event["state"] for event in job.events("rank")}
     assert ends == {0: "stopped", 1: "failed"}
     assert survivors(named(job.pids().values()), 0.1) == []
 
@@ -68,12 +68,12 @@ def leave_early_in_wait():
 @pytest.mark.parametrize("function", [leave_early, leave_early_in_backward, leave_early_in_wait])
 def test_a_rank_that_left_others_in_a_collective_is_reported_soon(jobs, function):
     job = jobs.run(function)
-    job.until(lambda: job.events(EventKind.OUTCOME))
+    job.until(lambda: job.events("outcome"))
     state = job.wait()
     assert (state["state"], state["cause"]) == ("failed", "left")
     assert state["reason"].startswith("Rank 0 ended while rank 1 waits for it in a collective")
     assert f"in {function.__name__}" in state["reason"]
-    waiting = job.events(EventKind.WAITING)[-1]
+    waiting = job.events("waiting")[-1]
     assert (waiting["waiting"], waiting["busy"]) == ([1], [])
 
 
@@ -110,7 +110,7 @@ def test_a_stall_shows_all_stacks_and_who_waits_then_fails(jobs):
     assert (state["state"], state["cause"]) == ("failed", "stalled")
     assert "stall_timeout_s" in state["reason"]
     assert re.search(r"Rank 1 is in \S+/test_endings.py:\d+ in hang_on_one, rank 0 waits for it\.", state["reason"])
-    waiting = job.events(EventKind.WAITING)[0]
+    waiting = job.events("waiting")[0]
     assert (waiting["waiting"], waiting["busy"]) == ([0], [1])
     log = job.log_text()
     assert "Rank 0:" in log
@@ -128,7 +128,7 @@ def test_progress_keeps_a_stall_away(jobs):
 
     job = jobs.run(slow, ranks=1, stall_warn_s=5.0, stall_timeout_s=6.0)
     assert job.wait()["state"] == "succeeded"
-    assert job.events(EventKind.WAITING) == []
+    assert job.events("waiting") == []
 
 
 @pytest.mark.nightly

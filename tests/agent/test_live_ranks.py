@@ -15,7 +15,7 @@ from own_files import own_files
 
 from kale_dist.snapshot import outcome
 from kale_dist.snapshot.capture import capture
-from kale_dist.wire import EventKind, Op, decode, messages
+from kale_dist.wire import Op, decode, messages
 from kale_dist.wire.messages import Answer, Cell, EndLive, Give, Interrupt, Load, Repair, Restart
 from kale_dist.worker.rank import live_rank
 
@@ -33,9 +33,7 @@ class Live:
         self.job.until(lambda: len(self.answers(0)) == ranks)
 
     def answers(self, number):
-        found = {
-            event["rank"]: answer_in(event) for event in self.job.events(EventKind.CELL) if event["number"] == number
-        }
+        found = {event["rank"]: answer_in(event) for event in self.job.events("cell") if event["number"] == number}
         return {rank: answer for rank, answer in found.items() if not answer.is_refused}
 
     def send(self, message, rank=-1):
@@ -248,7 +246,7 @@ def test_a_message_that_comes_twice_does_nothing(live):
     # Another notebook's message of a number that has passed is refused, and not passed over in silence.
     ranks.send(dataclasses.replace(cell, name="another"))
     assert ranks.values("runs") == ["1", "1"]
-    assert [e["name"] for e in ranks.job.events(EventKind.CELL) if e.get("is_refused")] == ["another"] * 2
+    assert [e["name"] for e in ranks.job.events("cell") if e.get("is_refused")] == ["another"] * 2
 
 
 def test_connections_of_the_users_own_are_not_cut(live):
@@ -298,7 +296,7 @@ def test_a_rank_that_dies_ends_the_job_and_a_restart_gives_new_processes(live, j
     pids = ranks.job.pids()
     for _ in range(2):
         ranks.send(Restart(attempt=0))
-    ranks.job.until(lambda: [e for e in ranks.job.events(EventKind.CELL) if e["attempt"] == 1 and e["number"] == 0][1:])
+    ranks.job.until(lambda: [e for e in ranks.job.events("cell") if e["attempt"] == 1 and e["number"] == 0][1:])
     assert not set(ranks.job.pids().values()) & set(pids.values())
     assert ranks.values("'before' in globals()") == ["False", "False"]
     assert {e["attempt"] for e in ranks.job.events()} == {0, 1}

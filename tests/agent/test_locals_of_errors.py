@@ -4,12 +4,12 @@ import json
 import pickle
 
 import pytest
+from recorded import events_in
 
 import kale_dist as kd
 from kale_dist.errors import JobFailedError
 from kale_dist.job import view
 from kale_dist.job.handle import inside
-from kale_dist.wire import EventKind, decode_json_lines
 
 
 def train(lr, token):
@@ -37,8 +37,8 @@ def failed(monkeypatch):
 
 
 def event(job):
-    found = decode_json_lines(inside(job).files.events.read_bytes())
-    return next(one for one in found if one["event"] == EventKind.OUTCOME)
+    found = events_in(inside(job).files.events.read_bytes())
+    return next(one for one in found if one["event"] == "outcome")
 
 
 def test_an_error_has_its_local_variables_in_its_text_its_attribute_the_log_and_folded_in_the_card(failed):

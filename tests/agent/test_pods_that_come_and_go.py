@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import kale_dist as kd
 from kale_dist import wire
-from kale_dist.wire import EventKind, FailureCause
+from kale_dist.wire import FailureCause
 from kale_dist.worker.training import loop
 from kale_dist.worker.training.settings import Training
 
@@ -100,7 +100,7 @@ def until_seen(job, attempt, batches=2):
 
 def sizes(job):
     """The world sizes of the attempts."""
-    return [sum(member["processes"] for member in event["members"]) for event in job.events(EventKind.ATTEMPT)]
+    return [sum(member["processes"] for member in event["members"]) for event in job.events("attempt")]
 
 
 def weights_of(job):
@@ -168,10 +168,10 @@ def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_ther
     pause.write_text("0")
     assert [job.pods[0].end(), job.pods[3].end()] == [0, 0], job.text()
     assert sizes(job) == [2, 3, 2, 3, 2]
-    members = [[member["agent"] for member in event["members"]] for event in job.events(EventKind.ATTEMPT)]
+    members = [[member["agent"] for member in event["members"]] for event in job.events("attempt")]
     assert members == [[0, 1], [0, 1, 2], [0, 2], [0, 1, 2], [0, 1]]
     # The two that only made it larger count as no restart.
-    assert [event["free"] for event in job.events(EventKind.STATE) if "free" in event] == [0, 1, 1, 2, 2]
+    assert [event["free"] for event in job.events("state") if "free" in event] == [0, 1, 1, 2, 2]
     assert "attempt 5 of 5" in job.text()
     assert torch.allclose(weights_of(job), undisturbed, rtol=0, atol=1e-6)
 
@@ -244,7 +244,7 @@ def test_a_head_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, un
     head.process.kill()
     assert relay.end() == wire.EXIT_LOST_HEAD
     assert [restart(job).end(), job.pods[-1].end()] == [0, 0], job.text()
-    assert any(event["epoch"] or event.get("batches") for event in job.events(EventKind.RESUMED))
+    assert any(event["epoch"] or event.get("batches") for event in job.events("resumed"))
     assert torch.equal(weights_of(job), undisturbed)
 
 
@@ -253,7 +253,7 @@ def test_a_head_that_was_lost_more_often_than_restarts_are_left_ends_its_pods_fo
     job, _ = train_with_store(make, tmp_path, max_restarts=1)
     head = job.start_all().pods[0]
     for lives in (1, 2):
-        job.until(lambda lives=lives: len(job.events(EventKind.ATTEMPT)) == lives)
+        job.until(lambda lives=lives: len(job.events("attempt")) == lives)
         head.process.kill()
         assert job.pods[-1].end() == wire.EXIT_LOST_HEAD
         head = restart(job)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from kale_dist import wire
-from kale_dist.wire import Attempt, BlockReader, EventKind, JobFiles, Order, Policy, Source, Stream, body_of, messages
+from kale_dist.wire import Attempt, BlockReader, JobFiles, Order, Policy, Source, Stream, body_of, messages
 from kale_dist.wire.messages import Done, Running
 from kale_dist.worker.agent import writer as writer_module
 from kale_dist.worker.agent.job_run import open_port
@@ -475,9 +475,9 @@ def test_a_rank_event_travels_as_it_is(tmp_path):
         played = await joined(head, 1)
         await until(lambda: head.relays.ready)
         head.spawn()
-        event = {"event": str(EventKind.METRICS), "rank": 1, "attempt": 0, "values": {"loss": 0.5}}
+        event = {"event": "metrics", "rank": 1, "attempt": 0, "values": [["loss", 0.5]]}
         played.channel.send(b"E", 1, wire.encode_json(event))
-        usage = {"event": str(EventKind.USAGE), "rank": 1, "memory_bytes": 5}
+        usage = {"event": "usage", "rank": 1, "memory_bytes": 5}
         played.channel.send(b"E", 1, wire.encode_json(usage))
         await until(lambda: head.writer.written.events)
         await head.close()

@@ -2,7 +2,7 @@
 
 from plain_jobs import be_steady
 
-from kale_dist.wire import EventBlock, EventKind, PodVariable, ProgressBlock
+from kale_dist.wire import EventBlock, PodVariable, ProgressBlock
 
 
 def test_usage_of_near_and_far_ranks_is_told(make_bare):
@@ -10,7 +10,7 @@ def test_usage_of_near_and_far_ranks_is_told(make_bare):
     job.start(0, **{PodVariable.NODE: "node-7"})
     job.start(1)
     assert job.end() == [0, 0]
-    told = [block.event for block in job.items(ProgressBlock) if block.event["event"] == EventKind.USAGE]
-    assert {(event["rank"], event["node"]) for event in told} == {(0, "node-7"), (1, None)}
+    told = [block.event for block in job.items(ProgressBlock) if block.event["event"] == "usage"]
+    assert {(event["rank"], event.get("node")) for event in told} == {(0, "node-7"), (1, None)}
     assert all(event["memory_bytes"] > 10 << 20 for event in told)
-    assert not [block for block in job.items(EventBlock) if block.event["event"] == EventKind.USAGE]
+    assert not [block for block in job.items(EventBlock) if block.event["event"] == "usage"]

@@ -14,7 +14,7 @@ from plain_jobs import fail_on_last, rank, speak_and_sleep
 from pod_jobs import WarmJob
 
 from kale_dist.errors import BackendError, SnapshotDamagedError
-from kale_dist.wire import EventKind, Policy
+from kale_dist.wire import Policy
 
 
 def leave_traces():
@@ -67,7 +67,7 @@ def held_by(pids):
 
 def until_idle(pods, jobs):
     """Wait until the pods have said that they are idle after so many jobs: what they write is read a moment later."""
-    pods.until(lambda: len(pods.events(EventKind.STATE)) == 1 + 2 * jobs)
+    pods.until(lambda: len(pods.events("state")) == 1 + 2 * jobs)
 
 
 def warm(make, ranks=2, **options):
@@ -104,7 +104,7 @@ def test_nothing_of_a_job_is_seen_by_the_next_one_in_the_same_pods(make):
     second.client.ack()
     until_idle(pods, 2)
     idle = "Waits for a call that fits"
-    assert [event["reason"] for event in pods.events(EventKind.STATE)] == [
+    assert [event["reason"] for event in pods.events("state")] == [
         idle, f"Runs {first.order.job}", idle, f"Runs {second.order.job}", idle
     ]  # fmt: skip
     assert not list(pathlib.Path("/dev/shm").glob(f"torch_{left[0][1]}_*"))
@@ -154,7 +154,7 @@ def test_an_order_that_is_sent_again_does_nothing_and_strangers_are_refused(make
     job.client.ack()
     assert head.offer(job.described(), b"") == {"missing": []}
     until_idle(pods, 1)
-    assert len([event for event in pods.events(EventKind.STATE) if not event.get("idle_s")]) == 1
+    assert len([event for event in pods.events("state") if not event.get("idle_s")]) == 1
     again = WarmJob(pods, rank, job_id="again")
     again.offer()
     end = again.follow()

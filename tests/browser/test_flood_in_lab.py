@@ -7,7 +7,7 @@ pytestmark = pytest.mark.nightly
 
 WORK = """
 import kale_dist as kd, time
-from kale_dist.wire import EventKind, RankStateName
+from kale_dist.wire import RankStateName
 from fake_backend import FakeBackend
 
 def flood(lines):
@@ -19,12 +19,12 @@ def flood(lines):
 
 def crowd(run):
     for rank in range(256):
-        run.event(EventKind.RANK, rank=rank, state=RankStateName.RUNNING)
+        run.event("rank", rank=rank, state=RankStateName.RUNNING)
     step = 0
     while not run.cancelled.is_set():
         step += 1
         for rank in range(256):
-            run.event(EventKind.PROGRESS, rank=rank, epoch=1, epochs=9, step=step, steps=10**6, samples_per_s=100.0)
+            run.event("progress", rank=rank, epoch=1, epochs=9, step=step, steps=10**6, samples_per_s=100.0)
         time.sleep(0.2)
 """
 

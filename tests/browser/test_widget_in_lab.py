@@ -38,20 +38,20 @@ def hostile():
 
 CLUSTER = """
 import dataclasses
-from kale_dist.wire import EventKind, RankStateName
+from kale_dist.wire import RankStateName
 from fake_backend import FakeBackend
 
 def on_gpus(run):
     pods = [dataclasses.replace(one, pod=f"pod-{one.rank}", node=f"gpu-node-{one.rank}") for one in run.status.replicas]
     run._status = dataclasses.replace(run.status, replicas=tuple(pods))
     for rank in range(4):
-        run.event(EventKind.RANK, rank=rank, state=RankStateName.RUNNING)
+        run.event("rank", rank=rank, state=RankStateName.RUNNING)
     percent = 0
     while not run.cancelled.wait(0.1):
         percent = (percent + 1) % 100
         for rank in range(4):
-            run.event(EventKind.PROGRESS, rank=rank, epoch=1, epochs=9, step=1, steps=10, samples_per_s=8000.0, loss=0.25)
-            run.event(EventKind.USAGE, rank=rank, memory_bytes=3 << 30, memory_limit_bytes=8 << 30, gpu_percent=percent,
+            run.event("progress", rank=rank, epoch=1, epochs=9, step=1, steps=10, samples_per_s=8000.0, loss=0.25)
+            run.event("usage", rank=rank, memory_bytes=3 << 30, memory_limit_bytes=8 << 30, gpu_percent=percent,
                       gpu_memory_bytes=61 << 30, gpu_memory_limit_bytes=80 << 30)
 
 def hoard():

@@ -11,7 +11,7 @@ from kale_dist.job import records
 from kale_dist.job.spec.job_spec import JobSpec, Topology
 from kale_dist.places.local import LocalBackend
 from kale_dist.snapshot.capture import capture
-from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName
+from kale_dist.wire import FailureCause, RankStateName, StateName
 from kale_dist.wire.blobs import FolderStore
 
 _numbers = itertools.count()
@@ -52,9 +52,9 @@ def fake_fail(run):
 
 def fake_exit(run):
     for attempt in range(run.spec.policy.max_restarts + 1):
-        run.event(EventKind.RANK, rank=1, state=RankStateName.FAILED, exit_code=3, attempt=attempt)
+        run.event("rank", rank=1, state=RankStateName.FAILED, exit_code=3, attempt=attempt)
     ended = {"state": StateName.FAILED, "reason": "Rank 1 ended with 3", "cause": FailureCause.DIED}
-    run.event(EventKind.STATE, **ended, attempt=attempt)
+    run.event("state", **ended, attempt=attempt)
 
 
 def fake_hang(run):

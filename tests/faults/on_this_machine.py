@@ -24,6 +24,7 @@ from fault_work import (
     waits,
     writes_cut_characters,
 )
+from recorded import events_in
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
@@ -31,7 +32,6 @@ import kale_dist as kd
 from kale_dist.errors import ImageError, JobNotFoundError, StoreError, WaitTimeoutError
 from kale_dist.image.registry import Registry
 from kale_dist.job import records
-from kale_dist.wire import EventKind, decode_json_lines
 from kale_dist.worker.training import checkpoint
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
@@ -216,8 +216,8 @@ def checkpoint_finds_no_room(scene):
     said = str(job.exception(scene.bound_s))
     assert str(files.checkpoint) in said
     assert "could not be written; its disk has" in said
-    events = decode_json_lines(files.events.read_bytes())
-    assert [one["step"] for one in events if one["event"] == EventKind.CHECKPOINT] == [4]
+    events = events_in(files.events.read_bytes())
+    assert [one["step"] for one in events if one["event"] == "checkpoint"] == [4]
     assert checkpoint.read(files.checkpoint).resume.steps == 4
     assert job.state_dict(partial=True).keys() == model.state_dict().keys()
     assert [one.name for one in files.folder.iterdir() if "checkpoint" in one.name] == ["checkpoint"]

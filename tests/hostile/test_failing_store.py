@@ -8,7 +8,7 @@ import pytest
 from plain_jobs import wait_for_file
 
 from kale_dist import wire
-from kale_dist.wire import EventKind, FailureCause
+from kale_dist.wire import FailureCause
 
 REACHED = b"epoch 99"
 
@@ -71,7 +71,7 @@ def test_a_checkpoint_is_kept_once_the_store_works_again(make_bare, store, tmp_p
     store.breaks()
     reach(head, job)
     job.until(lambda: "It is tried again as long as the job lasts" in job.text())
-    job.until(lambda: any(event.get("warns") for event in job.events(EventKind.NOTE)))
+    job.until(lambda: any(event.get("warns") for event in job.events("note")))
     store.works()
     job.until(lambda: kept(job, store, "checkpoint") == REACHED)
     (tmp_path / "go").touch()
@@ -112,9 +112,9 @@ def test_a_head_that_comes_back_waits_for_the_store_and_resumes(make_bare, store
     job = come_back(make_bare, store, tmp_path, returns_head=returns, max_restarts=2)
     head = job.start(0)
     job.until(lambda: "It is tried again for 10 minutes" in job.text())
-    assert len(job.events(EventKind.ATTEMPT)) == 1
+    assert len(job.events("attempt")) == 1
     store.works()
-    job.until(lambda: len(job.events(EventKind.ATTEMPT)) == 2)
+    job.until(lambda: len(job.events("attempt")) == 2)
     assert (head.folder / "work" / "job" / "checkpoint").read_bytes() == REACHED
     (tmp_path / "go").touch()
     assert head.end() == 0, job.text()
@@ -129,7 +129,7 @@ def test_a_head_that_cannot_read_the_store_for_long_begins_nothing_over_the_chec
     head = job.start(0, **hurried)
     # A controller makes the pod again whose exit code is that of SIGTERM.
     assert head.end() == (wire.EXIT_TERMINATED if returns else 1), job.text()
-    assert len(job.events(EventKind.ATTEMPT)) == 1
+    assert len(job.events("attempt")) == 1
     assert head.last_words["cause"] == (FailureCause.SUSPENDED if returns else FailureCause.NOT_STARTED)
     assert f"{store.folder}/jobs/{job.order.job}/checkpoint" in head.last_words["reason"]
     store.works()

@@ -62,7 +62,7 @@ files = records.create({name!r}, {key!r})
 records.write(records.Record(ref="local://{name}", name={name!r}, created=1.0, spec=spec, kernel_pid=0, detach=True))
 common = {{"time": 1.0, "attempt": 0, "rank": 0}}
 events = [{{**common, "event": "display", "data": {shown!r}}}, {{**common, "event": "display", "data": "no dict"}},
-          {{**common, "rank": None, "event": "state", "state": "succeeded", "reason": "", "cause": ""}}]
+          {{**common, "rank": None, "event": "state", "state": "succeeded", "reason": "", "cause": None}}]
 files.events.write_text("".join(json.dumps(event) + chr(10) for event in events))
 files.log.touch()
 print(kd.attach("local://{name}").wait().state)

@@ -251,7 +251,15 @@ def test_a_relay_outlives_1_000_answers_of_others_at_the_heads_address(monkeypat
 def test_a_notebooks_copy_outlives_9_000_blocks_of_others_in_a_pods_log(tmp_path):
     draw, files = random.Random(SEED), JobFiles(tmp_path)
     copy = HeadCopy(files, Life(), lambda: None, lambda: None)
-    state = {"event": "state", "state": "running", "attempt": 0, "time": 1.0, "rank": None, "cause": "", "next_line": 3}
+    state = {
+        "event": "state",
+        "state": "running",
+        "attempt": 0,
+        "time": 1.0,
+        "rank": None,
+        "cause": None,
+        "next_line": 3,
+    }
     for number in range(3_000):
         data = b"".join((
             wire.encode_lines(number, 1, 0, 0, wire.body_of(Stream.STDOUT, [b"a", b"b"]), 2),

@@ -13,7 +13,7 @@ from kale_dist.errors import JobFailedError
 from kale_dist.job.debugging import Prompts
 from kale_dist.job.live_job import Values
 from kale_dist.job.status import Breakpoint
-from kale_dist.wire import EventKind, FailureCause, StateName
+from kale_dist.wire import FailureCause, StateName
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b1A\u202esudo password: "
 COLOURED = "\x1b[31mred\x1b[0m"
@@ -33,10 +33,10 @@ def job(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
     def script(run):
-        run.event(EventKind.STATE, state=StateName.RUNNING)
+        run.event("state", state=StateName.RUNNING)
         run.line(0, f"{EVIL}{COLOURED}")
-        run.event(EventKind.NOTE, text=f"A note {EVIL}", warns=True)
-        run.event(EventKind.STATE, state=StateName.FAILED, cause=FailureCause.LOST, reason=f"The pod {EVIL} is gone")
+        run.event("note", text=f"A note {EVIL}", warns=True)
+        run.event("state", state=StateName.FAILED, cause=FailureCause.LOST, reason=f"The pod {EVIL} is gone")
 
     return kd.launch(nothing, number_of_processes=1, on=FakeBackend(script))
 

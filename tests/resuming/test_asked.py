@@ -6,13 +6,13 @@ import time
 
 import pytest
 import torch
+from recorded import events_in
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
 from kale_dist.cli import launch_command
 from kale_dist.job import records, view
-from kale_dist.wire import EventKind, decode_json_lines
 from kale_dist.worker.training import checkpoint
 
 LONG_S = 600
@@ -38,7 +38,7 @@ def start(nap_s=0.02, samples=80_000, **options):
 
 
 def events(job, kind):
-    return [one for one in decode_json_lines(records.files(job.name).events.read_bytes()) if one["event"] == kind]
+    return [one for one in events_in(records.files(job.name).events.read_bytes()) if one["event"] == kind]
 
 
 def wait_for_step(job, step):
@@ -68,7 +68,7 @@ def test_a_cancelled_training_writes_one_more_checkpoint(started):
     wait_for_step(job, 20)
     job.cancel()
     assert isinstance(job.exception(60), kd.KaleDistError)
-    (written,) = events(job, EventKind.CHECKPOINT)
+    (written,) = events(job, "checkpoint")
     assert written["asked"]
     assert written["batches"] >= 20
     found = checkpoint.read(records.files(job.name).checkpoint)
@@ -92,7 +92,7 @@ def test_a_command_that_is_interrupted_cancels_once_and_says_how_to_resume(start
     said = capsys.readouterr().err
     assert said.count("cancelled") == 1
     assert f"kale-dist retry --resume {job.ref}" in said
-    assert [one["asked"] for one in events(job, EventKind.CHECKPOINT)] == [True]
+    assert [one["asked"] for one in events(job, "checkpoint")] == [True]
 
 
 def test_wherever_the_end_of_a_cancelled_training_is_shown_it_says_how_to_resume(started):
@@ -108,7 +108,7 @@ def test_wherever_the_end_of_a_cancelled_training_is_shown_it_says_how_to_resume
 def test_so_does_one_that_reaches_its_time_limit(started):
     job = started(checkpoint_every="10 min", timeout_s=4)
     assert "timeout_s" in str(job.exception(60))
-    assert [one["asked"] for one in events(job, EventKind.CHECKPOINT)] == [True]
+    assert [one["asked"] for one in events(job, "checkpoint")] == [True]
 
 
 def test_a_hang_gets_no_time_for_a_save_that_it_cannot_make(started):
@@ -121,7 +121,7 @@ def test_a_hang_gets_no_time_for_a_save_that_it_cannot_make(started):
 def test_a_slow_training_keeps_its_time_for_a_save(started):
     job = started(nap_s=1.5, checkpoint_every="10 min", timeout_s=6)
     assert "more time" in str(job.exception(60))
-    assert [one["asked"] for one in events(job, EventKind.CHECKPOINT)] == [True]
+    assert [one["asked"] for one in events(job, "checkpoint")] == [True]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_others_are_ended_at_once(started, every, save):
     wait_for_step(job, 5)
     job.cancel(save=save)
     job.exception(60)
-    assert not events(job, EventKind.CHECKPOINT)
+    assert not events(job, "checkpoint")
     assert not records.files(job.name).checkpoint.exists()
 
 
@@ -144,13 +144,13 @@ def test_a_second_cancel_does_not_wait_for_the_checkpoint(started):
     began = time.monotonic()
     job.exception(60)
     assert time.monotonic() - began < 15
-    assert not events(job, EventKind.CHECKPOINT)
+    assert not events(job, "checkpoint")
 
 
 def test_every_so_many_steps(started):
     job = started(checkpoint_every="3 steps", nap_s=0.0, samples=160)
     job.result()
-    assert [one["step"] for one in events(job, EventKind.CHECKPOINT)] == [3, 6, 9, 10]
+    assert [one["step"] for one in events(job, "checkpoint")] == [3, 6, 9, 10]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])

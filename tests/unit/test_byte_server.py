@@ -19,15 +19,16 @@ from kale_dist.errors import StoreError
 from kale_dist.wire import (
     BlockReader,
     EventBlock,
-    EventKind,
     JobFiles,
     LineBlock,
     ProgressBlock,
+    StateName,
     Stream,
     body_of,
     messages,
 )
 from kale_dist.wire.blobs import FolderStore, digest_of
+from kale_dist.wire.events import JobState, Note
 from kale_dist.wire.messages import Typed
 from kale_dist.worker.agent.writer import JobWriter
 from kale_dist.worker.pod import byte_server, transfers
@@ -272,13 +273,13 @@ def test_a_stream_begins_where_the_reader_left_off_and_ends_with_the_job(place, 
     place.write(0, 150)
     place.run()
     place.write(150, 300)
-    place.agent.writer.event(EventKind.NOTE, text="first")
+    place.agent.writer.event(Note(text="first"))
     place.run()
     thread, found = place.stream(line, event=1)
     place.run(0.3)
     place.write(300, 450)
-    place.agent.writer.record({"event": "progress", "rank": 0, "step": 1})
-    place.agent.writer.event(EventKind.STATE, state="succeeded", reason="", cause="")
+    place.agent.writer.record({"event": "progress", "rank": 0, "step": 1}, None)
+    place.agent.writer.event(JobState(state=StateName.SUCCEEDED))
     place.close_writer()
     thread.join(20)
     assert numbers(found)[0] == min(line, 299)

@@ -17,7 +17,7 @@ from kale_dist.cli import main
 from kale_dist.errors import JobNotFoundError
 from kale_dist.job import records
 from kale_dist.job.backend import JobRef
-from kale_dist.wire import EventKind, StateName
+from kale_dist.wire import StateName
 
 
 def speak(count):
@@ -91,12 +91,12 @@ def elsewhere(job):
             b"".join(
                 wire.encode_json(
                     {
-                        "event": EventKind.STATE,
+                        "event": "state",
                         "time": 1.0 + second,
                         "attempt": 0,
                         "state": state,
                         "reason": "",
-                        "cause": "",
+                        "cause": None,
                     }
                 )
                 for second, state in enumerate(states)

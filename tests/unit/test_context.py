@@ -12,7 +12,8 @@ import torch
 
 from kale_dist import wire
 from kale_dist.errors import ConfigError
-from kale_dist.wire import EventKind, context
+from kale_dist.wire import context
+from kale_dist.wire.events import RankProgress
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def rank(monkeypatch, tmp_path):
 
 
 def progress(step, *, epoch=1, phase="train", steps=1000):
-    context.emit(EventKind.PROGRESS, phase=phase, epoch=epoch, epochs=2, step=step, steps=steps)
+    context.emit(RankProgress(phase=phase, epoch=epoch, epochs=2, step=step, steps=steps))
 
 
 def test_outside_a_job_all_is_harmless():
@@ -64,7 +65,7 @@ def test_numbers_of_all_kinds_are_reported(rank, value, expected):
     context.report(loss=value)
     (event,) = rank()
     assert event | {"time": 0} == {
-        "event": "metrics", "time": 0, "rank": 1, "attempt": 3, "values": {"loss": expected}, "source": "report",
+        "event": "metrics", "time": 0, "rank": 1, "attempt": 3, "values": [["loss", expected]],
     }  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def test_a_report_of_nothing_is_nothing(rank):
 def test_epoch_and_step_say_where_values_belong(rank):
     context.report(loss=1.0, epoch=2, step=7)
     (event,) = rank()
-    assert (event["epoch"], event["step"], event["values"]) == (2, 7, {"loss": 1.0})
+    assert (event["epoch"], event["step"], event["values"]) == (2, 7, [["loss", 1.0]])
 
 
 def test_progress_is_thinned_but_the_last_of_a_phase_arrives(rank):
@@ -108,7 +109,7 @@ def test_the_last_of_a_phase_of_unknown_length_arrives_before_the_next(rank):
     for step in range(1, 500):
         progress(step, steps=None)
     progress(1, phase="eval", steps=None)
-    found = [(event["phase"], event["step"]) for event in rank()]
+    found = [(event.get("phase", "train"), event["step"]) for event in rank()]
     assert found[-2:] == [("train", 499), ("eval", 1)]
 
 

@@ -8,6 +8,7 @@ from kale_dist.job import view
 from kale_dist.job.status import JobStatus, reduce_events
 from kale_dist.job.view import curves
 from kale_dist.wire import Moment, StateName
+from kale_dist.wire.events import Counters, Event, RankProgress, Usage
 from kale_dist.worker.agent.history import History
 from kale_dist.worker.agent.usage import EACH_S
 
@@ -15,15 +16,17 @@ GIB = 1 << 30
 
 
 def usage(memory=GIB, **changes):
-    return {"memory_bytes": memory, "gpu_percent": None, "gpu_memory_bytes": None, **changes}
+    return Usage(memory_bytes=memory, **changes)
 
 
 def progress(at=0.0, batches=0, data_s=0.0, exchange_s=0.0, **changes):
-    return {
-        "event": "progress", "time": at, "phase": "train", "epoch": 1, "step": batches, "steps": 900,
-        "batches": batches, "trained": 8 * batches, "data_s": data_s, "exchange_s": exchange_s, "checkpoint_s": 0.0,
-        "num_workers": 0, "meets": True, **changes,
-    }  # fmt: skip
+    counted = {"trained": 8 * batches, "meets": True, "num_workers": 0, "checkpoint_s": 0.0} | changes
+    counters = Counters(batches=batches, data_s=data_s, exchange_s=exchange_s, **counted)
+    return RankProgress(time=at, epoch=1, step=batches, steps=900, counters=counters)
+
+
+def values(moment):
+    return dict(moment.values)
 
 
 def begun(ranks=1):
@@ -60,14 +63,14 @@ def test_a_rank_has_at_most_600_moments_however_long_its_job_is(ranks, seconds, 
 def test_a_moment_has_the_most_memory_and_means_of_all_looks_since_the_one_before():
     history = begun()
     history.take_usage(0, usage(memory=GIB, gpu_percent=0, gpu_memory_bytes=2 * GIB))
-    assert history.moment(0.0) == {"memory_gib": (1.0,), "gpu_percent": (0.0,), "gpu_memory_gib": (2.0,)}
+    assert values(history.moment(0.0)) == {"memory_gib": (1.0,), "gpu_percent": (0.0,), "gpu_memory_gib": (2.0,)}
     history.take_usage(0, usage(memory=3 * GIB, gpu_percent=100, gpu_memory_bytes=GIB))
     assert history.moment(1.0) is None
     history.take_usage(0, usage(memory=2 * GIB, gpu_percent=51, gpu_memory_bytes=GIB))
     history.take_progress(0, progress(at=100.0, batches=10, data_s=1.0, exchange_s=5.0))
-    assert history.moment(2.0) == {"memory_gib": (3.0,), "gpu_percent": (75.5,), "gpu_memory_gib": (1.0,)}
+    assert values(history.moment(2.0)) == {"memory_gib": (3.0,), "gpu_percent": (75.5,), "gpu_memory_gib": (1.0,)}
     history.take_progress(0, progress(at=104.0, batches=30, data_s=2.0, exchange_s=7.0))
-    assert history.moment(4.0) == {
+    assert values(history.moment(4.0)) == {
         "memory_gib": (2.0,), "gpu_percent": (51.0,), "gpu_memory_gib": (1.0,), "data_percent": (25.0,),
         "exchange_percent": (50.0,), "samples_per_s": (40.0,),
     }  # fmt: skip
@@ -80,7 +83,7 @@ def test_an_unknown_exchange_and_batches_that_another_rank_reads_are_left_out():
             history.take_usage(rank, usage())
             history.take_progress(rank, progress(at, batches, exchange_s=None, trained=samples))
         moment = history.moment(at)
-    assert moment == {
+    assert values(moment) == {
         "memory_gib": (1.0, 1.0),
         "data_percent": (0.0, 0.0),
         "samples_per_s": (16.0, None),
@@ -98,20 +101,20 @@ def test_an_attempt_with_other_ranks_counts_from_its_own_beginning():
     for rank in (0, 1):
         history.take_usage(rank, usage())
         history.take_progress(rank, progress(at=1010.0, batches=1))
-    assert history.moment(12.0) == {"memory_gib": (1.0, 1.0)}
+    assert values(history.moment(12.0)) == {"memory_gib": (1.0, 1.0)}
     for rank in (0, 1):
         history.take_progress(rank, progress(at=1014.0, batches=9, data_s=1.0))
-    assert history.moment(14.0)["data_percent"] == (25.0, 25.0)
+    assert values(history.moment(14.0))["data_percent"] == (25.0, 25.0)
 
 
 def test_a_job_that_is_over_before_the_second_moment_has_its_shares_too():
     history = begun()
     history.take_usage(0, usage())
     history.take_progress(0, progress(at=0.0, batches=1))
-    assert "data_percent" not in history.moment(0.0)
+    assert "data_percent" not in values(history.moment(0.0))
     history.take_progress(0, progress(at=1.0, batches=11, data_s=0.5))
     assert history.moment(1.0) is None
-    last = history.moment(1.0, is_last=True)
+    last = values(history.moment(1.0, is_last=True))
     assert (last["data_percent"], last["samples_per_s"]) == ((50.0,), (80.0,))
 
 
@@ -121,10 +124,15 @@ def test_a_job_that_is_over_before_the_second_moment_has_its_shares_too():
 )
 def test_odd_progress_of_a_rank_stops_nothing(name, odd):
     history = begun()
-    history.take_usage(0, usage(gpu_percent=odd, gpu_memory_bytes=odd))
+    history.take_usage(0, usage())
     history.take_progress(0, progress(at=0.0))
-    history.take_progress(0, progress(at=1.0, batches=3) | {name: odd})
-    assert history.moment(2.0)["memory_gib"] == (1.0,)
+    record = Event(progress(at=1.0, batches=3), 1.0).record()
+    record = record | {name: odd} if name == "time" else record | {"counters": record["counters"] | {name: odd}}
+    if (event := Event.read(json.loads(json.dumps(record)))) is not None:
+        history.take_progress(0, event.what)
+    if (event := Event.read(Event(usage()).record() | {"gpu_percent": odd, "gpu_memory_bytes": odd})) is not None:
+        history.take_usage(0, event.what)
+    assert values(history.moment(2.0))["memory_gib"] == (1.0,)
     assert history.bottleneck() == ""
 
 
@@ -135,18 +143,17 @@ def test_a_lost_rank_has_no_values_any_more():
             history.take_usage(rank, usage())
             history.take_progress(rank, progress(at, batches=round(at)))
         moment = history.moment(at)
-    assert moment["memory_gib"] == (1.0, 1.0)
+    assert values(moment)["memory_gib"] == (1.0, 1.0)
     history.forget(1)
     history.take_progress(0, progress(4.0, batches=4))
-    moment = history.moment(4.0)
+    moment = values(history.moment(4.0))
     assert (moment["memory_gib"], moment["samples_per_s"]) == ((1.0, None), (8.0, None))
 
 
 def events(moments=3, ranks=2, **values):
     each = {"memory_gib": 0.5, "data_percent": 12.5, **values}
     return [
-        {"event": "history", "time": 60.0 * index, "rank": None, "attempt": 0}
-        | {name: [value] * ranks for name, value in each.items()}
+        Event(Moment(values=tuple((name, (value,) * ranks) for name, value in each.items())), 60.0 * index).record()
         for index in range(moments)
     ]
 
@@ -166,7 +173,9 @@ def test_the_status_has_the_moments_and_a_row_of_each_rank():
     assert dict(rows[-1].values) == {"data_percent": 12.5}
 
 
-@pytest.mark.parametrize("broken", [{"time": None}, {"memory_gib": 3}, {"memory_gib": ["x"]}])
+@pytest.mark.parametrize(
+    "broken", [{"time": "x"}, {"values": 3}, {"values": [["memory_gib", 3]]}, {"values": [["memory_gib", ["x"]]]}]
+)
 def test_a_damaged_moment_is_passed_over(broken):
     assert reduce_events(JobStatus(ref="local://x"), [{**events(1)[0], **broken}]).history == ()
 

@@ -24,7 +24,7 @@ from kale_dist.errors import (
     WaitTimeoutError,
 )
 from kale_dist.job.handle import inside
-from kale_dist.wire import EventKind, FailureCause, StateName
+from kale_dist.wire import FailureCause, StateName
 from kale_dist.worker.training.result import TrainingResult
 
 
@@ -52,7 +52,7 @@ def failing(run):
 
 
 def ending(state, cause, reason="it is so"):
-    return lambda run: run.event(EventKind.STATE, state=state, cause=cause, reason=reason)
+    return lambda run: run.event("state", state=state, cause=cause, reason=reason)
 
 
 def until_cancelled(run):
@@ -150,8 +150,8 @@ def test_metrics_are_rows_for_a_table():
     pandas = pytest.importorskip("pandas")
 
     def script(run):
-        run.event(EventKind.METRICS, rank=1, values={"loss": 0.5}, step=3, source="report")
-        run.event(EventKind.METRICS, rank=None, values={"loss": 0.25, "accuracy": 1}, epoch=1, source="train")
+        run.event("metrics", rank=1, values=[["loss", 0.5]], step=3, source="report")
+        run.event("metrics", rank=None, values=[["loss", 0.25], ["accuracy", 1]], epoch=1, source="train")
 
     job = start(script)
     job.wait()
@@ -164,11 +164,11 @@ def test_metrics_are_rows_for_a_table():
 def test_what_is_measured_of_an_epoch_is_in_its_row_of_the_training():
     def script(run):
         for epoch in (1, 2):
-            run.event(EventKind.METRICS, rank=None, values={"bytes_sent": 8 * epoch}, epoch=epoch, source="strategy")
-            run.event(EventKind.METRICS, rank=None, values={"lr": 0.5}, epoch=epoch, source="pace")
+            run.event("metrics", rank=None, values=[["bytes_sent", 8 * epoch]], epoch=epoch, source="strategy")
+            run.event("metrics", rank=None, values=[["lr", 0.5]], epoch=epoch, source="pace")
             if epoch == 1:
-                run.event(EventKind.METRICS, rank=None, values={"loss": 0.25}, epoch=epoch, source="train")
-            run.event(EventKind.METRICS, rank=None, values={"loss": 0.75}, epoch=epoch, source="eval")
+                run.event("metrics", rank=None, values=[["loss", 0.25]], epoch=epoch, source="train")
+            run.event("metrics", rank=None, values=[["loss", 0.75]], epoch=epoch, source="eval")
 
     job = start(script)
     job.wait()
@@ -267,10 +267,10 @@ def test_streamed_logs_show_the_metrics_of_each_epoch(capsys):
     def script(run):
         for epoch in (1, 2):
             run.line(0, f"in epoch {epoch}")
-            values = {"loss": 1 / epoch, "accuracy": 0.5}
-            run.event(EventKind.METRICS, rank=None, epoch=epoch, source="pace", values={"lr": 0.1})
-            run.event(EventKind.METRICS, rank=None, epoch=epoch, source="train", values=values)
-        run.event(EventKind.METRICS, rank=None, epoch=2, source="averaged", values={"loss": 0.25})
+            values = [["loss", 1 / epoch], ["accuracy", 0.5]]
+            run.event("metrics", rank=None, epoch=epoch, source="pace", values=[["lr", 0.1]])
+            run.event("metrics", rank=None, epoch=epoch, source="train", values=values)
+        run.event("metrics", rank=None, epoch=2, source="averaged", values=[["loss", 0.25]])
 
     start(script).stream_logs()
     lines = capsys.readouterr().out.splitlines()
@@ -325,7 +325,7 @@ def test_a_restart_is_told_from_a_start():
     go = threading.Event()
 
     def script(run):
-        run.event(EventKind.STATE, state="starting", attempt=1)
+        run.event("state", state="starting", attempt=1)
         go.wait(30)
 
     job = start(script)
@@ -370,9 +370,9 @@ REASONS = (
 
 def waits_first(run):
     for reason in REASONS:
-        run.event(EventKind.STATE, state=StateName.PENDING, reason=reason)
+        run.event("state", state=StateName.PENDING, reason=reason)
         time.sleep(0.5)
-    run.event(EventKind.STATE, state=StateName.RUNNING)
+    run.event("state", state=StateName.RUNNING)
     run.line(0, "works")
     run.returns(0, None)
 
@@ -412,9 +412,9 @@ def test_a_reason_that_a_widget_shows_is_not_printed(capsys):
 
 
 def warns(run):
-    run.event(EventKind.STATE, state=StateName.RUNNING)
-    run.event(EventKind.NOTE, text="train: 100 samples")
-    run.event(EventKind.NOTE, text="The loss is nan", warns=True)
+    run.event("state", state=StateName.RUNNING)
+    run.event("note", text="train: 100 samples")
+    run.event("note", text="The loss is nan", warns=True)
     run.line(0, "The loss is nan")
     run.returns(0, 7)
 

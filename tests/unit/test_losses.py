@@ -3,6 +3,8 @@
 import pytest
 
 from kale_dist.job.status import JobStatus, reduce_events
+from kale_dist.wire import BatchLoss
+from kale_dist.wire.events import RankProgress
 from kale_dist.worker.agent import losses
 
 
@@ -15,47 +17,38 @@ def clock(monkeypatch):
 
 
 def progress(rank=0, step=2, loss=1.0, **changes):
-    return {
-        "event": "progress",
-        "rank": rank,
-        "phase": "train",
-        "epoch": 1,
-        "step": step,
-        "steps": 9,
-        "loss": loss,
-        **changes,
-    }
+    return rank, RankProgress(**{"epoch": 1, "step": step, "steps": 9, "loss": loss, **changes})
 
 
 def test_the_mean_over_the_ranks_is_told_once_for_all_of_them(clock):
     found = losses.Losses()
-    assert found.take(progress(rank=0, loss=1.0))["loss"] == 1.0
-    assert found.take(progress(rank=1, loss=3.0)) is None
-    assert found.take(progress(rank=0, step=3, loss=2.0)) == {"epoch": 1, "step": 3, "steps": 9, "loss": 2.5}
+    assert found.take(*progress(rank=0, loss=1.0)).loss == 1.0
+    assert found.take(*progress(rank=1, loss=3.0)) is None
+    assert found.take(*progress(rank=0, step=3, loss=2.0)) == BatchLoss(epoch=1, step=3, steps=9, loss=2.5)
 
 
-@pytest.mark.parametrize("changes", [{"phase": "eval"}, {"step": 1}, {"loss": None}, {"epoch": 0}, {"rank": None}])
+@pytest.mark.parametrize("changes", [{"phase": "eval"}, {"step": 1}, {"loss": None}, {"epoch": 0}])
 def test_what_is_no_training_loss_is_passed_over(clock, changes):
-    assert losses.Losses().take(progress(**changes)) is None
+    assert losses.Losses().take(*progress(**changes)) is None
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), 1e308])
 def test_odd_losses_stop_nothing(clock, odd):
     found = losses.Losses()
-    found.take(progress(rank=1, loss=-odd))
-    assert found.take(progress(rank=0, loss=odd)) is not None
+    found.take(*progress(rank=1, loss=-odd))
+    assert found.take(*progress(rank=0, loss=odd)) is not None
 
 
 def test_a_rank_without_a_loss_does_not_hold_up_the_others(clock):
     found = losses.Losses()
-    assert found.take(progress(rank=0, loss=None)) is None
-    assert found.take(progress(rank=3, loss=0.5))["loss"] == 0.5
+    assert found.take(*progress(rank=0, loss=None)) is None
+    assert found.take(*progress(rank=3, loss=0.5)).loss == 0.5
 
 
 def test_a_training_of_a_week_has_some_thousand_values(clock):
     found, told, week = losses.Losses(), 0, 7 * 86_400
     while clock[0] < week:
-        told += found.take(progress()) is not None
+        told += found.take(*progress()) is not None
         # Ranks would send ten a second; later most of them are known to be too early.
         clock[0] += max(losses.SOONEST_S, (clock[0] - 100) / losses.SHARE / 4)
     assert 1000 < told < 4000
@@ -71,7 +64,7 @@ def test_the_status_forgets_batches_that_are_trained_again():
     resumed = reduce_events(status, [{"event": "resumed", "attempt": 1, "epoch": 1, "batches": 2}])
     assert [(one.epoch, one.step) for one in resumed.losses] == [(1, 2), (1, 4), (2, 2)]
     whole = {
-        "event": "loss",
+        "event": "losses",
         "attempt": 1,
         "epoch": 2,
         "steps": 4,

@@ -9,7 +9,7 @@ import pytest
 from kale_dist.wire import messages
 from kale_dist.wire.messages import (
     Answer,
-    AtPrompt,
+    Breakpoint,
     Cell,
     CellFailed,
     Done,
@@ -35,7 +35,7 @@ ALL = (
     Load(number=4, name="y", snapshot="00"), Repair(number=5, name="z", repair=1), Give(number=6, name="a", expression="k"),
     Interrupt(number=3, attempt=0), CellFailed(number=3), EndLive(), Received(), Running(), Done(),
     Done(ok=False, error_type="ValueError", error_text="bad", is_not_started=True, exchanges=(1, 2)),
-    AtPrompt(prompt="", where="a.py:1 in f", text="(Pdb) ", typed="n"), PassedOver(where="a.py:1"), Answer(idle_s=1.5),
+    Breakpoint(prompt="", where="a.py:1 in f", text="(Pdb) ", typed="n"), PassedOver(where="a.py:1"), Answer(idle_s=1.5),
     Answer(number=1, name="x", ok=False, value={"text/plain": "1"}, names=("k",), counts={"gloo": 2}, is_cut=True),
 )  # fmt: skip
 

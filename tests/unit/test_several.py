@@ -15,7 +15,7 @@ from kale_dist.job import call_arguments
 from kale_dist.job.handle import inside
 from kale_dist.job.several import Jobs
 from kale_dist.job.view import tables
-from kale_dist.wire import EventKind, StateName
+from kale_dist.wire import StateName
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +25,11 @@ def own_state(tmp_path, monkeypatch):
 
 def trains(loss):
     def script(run):
-        run.event(EventKind.STATE, state=StateName.RUNNING)
+        run.event("state", state=StateName.RUNNING)
         for epoch in (1, 2):
             for source in ("train", "eval"):
                 values = {"loss": loss / epoch}
-                run.event(EventKind.METRICS, rank=None, values=values, epoch=epoch, source=source)
+                run.event("metrics", rank=None, values=values, epoch=epoch, source=source)
         run.returns(0, None)
 
     return script

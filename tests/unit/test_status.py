@@ -16,7 +16,7 @@ def status_of(*events, ranks=2):
 
 def test_a_job_runs_from_pending_to_success():
     running = status_of(
-        {"event": "state", "state": "starting", "reason": "", "cause": ""},
+        {"event": "state", "state": "starting", "reason": "", "cause": None},
         {"event": "rank", "rank": 1, "state": "running", "pid": 42},
         {"event": "state", "state": "running", "time": 7.0},
     )
@@ -80,8 +80,8 @@ def test_progress_and_what_is_known_of_it():
 
 def test_metrics_become_rows_in_order():
     status = status_of(
-        {"event": "metrics", "rank": 1, "values": {"loss": 1}, "source": "report"},
-        {"event": "metrics", "values": {"loss": math.nan, "acc": math.inf}, "epoch": 1, "source": "train"},
+        {"event": "metrics", "rank": 1, "values": [["loss", 1]], "source": "report"},
+        {"event": "metrics", "values": [["loss", math.nan], ["acc", math.inf]], "epoch": 1, "source": "train"},
     )
     assert [(row.rank, row.epoch, row.source) for row in status.metrics] == [(1, None, "report"), (None, 1, "train")]
     assert status.metrics[0].values == (("loss", 1.0),)
@@ -107,7 +107,7 @@ def test_a_loss_that_is_nan_at_the_same_place_in_two_attempts_is_nan_in_both():
 def test_a_loss_that_no_step_returns_is_judged_by_its_last_batches(last, is_nan):
     losses = [{"event": "loss", "epoch": 1, "step": step, "loss": loss} for step, loss in ((1, 0.9), (8, last))]
     note = {"event": "note", "rank": 0, "text": "nan", "nan": [1, 2]}
-    status = status_of(*losses, note, {"event": "metrics", "values": {"mse": 0.4}, "epoch": 1, "source": "train"})
+    status = status_of(*losses, note, {"event": "metrics", "values": [["mse", 0.4]], "epoch": 1, "source": "train"})
     assert status.is_nan == is_nan
 
 
@@ -119,7 +119,7 @@ def test_who_waits_in_a_collective():
 def test_a_new_attempt_sets_the_ranks_back_and_old_events_are_passed_over():
     status = status_of(
         {"event": "rank", "rank": 0, "state": "failed"},
-        {"event": "metrics", "rank": 0, "values": {"loss": 1.0}},
+        {"event": "metrics", "rank": 0, "values": [["loss", 1.0]]},
         {"event": "rank", "rank": 1, "state": "running", "attempt": 1},
         {"event": "rank", "rank": 1, "state": "failed", "attempt": 0},
     )
@@ -156,7 +156,7 @@ def test_each_attempt_says_which_ranks_there_are_and_who_runs_them():
         {"event": "rank", "rank": 30_000_000, "state": "running"},
         {"event": "progress", "rank": 0, "epoch": "x"},
         {"event": "usage", "rank": 0, "memory_bytes": math.inf},
-        {"event": "metrics", "rank": 0, "values": {"loss": "x"}},
+        {"event": "metrics", "rank": 0, "values": [["loss", "x"]]},
         {"event": "metrics", "rank": 0, "values": [1]},
         {"event": "waiting", "waiting": 5},
     ],
@@ -168,7 +168,7 @@ def test_what_is_no_event_of_this_job_changes_nothing_and_hides_nothing(event):
 
 
 def test_many_reports_are_reduced_in_little_time():
-    event = json.loads('{"event":"metrics","rank":0,"attempt":0,"time":1.0,"values":{"loss":0.5}}')
+    event = json.loads('{"event":"metrics","rank":0,"attempt":0,"time":1.0,"values":[["loss", 0.5]]}')
     start = time.process_time()
     assert len(reduce_events(status_of(), [event] * 100_000).metrics) == 100_000
     assert time.process_time() - start < 20
@@ -182,7 +182,7 @@ def test_a_status_is_one_line():
 
 def test_epochs_that_are_trained_once_more_count_once():
     def row(source, epoch, attempt):
-        return {"event": "metrics", "source": source, "epoch": epoch, "values": {"loss": epoch}, "attempt": attempt}
+        return {"event": "metrics", "source": source, "epoch": epoch, "values": [["loss", epoch]], "attempt": attempt}
 
     status = status_of(
         *(row("train", epoch, 0) for epoch in (1, 2, 3)),
@@ -203,6 +203,6 @@ def test_epochs_that_are_trained_once_more_count_once():
 
 @pytest.mark.parametrize("epoch", [None, "x", [], {}])
 def test_a_damaged_resumption_changes_no_metrics(epoch):
-    row = {"event": "metrics", "source": "train", "epoch": 1, "values": {"loss": 1.0}}
+    row = {"event": "metrics", "source": "train", "epoch": 1, "values": [["loss", 1.0]]}
     status = status_of(row, {"event": "resumed", "epoch": epoch})
     assert len(status.metrics) == 1

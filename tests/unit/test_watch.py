@@ -10,7 +10,7 @@ from kale_dist.errors import JobNotFoundError, WaitTimeoutError
 from kale_dist.job import job_watch
 from kale_dist.job.job_watch import Watcher, watcher
 from kale_dist.job.spec.job_spec import JobSpec, Topology
-from kale_dist.wire import EventKind, StateName
+from kale_dist.wire import StateName
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_a_subscriber_sees_the_present_and_then_every_change_up_to_the_end():
 
     def script(run):
         go.wait(30)
-        run.event(EventKind.NOTE, text="one")
+        run.event("note", text="one")
 
     backend = FakeBackend(script)
     ref = submit(backend)

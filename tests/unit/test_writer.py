@@ -13,7 +13,18 @@ import time
 import pytest
 
 from kale_dist.job.reader import LogReader
-from kale_dist.wire import BlockReader, EventKind, Foreign, JobFiles, LineBlock, Stream, body_of
+from kale_dist.wire import (
+    BlockReader,
+    FailureCause,
+    Foreign,
+    JobFiles,
+    LineBlock,
+    Moment,
+    StateName,
+    Stream,
+    body_of,
+)
+from kale_dist.wire.events import JobState, Note
 from kale_dist.worker.agent import writer as writer_module
 from kale_dist.worker.agent.writer import JobWriter, StdoutCopy, open_to_append
 
@@ -91,15 +102,15 @@ def test_numbers_have_no_gaps_over_ranks(folder):
 
 def test_the_last_event_knows_how_many_lines_there_were(folder):
     folder.put(0, b"a", b"b", b"c")
-    folder.writer.event(EventKind.STATE, state="succeeded", reason="", cause="")
+    folder.writer.event(JobState(state=StateName.SUCCEEDED))
     folder.close()
     assert folder.events()[-1]["next_line"] == 3
 
 
 def test_progress_is_kept_by_rank_and_is_there_before_the_last_event(folder):
     for step in range(100):
-        folder.writer.record({"event": "progress", "rank": step % 2, "step": step})
-    folder.writer.event(EventKind.STATE, state="succeeded", reason="", cause="")
+        folder.writer.record({"event": "progress", "rank": step % 2, "step": step}, None)
+    folder.writer.event(JobState(state=StateName.SUCCEEDED))
     folder.close()
     kept = json.loads(folder.files.progress.read_bytes())
     assert {name: event["step"] for name, event in kept.items()} == {"0": 98, "1": 99}
@@ -112,7 +123,7 @@ def test_a_full_disk_costs_neither_a_line_nor_an_event(folder, full_disk):
     full_disk(folder.files.log.stat().st_size + 20)
     folder.put(0, *(b"waits %d" % number for number in range(5000)))
     for number in range(2000):
-        folder.writer.event(EventKind.NOTE, text=f"{number} " + "x" * 100)
+        folder.writer.event(Note(text=f"{number} " + "x" * 100))
     folder.run(0.2)
     full_disk(None)
     folder.run(1.2)
@@ -186,7 +197,7 @@ def test_a_disk_that_hangs_leaves_no_room_and_says_so_past_itself(tmp_path, hang
     # Nothing was left out, and the log says that the ranks had to wait.
     assert len(folder.texts()) == count + 2
     assert folder.records()[-1].rank is None
-    assert json.loads(folder.files.progress.read_bytes())["disk"]["problem"] == ""
+    assert json.loads(folder.files.progress.read_bytes())["disk"].get("problem", "") == ""
     os.close(reader)
     os.close(stdout)
 
@@ -194,10 +205,10 @@ def test_a_disk_that_hangs_leaves_no_room_and_says_so_past_itself(tmp_path, hang
 def test_events_that_a_full_disk_keeps_waiting_stay_with_their_ranks(folder, full_disk, monkeypatch):
     monkeypatch.setattr(writer_module, "QUEUED_EVENTS", 2)
     full_disk(10)
-    folder.writer.event(EventKind.NOTE, text="x" * 2000)
+    folder.writer.event(Note(text="x" * 2000))
     folder.run(0.2)
     for _ in range(2):
-        folder.writer.event(EventKind.NOTE, text="waits")
+        folder.writer.event(Note(text="waits"))
     assert not folder.writer.has_room
     full_disk(None)
     folder.run(1.2)
@@ -252,7 +263,7 @@ def test_stdout_has_all_of_a_quiet_job_and_always_what_matters(tmp_path):
     folder.put(0, b"x" * 5000)
     folder.run()
     folder.writer.log("the agent's own line")
-    folder.writer.event(EventKind.STATE, state="failed", reason="x" * 2000, cause="error")
+    folder.writer.event(JobState(state=StateName.FAILED, reason="x" * 2000, cause=FailureCause.ERROR))
     folder.close()
     time.sleep(0.2)
     blocks = list(BlockReader().feed(os.read(reader, 1 << 20)))
@@ -278,8 +289,8 @@ def test_a_reader_of_stdout_that_sleeps_holds_nothing_up(tmp_path):
 def test_a_history_is_in_the_folder_and_leaves_only_its_name_on_stdout(tmp_path):
     reader, writer = os.pipe()
     folder = Folder(tmp_path, stdout=StdoutCopy(writer))
-    folder.writer.event(EventKind.HISTORY, memory_gib=[1.0] * 1000)
-    folder.writer.event(EventKind.NOTE, text="a note")
+    folder.writer.event(Moment(values=(("memory_gib", (1.0,) * 1000),)))
+    folder.writer.event(Note(text="a note"))
     folder.close()
     time.sleep(0.2)
     history, note = BlockReader().feed(os.read(reader, 1 << 20))

@@ -9,8 +9,9 @@ import statistics
 import time
 from collections.abc import Callable, Container, Sequence
 
-from kale_dist.job.status import JobStatus, RankProgress, ReplicaStatus, values_of
+from kale_dist.job.status import JobStatus, ReplicaStatus, values_of
 from kale_dist.wire import LogLine, RankStateName, StateName, visible
+from kale_dist.wire.events import RankProgress
 
 MAX_LINE_CHARACTERS = 600
 """Pictures cut longer lines of the log; the log itself has them whole."""

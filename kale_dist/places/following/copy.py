@@ -26,20 +26,9 @@ from kale_dist.job.backend import NoConnectionError, Place, PlacedJob
 from kale_dist.job.reader import LogReader
 from kale_dist.job.records import Life
 from kale_dist.places.following.head_client import HeadClient
-from kale_dist.wire import (
-    Block,
-    BlockReader,
-    EventBlock,
-    EventKind,
-    JobFiles,
-    LineBlock,
-    OutcomePart,
-    ProgressBlock,
-    StateName,
-    Stream,
-    Verdict,
-)
+from kale_dist.wire import Block, BlockReader, EventBlock, JobFiles, LineBlock, OutcomePart, ProgressBlock, Verdict
 from kale_dist.wire.blobs import fresh
+from kale_dist.wire.events import Event, JobState, Note, RankState
 
 SILENCE_S = 45.0
 """A connection without a byte for so long is opened again: a tunnel that died while a laptop slept reports no error. The head
@@ -169,8 +158,7 @@ class HeadCopy:
         """
         held = self._held if events is None else [wire.encode_json(event) for event in events]
         if note:
-            common = {"time": time.time(), "attempt": self.last_attempt, "rank": None}
-            held.append(wire.encode_json({**common, "event": EventKind.NOTE, "text": note}))
+            held.append(wire.encode_json(Event(Note(text=note), attempt=self.last_attempt).record()))
         self._held = []
         self.flush()
         with _writable(self._files):
@@ -225,7 +213,7 @@ class HeadCopy:
         self.next_line = following
 
     def _append_own(self, line: bytes) -> None:
-        body = wire.body_of(Stream.AGENT, [line])
+        body = wire.body_of(wire.Stream.AGENT, [line])
         self._log_lines.append(wire.encode_lines(None, int(time.time() * 1000), self.last_attempt, None, body, 1))
 
     # -- events, progress, outcomes -----------------------------------------------------------------------------------
@@ -247,8 +235,7 @@ class HeadCopy:
         data = b"\n" * count + wire.encode_json(event)
         self.next_event = block.number + 1
         self._note(event)
-        if self.verdict is None and event.get("event") == EventKind.STATE:
-            self.verdict = Verdict.read(event)
+        self.verdict = self.verdict or Verdict.read(event)
         if self.verdict is not None:
             self._held.append(data)
             return
@@ -265,11 +252,13 @@ class HeadCopy:
     def _of_job(self, event: dict[str, Any]) -> dict[str, Any]:
         return {**event, "attempt": self._attempt(event.get("attempt"))}
 
-    def _note(self, event: dict[str, Any]) -> None:
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            self.last_attempt = max(self.last_attempt, int(event.get("attempt") or 0))
-            self.free = max(self.free, int(event.get("free") or 0))
-        if event.get("event") in (EventKind.STATE, EventKind.RANK) and event.get("state") == StateName.RUNNING:
+    def _note(self, record: dict[str, Any]) -> None:
+        if (event := Event.read(record)) is None:
+            return
+        self.last_attempt = max(self.last_attempt, event.attempt)
+        if isinstance(event.what, JobState):
+            self.free = max(self.free, event.what.free)
+        if isinstance(event.what, JobState | RankState) and event.what.state == wire.StateName.RUNNING:
             self.has_started = True
 
     def _write_progress(self) -> None:

@@ -30,8 +30,9 @@ from kale_dist.places.following.copy import FollowerClock
 from kale_dist.places.following.head_client import HeadClient
 from kale_dist.places.following.life import CANCEL_MARGIN_S, Followed, FollowedLife, HeadReach, handles_of, next_life
 from kale_dist.places.following.sight import LOOK_S, Sight
-from kale_dist.wire import CANCEL_GRACE_S, VERSION, EventKind, FailureCause, StateName, Verdict
+from kale_dist.wire import CANCEL_GRACE_S, VERSION, FailureCause, StateName, Verdict
 from kale_dist.wire.blobs import FolderStore
+from kale_dist.wire.events import Event, JobState, Note
 from kale_dist.wire.messages import Restart, ToAgent, ToLive
 
 FIRST_LOOK_S = 10.0
@@ -325,10 +326,8 @@ class Follower:
         """Write the last events of a life, and the record of the next one."""
         copy, now = life.copy, self._clock.time()
         copy.log(text)
-        common = {"time": now, "attempt": copy.last_attempt + 1, "rank": None}
-        note = {**common, "event": EventKind.NOTE, "text": text, "warns": life.resumes_with_less}
-        state = {**common, "event": EventKind.STATE, "state": StateName.PENDING, "reason": text, "cause": ""}
-        copy.release([note, state])
+        last = Note(text=text, warns=life.resumes_with_less), JobState(state=StateName.PENDING, reason=text)
+        copy.release([Event(what, now, attempt=copy.last_attempt + 1).record() for what in last])
         records.write_life(self._job.files, next_life(life, now, head=head))
         self.sight.forget()
 

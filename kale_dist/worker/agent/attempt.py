@@ -8,20 +8,9 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from kale_dist.wire import (
-    Assignment,
-    Attempt,
-    EndsWith,
-    EventKind,
-    FailureCause,
-    Order,
-    RankStateName,
-    StateName,
-    Verdict,
-    context,
-)
+from kale_dist.wire import Assignment, Attempt, EndsWith, FailureCause, Order, RankStateName, StateName, Verdict, events
 from kale_dist.wire.messages import Answer, CellFailed
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.fork_pool import ForkPool
@@ -321,31 +310,28 @@ class RunningAttempt:
         elif rank.state is RankStateName.RUNNING:
             self._waited_for.discard(rank.rank)
             if not self._waited_for:
-                self._site.writer.event(EventKind.STATE, state=str(StateName.RUNNING), reason="", cause="")
+                self._site.writer.event(events.JobState(state=StateName.RUNNING))
 
-    def _take_event(self, event: dict[str, Any]) -> None:
+    def _take_event(self, event: events.Event) -> None:
         """A rank has sent an event."""
-        if event.get("event") == context.DISPENSABLE:
-            self._dispensable = [set(ranks) for ranks in event["sets"]]
-        elif event.get("event") == context.SAVES:
-            self.saving.can_resume = self.saving.can_resume or event["resumes"]
-            self.saving.note(event["rank"], can=event["can"], has_saved=event["has_saved"])
-        elif event.get("event") == EventKind.CHECKPOINT and event.get("asked"):
-            self.saving.note(event["rank"], can=True, has_saved=True)
-        elif event.get("event") == EventKind.PROGRESS:
-            if self._watch is not None:
-                self._watch.progressed(event)
-            self._note(self._site.history.take_progress, event)
-            if (fields := self._losses.take(event)) is not None:
-                self._site.writer.event(EventKind.LOSS, **fields)
-        elif event.get("event") == EventKind.USAGE:
-            self._note(self._site.history.take_usage, event)
-
-    def _note(self, take: Callable[[int, Mapping[str, Any]], None], event: Mapping[str, Any]) -> None:
-        """Note an event of a rank of this attempt in the history."""
-        rank = event.get("rank")
-        if isinstance(rank, int) and 0 <= rank < self.world_size:
-            take(rank, event)
+        if event.rank is None or event.rank >= self.world_size:
+            return
+        match event.what:
+            case events.Dispensable(sets=sets):
+                self._dispensable = [set(ranks) for ranks in sets]
+            case events.Saves() as saves:
+                self.saving.can_resume = self.saving.can_resume or saves.resumes
+                self.saving.note(event.rank, can=saves.can, has_saved=saves.has_saved)
+            case events.CheckpointWritten(asked=True):
+                self.saving.note(event.rank, can=True, has_saved=True)
+            case events.RankProgress() as progress:
+                if self._watch is not None:
+                    self._watch.progressed(progress)
+                self._site.history.take_progress(event.rank, progress)
+                if (loss := self._losses.take(event.rank, progress)) is not None:
+                    self._site.writer.event(loss)
+            case events.Usage() as usage:
+                self._site.history.take_usage(event.rank, usage)
 
     def _take_answer(self, answer: Answer) -> None:
         """A live rank has answered. Those that wait in a collective for one whose cell has failed would wait for ever."""
@@ -389,18 +375,18 @@ class RunningAttempt:
     def _near_pids(self) -> Mapping[int, int]:
         return {rank.pid: rank.rank for rank in self._near if rank.pid and rank.end is None}
 
-    def _send_usage(self, rank: int, fields: dict[str, int | str | None]) -> None:
-        self._site.history.take_usage(rank, fields)
-        self._site.writer.event(EventKind.USAGE, rank, **fields)
+    def _send_usage(self, rank: int, usage: events.Usage) -> None:
+        self._site.history.take_usage(rank, usage)
+        self._site.writer.event(usage, rank)
 
     def _look_back(self, *, is_last: bool = False) -> None:
         """Record a moment of the history if one is due, and what holds the training up if that has just come out."""
         writer, history = self._site.writer, self._site.history
-        if (fields := history.moment(time.monotonic(), is_last=is_last)) is not None:
-            writer.event(EventKind.HISTORY, **fields)
+        if (moment := history.moment(time.monotonic(), is_last=is_last)) is not None:
+            writer.event(moment)
         if sentence := history.bottleneck():
             writer.log(sentence)
-            writer.event(EventKind.NOTE, text=sentence)
+            writer.event(events.Note(text=sentence))
 
     @staticmethod
     def _kill(ranks: list[Rank]) -> None:

@@ -12,6 +12,9 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, Self
 
+from kale_dist.wire import fields_of
+from kale_dist.wire.events import Counters, RankProgress
+
 HALF_S = 30.0
 """A cause is named that holds for two such times one after the other."""
 
@@ -43,41 +46,30 @@ class TimeShare:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Spent:
-    """The counters of one rank since its process began, as an event of kind progress has them."""
+class Spent(Counters):
+    """The counters of one rank since its process began, with what its agent has seen until then."""
 
     time: float
-    data_s: float
-    exchange_s: float | None
-    """None where it is not known, as on GPUs."""
-    checkpoint_s: float
-    batches: float
-    """Batches that were trained on."""
-    trained: float | None
-    """Samples of those batches; None where another rank reads and counts them."""
-    num_workers: float
-    """The training loader's."""
-    meets: bool
-    """Whether all ranks exchange gradients in each step."""
     gpu_percent: float = 0.0
     """How busy the rank's GPU was, added up over the looks at it."""
     gpu_looks: int = 0
 
     @classmethod
-    def of(cls, progress: Mapping[str, Any], gpu_percent: float = 0.0, gpu_looks: int = 0) -> Self | None:
-        """The counters in an event; None where it has none that can be used: it comes from a process that runs the user's code.
+    def of(cls, progress: RankProgress, gpu_percent: float = 0.0, gpu_looks: int = 0) -> Self | None:
+        """The counters of a rank's progress; None where it has none that can be used: it comes from a process that runs the user's code.
 
         Args:
-            progress: The event.
+            progress: How far the rank is.
             gpu_percent: How busy its GPU was so far, added up over the looks at it.
             gpu_looks: How many these were.
         """
-        names = ("time", "data_s", "exchange_s", "checkpoint_s", "batches", "trained", "num_workers")
-        found = {name: number(progress.get(name)) for name in names}
-        if any(found[name] is None for name in names if name not in ("exchange_s", "trained")):
+        if progress.counters is None:
             return None
-        counters: dict[str, Any] = {**found, "meets": progress.get("meets") is True}
-        return cls(**counters, gpu_percent=gpu_percent, gpu_looks=gpu_looks)
+        counters = {**fields_of(progress.counters), "time": progress.time}
+        is_usable = all(
+            value is None or number(value) is not None for name, value in counters.items() if name != "meets"
+        )
+        return cls(**counters, gpu_percent=gpu_percent, gpu_looks=gpu_looks) if is_usable else None
 
     def since(self, before: Self) -> TimeShare | None:
         """Where the time between two events went; None where there is none between them."""

@@ -8,7 +8,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from kale_dist.wire import EXIT_TERMINATED, FailureCause, RankStateName, StateName, Verdict
+from kale_dist.wire import EXIT_TERMINATED, FailureCause, RankStateName, StateName, Verdict, encode
 from kale_dist.wire.messages import Done
 from kale_dist.worker.agent import hardware_faults
 from kale_dist.worker.agent.rank_run import Rank
@@ -137,7 +137,9 @@ def termination_message(verdict: Verdict) -> bytes:
     limit = MAX_BYTES
     while True:
         reason = verdict.reason if len(verdict.reason) <= limit else verdict.reason[: limit - 3] + "..."
-        written = json.dumps({**verdict.fields(), "reason": reason}, ensure_ascii=False).encode("utf-8", "replace")
+        written = json.dumps({**encode(verdict.last_state), "reason": reason}, ensure_ascii=False).encode(
+            "utf-8", "replace"
+        )
         if len(written) <= MAX_BYTES:
             return written
         limit = limit * 3 // 4

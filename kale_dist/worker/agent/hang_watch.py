@@ -8,9 +8,9 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
-from kale_dist.wire import EventKind, FailureCause, RankStateName
+from kale_dist.wire import FailureCause, RankStateName
+from kale_dist.wire.events import Note, RankProgress, Waiting
 from kale_dist.wire.messages import EndLive
 from kale_dist.worker.agent.ending import name_ranks
 from kale_dist.worker.agent.rank_run import Rank
@@ -106,10 +106,10 @@ class HangWatch:
         self._in_first_step = False
         self._tasks = [loop.create_task(self._watch_progress())]
 
-    def progressed(self, event: dict[str, Any]) -> None:
-        """A rank has sent an event of kind progress."""
+    def progressed(self, progress: RankProgress) -> None:
+        """A rank has sent its progress."""
         # Loading and compiling before the first step of a training may take long and is no stall.
-        self._in_first_step = not event.get("step") and event.get("epoch") in (None, 1)
+        self._in_first_step = not progress.step and progress.epoch == 1
 
     def rank_done(self) -> None:
         """A rank has ended while others have not: they may wait for it."""
@@ -258,12 +258,12 @@ class HangWatch:
             since = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - limit_s + left_s))
             left = f"{left_s / 60:.0f} min" if left_s > 90 else f"{left_s:.0f} s"  # noqa: PLR2004
             text = f"The live ranks have run no cell since {since}. They end in {left} if none comes"
-            self._writer.event(EventKind.NOTE, text=text, warns=True)
+            self._writer.event(Note(text=text, warns=True))
         if now - self._idle_since >= limit_s:
             self._idle_since = now
             text = f"The live ranks have run no cell for {limit_s:g} s, and end"
             self._writer.log(text)
-            self._writer.event(EventKind.NOTE, text=text)
+            self._writer.event(Note(text=text))
             for rank in self._ranks:
                 rank.send(EndLive())
 
@@ -295,7 +295,7 @@ class HangWatch:
         self._logged_waiting = waiting
         busy = [number for number in samples if number not in waiting]
         seconds = round(self._idle_s, 1)
-        self._writer.event(EventKind.WAITING, waiting=waiting, busy=busy, seconds=seconds)
+        self._writer.event(Waiting(waiting=tuple(waiting), busy=tuple(busy), seconds=seconds))
         for number in waiting:
             frame = samples[number].user_frame
             self._writer.log(f"Rank {number} waits in a collective" + (f": {frame}" if frame is not None else ""))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
-from kale_dist.wire import HISTORY
+from kale_dist.wire import HISTORY, Moment
+from kale_dist.wire.events import RankProgress, Usage
 from kale_dist.worker.agent.bottlenecks import Bottlenecks, Spent, number
 from kale_dist.worker.agent.usage import EACH_S
 
@@ -83,21 +82,21 @@ class History:
         self._ranks[rank] = _Rank()
         self._bottlenecks.forget(rank)
 
-    def take_usage(self, rank: int, usage: Mapping[str, Any]) -> None:
-        """Note the fields of an event of kind usage."""
+    def take_usage(self, rank: int, usage: Usage) -> None:
+        """Note what a rank uses."""
         one = self._ranks[rank]
         for name in ("memory_bytes", "gpu_percent", "gpu_memory_bytes"):
-            setattr(one, name, number(usage.get(name)))
+            setattr(one, name, number(getattr(usage, name)))
 
-    def take_progress(self, rank: int, progress: Mapping[str, Any]) -> None:
-        """Note an event of kind progress."""
+    def take_progress(self, rank: int, progress: RankProgress) -> None:
+        """Note how far a rank is."""
         one = self._ranks[rank]
         if (spent := Spent.of(progress, one.busy, one.looks)) is not None:
             one.before, one.spent = one.before or spent, spent
             self._bottlenecks.take(rank, spent)
 
-    def moment(self, now: float, *, is_last: bool = False) -> dict[str, Any] | None:
-        """Look at all ranks, and return the fields of a `history` event if one is due.
+    def moment(self, now: float, *, is_last: bool = False) -> Moment | None:
+        """Look at all ranks, and return a moment if one is due.
 
         Args:
             now: The time, of any clock that only grows, in seconds.
@@ -112,7 +111,7 @@ class History:
         wide = max(1.0, len(self._ranks) / _WHOLE_RANKS)
         self._due_at = now + wide * max(EACH_S, (now - self._began_at) / SHARE)
         values = zip(HISTORY, zip(*(rank.values() for rank in self._ranks), strict=True), strict=True)
-        return {name: each for name, each in values if any(value is not None for value in each)}
+        return Moment(values=tuple((name, each) for name, each in values if any(value is not None for value in each)))
 
     def bottleneck(self) -> str:
         """A sentence on what has held the training up for a minute, once for each cause; else empty."""

@@ -21,16 +21,9 @@ from collections.abc import Mapping
 
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
-from kale_dist.wire import (
-    CANCEL_GRACE_S,
-    Attempt,
-    EventKind,
-    FailureCause,
-    JobFiles,
-    StateName,
-    Verdict,
-)
+from kale_dist.wire import CANCEL_GRACE_S, Attempt, FailureCause, JobFiles, StateName, Verdict
 from kale_dist.wire.blobs import FolderStore
+from kale_dist.wire.events import JobState, Members, Note
 from kale_dist.wire.messages import Restart, ToAgent
 from kale_dist.worker.agent import ending
 from kale_dist.worker.agent.attempt import RunningAttempt, Site
@@ -214,7 +207,7 @@ class JobRun:
         verdict = dataclasses.replace(verdict, reason=reason, lost=self._lost)
         if reason:
             self._site.writer.log(ending.log_line(verdict))
-        self._site.writer.event(EventKind.STATE, **verdict.fields())
+        self._site.writer.event(verdict.last_state)
 
     # -- attempts -----------------------------------------------------------------------------------------------------
 
@@ -267,7 +260,7 @@ class JobRun:
         log_at, has_enough = time.monotonic() + LOG_MISSING_EACH_S, False
         if reason and not self._size:
             text = f"Waits for {_name_pods(self._missing)}. {reason}"
-            writer.event(EventKind.STATE, state=str(StateName.STARTING), reason=text, cause="")
+            writer.event(JobState(state=StateName.STARTING, reason=text))
         while self._stop is None and not self._can_begin:
             now, names = time.monotonic(), ", ".join(self._missing.values())
             if self._size and not has_enough:
@@ -322,10 +315,10 @@ class JobRun:
             reason: Why there is another attempt; empty for the first.
         """
         site, order, writer = self._site, self.order, self._site.writer
-        writer.event(EventKind.STATE, state=str(StateName.STARTING), reason=reason, cause="", free=self._free)
+        writer.event(JobState(state=StateName.STARTING, reason=reason, free=self._free))
         if order.note and not writer.attempt:
             writer.log(order.note)
-            writer.event(EventKind.NOTE, text=order.note)
+            writer.event(Note(text=order.note))
         try:
             loading.stage_modules(
                 FolderStore(pathlib.Path(order.store)), order.snapshot, JobFiles(order.folder).modules
@@ -339,7 +332,7 @@ class JobRun:
         except (OSError, KaleDistError) as error:
             return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, f"The ranks could not be started: {error}")
         self._has_started = True
-        writer.event(EventKind.ATTEMPT, members=[dataclasses.asdict(member) for member in attempt.members])
+        writer.event(Members(members=attempt.members))
         self._running = running = RunningAttempt(site, attempt, self._all_are_forked, is_last=self._is_last)
         growing = asyncio.ensure_future(self._grow(running))
         try:

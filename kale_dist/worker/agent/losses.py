@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+
+from kale_dist.wire import BatchLoss
+from kale_dist.wire.events import RankProgress
 
 SOONEST_S = 0.1
 """At most so often; ranks send their progress no more often, either."""
@@ -25,17 +27,17 @@ class Losses:
         self._epoch = 0
         self._latest: dict[int, float] = {}
 
-    def take(self, progress: dict[str, Any]) -> dict[str, Any] | None:
-        """Note the loss of a rank's progress, and return the fields of a `loss` event if one is due.
+    def take(self, rank: int, progress: RankProgress) -> BatchLoss | None:
+        """Note the loss of a rank's progress, and return a loss of the job if one is due.
 
         Args:
-            progress: An event of kind progress. The lowest rank that has a loss sets the pace: rank 0 may be a parameter
-                server, or hold the first layers of a pipeline.
+            rank: The rank. The lowest one that has a loss sets the pace: rank 0 may be a parameter server, or hold the first layers
+                of a pipeline.
+            progress: How far it is.
         """
-        rank, epoch, loss = progress.get("rank"), progress.get("epoch"), progress.get("loss")
+        epoch, loss = progress.epoch, progress.loss
         # With its first batch, an epoch still has the last loss of the epoch before it.
-        is_old = (progress.get("step") or 0) <= 1
-        if progress.get("phase") != "train" or not isinstance(loss, int | float) or rank is None or not epoch or is_old:
+        if progress.phase != "train" or loss is None or not epoch or progress.step <= 1:
             return None
         if epoch != self._epoch:
             self._epoch, self._latest = epoch, {}
@@ -47,4 +49,4 @@ class Losses:
             return None
         self._written_at, self._written = now, self._written + 1
         mean = sum(self._latest.values()) / len(self._latest)
-        return {"epoch": epoch, "step": progress.get("step"), "steps": progress.get("steps"), "loss": mean}
+        return BatchLoss(epoch=epoch, step=progress.step, steps=progress.steps, loss=mean)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kale_dist import wire
 from kale_dist.wire import STACKS_SIGNAL, Assignment, Stream, messages
-from kale_dist.wire.messages import Answer, AtPrompt, Done, FromRank, PassedOver
+from kale_dist.wire.messages import Answer, Breakpoint, Done, FromRank, PassedOver
 from kale_dist.worker.agent import processes, usage
 from kale_dist.worker.agent.output import RankOutput, Sink, read_some
 
@@ -273,7 +273,7 @@ class NearRank:
         return list(messages.read(whole))
 
     def _take_message(self, message: FromRank) -> None:
-        if isinstance(message, Done | AtPrompt | PassedOver | Answer) and self._output is not None:
+        if isinstance(message, Done | Breakpoint | PassedOver | Answer) and self._output is not None:
             # Everything the rank has sent before is in the pipes already; the order in the files shall be the same.
             self._output.read_rest()
             if isinstance(message, Answer):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from kale_dist import wire
-from kale_dist.wire import EventKind, RankStateName, context, messages
+from kale_dist.wire import RankStateName, events, messages
 from kale_dist.wire.messages import (
     Answer,
-    AtPrompt,
+    Breakpoint,
     CellFailed,
     Done,
     FromRank,
@@ -60,7 +60,7 @@ class Rank:
         rank: int,
         writer: JobWriter,
         on_change: Callable[[Rank], None],
-        on_event: Callable[[dict[str, Any]], None],
+        on_event: Callable[[events.Event], None],
         on_answer: Callable[[Answer], None],
     ) -> None:
         self.rank = rank
@@ -151,10 +151,8 @@ class Rank:
         """Write the rank's new state into an event."""
         self.state = state
         end = self.end or End()
-        self._writer.event(
-            EventKind.RANK, self.rank, state=str(state), pid=self.pid or None, exit_code=end.exit_code,
-            signal=end.signal,
-        )  # fmt: skip
+        made = events.RankState(state=state, pid=self.pid or None, exit_code=end.exit_code, signal=end.signal)
+        self._writer.event(made, self.rank)
 
     # -- what it does: the methods of `near_rank.Listener` ------------------------------------------------------------
 
@@ -174,13 +172,17 @@ class Rank:
 
     def events(self, data: bytes) -> None:
         """The rank has sent events."""
-        for event in wire.decode_json_lines(data):
-            if event.get("event") != EventKind.USAGE:
+        for record in wire.decode_json_lines(data):
+            event = events.Event.read(record)
+            what = None if event is None else event.what
+            if not isinstance(what, events.Usage):
                 self.moved()
-            self.exchanges = tuple(event.get("exchanges") or self.exchanges)
-            self._on_event(event)
-            if event.get("event") not in (context.ALIVE, context.DISPENSABLE, context.SAVES):
-                self._writer.record(event)
+            if isinstance(what, events.Alive):
+                self.exchanges = what.exchanges or self.exchanges
+            if event is not None:
+                self._on_event(event)
+            if not isinstance(what, events.Alive | events.Dispensable | events.Saves):
+                self._writer.record(record, event)
 
     def message(self, message: FromRank) -> None:
         """The rank has sent a message over its control socket."""
@@ -189,7 +191,7 @@ class Rank:
                 self._received = True
             case Running():
                 self._set_state(RankStateName.RUNNING)
-            case AtPrompt():
+            case Breakpoint():
                 self._record_prompt(message)
             case PassedOver():
                 self._record_passed_over(message.where)
@@ -198,9 +200,7 @@ class Rank:
             case Done() if self.done is None:
                 self.done = message
                 self.exchanges = message.exchanges or self.exchanges
-                names = () if message.ok else ("error_type", "error_text", "where", "locals")
-                error = {name: getattr(message, name) for name in names}
-                self._writer.event(EventKind.OUTCOME, self.rank, ok=message.ok, **error)
+                self._writer.event(message, self.rank)
                 self._on_change(self)
 
     def stacks(self, dump: bytes, cpu_ticks: int) -> None:
@@ -216,14 +216,14 @@ class Rank:
         if self.process is not None and self.end is None:
             self.process.send(messages.encode(message))
 
-    def _record_prompt(self, at: AtPrompt) -> None:
+    def _record_prompt(self, at: Breakpoint) -> None:
         """The rank waits at a prompt of its debugger, or has left it."""
         self.moved()
         if at.prompt and not self.prompt:
             self.is_visited = False
             self._writer.log(f"Rank {self.rank} waits in breakpoint() at {at.where}")
         self.prompt, self.attended_at = at.prompt, time.monotonic()
-        self._writer.event(EventKind.DEBUG, self.rank, **wire.fields_of(at))
+        self._writer.event(at, self.rank)
 
     def _record_passed_over(self, where: str) -> None:
         self.moved()
@@ -232,7 +232,7 @@ class Rank:
             why = "there is no person to answer"
             self._writer.log(f"Rank {self.rank} has passed over breakpoint() at {where}: {why}")
             # Without the rank, so that the many of a job are one note.
-            self._writer.event(EventKind.NOTE, text=f"breakpoint() at {where} was passed over: {why}", warns=True)
+            self._writer.event(events.Note(text=f"breakpoint() at {where} was passed over: {why}", warns=True))
 
     def _record_answer(self, answer: Answer) -> None:
         """A live rank has answered a message, or has begun to wait for the first one."""
@@ -240,8 +240,7 @@ class Rank:
         self.is_idle = True
         if not answer.number:
             self.idle_s = answer.idle_s
-        fields = {"number": answer.number, "ok": answer.ok, **messages.changed(answer)}
-        self._writer.event(EventKind.CELL, self.rank, **fields)
+        self._writer.event(answer, self.rank)
         self._on_answer(answer)
 
     def _set_state(self, state: RankStateName) -> None:

@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from kale_dist.wire import Order, PodVariable
+from kale_dist.wire import Order, PodVariable, fields_of
+from kale_dist.wire.events import Usage
 from kale_dist.worker.agent import processes
 
 EACH_S = 2.0
@@ -31,8 +32,6 @@ REST_PER_WORK = 50
 """If looking takes long, the pauses are longer: it costs at most this share of one core. A look at DataLoader workers takes
 some 35 ms for each GiB that they have inherited."""
 
-Fields = dict[str, int | str | None]
-"""Fields of an event of kind usage."""
 
 _HARDLY = 0.02
 _HARDLY_BYTES = 4 << 20
@@ -55,7 +54,7 @@ class UsageWatch:
         order: The job.
         loop: The agent's loop.
         pids: Gives the process ids of the agent's ranks that live, and their numbers.
-        send: Called with a rank and the fields of an event of kind usage.
+        send: Called with a rank and what it uses.
         on_look: Called in the loop after each look.
     """
 
@@ -64,7 +63,7 @@ class UsageWatch:
         order: Order,
         loop: asyncio.AbstractEventLoop,
         pids: Callable[[], Mapping[int, int]],
-        send: Callable[[int, Fields], None],
+        send: Callable[[int, Usage], None],
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
         self._order = order
@@ -75,7 +74,7 @@ class UsageWatch:
         self._node = _node(os.environ)
         self._environment = dict(order.process.environment) if order.process is not None else dict(os.environ)
         self._driver: Driver | None = None
-        self._sent: dict[int, Fields] = {}
+        self._sent: dict[int, Usage] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopped = False
 
@@ -93,7 +92,7 @@ class UsageWatch:
         threading.Thread(target=self._measure, args=(dict(self._pids()),), name="usage", daemon=True).start()
 
     def _measure(self, ranks: Mapping[int, int]) -> None:
-        began, found = time.monotonic(), dict[int, Fields]()
+        began, found = time.monotonic(), dict[int, Usage]()
         # Without a free descriptor nothing can be read; the next time is another chance.
         with contextlib.suppress(OSError):
             if self._order.cuda and self._driver is None:
@@ -102,28 +101,28 @@ class UsageWatch:
             for leader, members in processes.groups(ranks).items():
                 # A process that has just ended uses nothing; what it used before may be why.
                 if used := used_bytes(leader, members[1:]):
-                    found[ranks[leader]] = {
-                        "memory_bytes": used, "memory_limit_bytes": limit, **self._gpu_of(ranks[leader], gpus),
-                        "node": self._node,
-                    }  # fmt: skip
+                    gpu = self._gpu_of(ranks[leader], gpus)
+                    found[ranks[leader]] = Usage(
+                        memory_bytes=used, memory_limit_bytes=limit, gpu_percent=gpu.percent, gpu_memory_bytes=gpu.used_bytes,
+                        gpu_memory_limit_bytes=gpu.total_bytes, node=self._node,
+                    )  # fmt: skip
         # The loop has ended where an agent received SIGTERM.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._pass_on, found, time.monotonic() - began)
 
-    def _gpu_of(self, rank: int, gpus: Sequence[Gpu]) -> Fields:
+    def _gpu_of(self, rank: int, gpus: Sequence[Gpu]) -> Gpu:
         place = rank % self._order.processes_per_agent * self._order.gpus_each
         index = assigned_gpu(len(gpus), self._environment, place)
-        gpu = Gpu(percent=None, used_bytes=None, total_bytes=None) if index is None else gpus[index]
-        return {
-            "gpu_percent": gpu.percent, "gpu_memory_bytes": gpu.used_bytes, "gpu_memory_limit_bytes": gpu.total_bytes
-        }  # fmt: skip
+        return Gpu(percent=None, used_bytes=None, total_bytes=None) if index is None else gpus[index]
 
-    def _pass_on(self, found: Mapping[int, Fields], took_s: float) -> None:
+    def _pass_on(self, found: Mapping[int, Usage], took_s: float) -> None:
         if self._is_stopped:
             return
         for rank, now in found.items():
             before = self._sent.get(rank)
-            if before is None or any(_differs(name, before[name], value) for name, value in now.items()):
+            if before is None or any(
+                _differs(name, getattr(before, name), value) for name, value in fields_of(now).items()
+            ):
                 self._sent[rank] = now
                 self._send(rank, now)
         self._timer = self._loop.call_later(max(EACH_S, REST_PER_WORK * took_s) if found else FIRST_S, self._look)

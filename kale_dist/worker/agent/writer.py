@@ -21,7 +21,8 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from kale_dist import wire
-from kale_dist.wire import EventKind, JobFiles, Stream, Verdict
+from kale_dist.wire import JobFiles, Stream, Verdict
+from kale_dist.wire.events import DiskProblem, Event
 
 TICK_S = 0.02
 """What comes within this time is written together."""
@@ -106,7 +107,7 @@ class JobWriter:
         *,
         limit_bytes: int = LOG_BYTES,
         stdout: StdoutCopy | None = None,
-        observe: Callable[[dict[str, Any]], None] = lambda _: None,
+        observe: Callable[[Event], None] = lambda _: None,
     ) -> None:
         self.attempt = 0
         """The attempt that the agent's own lines and events belong to."""
@@ -176,21 +177,28 @@ class JobWriter:
         """Append lines of the agent's own."""
         self.lines(None, *_own_lines(text))
 
-    def event(self, kind: EventKind, rank: int | None = None, **fields: Any) -> None:
-        """Record an event of the agent's own."""
-        self.record({"event": str(kind), "time": time.time(), "rank": rank, "attempt": self.attempt, **fields})
+    def event(self, what: Any, rank: int | None = None) -> None:
+        """Record an event of the agent's own, of one of the classes of `wire.events`."""
+        event = Event(what, rank=rank, attempt=self.attempt)
+        self.record(event.record(), event)
 
-    def record(self, event: dict[str, Any]) -> None:
-        """Record an event as it is; progress and usage go into a file where only each rank's last one is kept."""
-        self._observe(event)
-        name = wire.last_name(event)
+    def record(self, record: dict[str, Any], event: Event | None) -> None:
+        """Record an event as it was sent; progress and usage go into a file where only each rank's last one is kept.
+
+        Args:
+            record: The event, as an object of JSON.
+            event: The same; None if it is of a version that is not known here.
+        """
+        if event is not None:
+            self._observe(event)
+        name = wire.last_name(record)
         with self._condition:
             if name is not None:
                 # Once: thousands of ranks are written several times a second, most of them as they were.
-                self._latest[name] = json.dumps(event, separators=(",", ":")).encode()
+                self._latest[name] = json.dumps(record, separators=(",", ":")).encode()
                 self._has_progress = True
             else:
-                self._new_events.append(event)
+                self._new_events.append(record)
             self._condition.notify()
 
     def look_at_disk(self) -> None:
@@ -204,10 +212,10 @@ class JobWriter:
         if self.disk_problem and not problem:
             self.log("The job's folder can be written again. Until then ranks that wrote lines had to wait")
         self.disk_problem = problem
-        self.event(EventKind.DISK, problem=problem)
+        self.event(DiskProblem(problem=problem))
         if problem:
-            event = self._latest[EventKind.DISK]
-            self.progress = {**self.progress, EventKind.DISK: event}
+            event = self._latest["disk"]
+            self.progress = {**self.progress, "disk": event}
             if self._stdout is not None:
                 self._stdout.offer(wire.encode_progress(event), always=True)
                 self._stdout.log(problem)
@@ -331,14 +339,14 @@ class JobWriter:
     def _write_events(self, events: list[dict[str, Any]]) -> None:
         written, encoded = self.written, []
         for event in events:
-            if event.get("event") == EventKind.STATE and Verdict.read(event) is not None:
+            if event.get("event") == "state" and Verdict.read(event) is not None:
                 event = {**event, "next_line": written.next_line}  # noqa: PLW2901 - as it is written
             encoded.append(wire.encode_json(event))
             if self._stdout is not None:
                 number = written.events + len(encoded) - 1
                 # Its numbers would fill a pod's log; without the event itself a reader of that log would miss one.
-                is_history = event.get("event") == EventKind.HISTORY
-                shown = wire.encode_json({"event": EventKind.HISTORY}) if is_history else encoded[-1]
+                is_history = event.get("event") == "history"
+                shown = wire.encode_json({"event": "history"}) if is_history else encoded[-1]
                 self._stdout.offer(wire.encode_event(number, shown), always=True)
         data = b"".join(encoded)
         if self._append(self._events, data, written.event_bytes):

@@ -6,14 +6,14 @@ The format: https://prometheus.io/docs/instrumenting/exposition_formats/
 from __future__ import annotations
 
 import collections
-import contextlib
 import http.server
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kale_dist.wire import EventKind, Member, RankStateName
+from kale_dist.wire import MetricRow, RankStateName
+from kale_dist.wire.events import Event, Members, RankProgress, RankState, Usage
 from kale_dist.worker.pod.byte_server import HttpServer
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,40 +42,37 @@ class Gauges:
         self._lock = threading.Lock()
         self._attempt = 0
         self._states: dict[int, str] = dict.fromkeys(range(ranks), str(RankStateName.PENDING))
-        self._progress: dict[int, dict[str, Any]] = {}
-        self._usage: dict[int, dict[str, Any]] = {}
+        self._progress: dict[int, RankProgress] = {}
+        self._usage: dict[int, Usage] = {}
         self._samples: collections.Counter[int] = collections.Counter()
         self._metrics: dict[tuple[str, str, str], float] = {}
 
-    def note(self, event: dict[str, Any]) -> None:
-        """Take an event in, whatever its kind; fields as `wire.events` lists them."""
-        with self._lock, contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-            attempt, rank = int(event.get("attempt") or 0), event.get("rank")
-            if attempt > self._attempt:
-                self._attempt = attempt
+    def note(self, event: Event) -> None:
+        """Take an event in, whatever its kind."""
+        with self._lock:
+            if event.attempt > self._attempt:
+                self._attempt = event.attempt
                 self._states = dict.fromkeys(self._states, str(RankStateName.PENDING))
                 self._progress, self._usage = {}, {}
-            match event.get("event"):
-                case EventKind.ATTEMPT:
-                    ranks = [rank for member in event["members"] for rank in Member(**member).ranks]
-                    self._states = dict.fromkeys(ranks, str(RankStateName.PENDING))
-                case EventKind.RANK:
-                    self._states[int(event["rank"])] = str(RankStateName(event["state"]))
-                case EventKind.PROGRESS:
-                    self._note_progress(int(event["rank"]), event)
-                case EventKind.USAGE:
-                    self._usage[int(event["rank"])] = event
-                case EventKind.METRICS:
-                    for name, value in event["values"].items():
-                        self._metrics[str(event["source"]), str(name), "" if rank is None else str(rank)] = float(value)
+            match event.what, event.rank:
+                case Members(members=members), _:
+                    self._states = {rank: str(RankStateName.PENDING) for member in members for rank in member.ranks}
+                case MetricRow(source=source, values=values), rank:
+                    for name, value in values:
+                        self._metrics[source, name, "" if rank is None else str(rank)] = value
+                case RankState(state=state), int(rank):
+                    self._states[rank] = str(state)
+                case RankProgress() as progress, int(rank):
+                    self._note_progress(rank, progress)
+                case Usage() as usage, int(rank):
+                    self._usage[rank] = usage
 
-    def _note_progress(self, rank: int, event: dict[str, Any]) -> None:
-        if event.get("phase") == "train" and event["samples"] is not None:
-            before = self._progress.get(rank, {})
-            is_same = (before.get("phase"), before.get("epoch")) == ("train", event.get("epoch"))
-            samples = int(event["samples"])
-            self._samples[rank] += max(0, samples - (int(before["samples"]) if is_same else 0))
-        self._progress[rank] = event
+    def _note_progress(self, rank: int, now: RankProgress) -> None:
+        if now.phase == "train" and now.samples:
+            before = self._progress.get(rank)
+            is_same = before is not None and (before.phase, before.epoch) == ("train", now.epoch)
+            self._samples[rank] += max(0, now.samples - (before.samples if before is not None and is_same else 0))
+        self._progress[rank] = now
 
     def text(self) -> str:
         """All as text."""
@@ -89,9 +86,9 @@ class Gauges:
         yield from _family("ranks", "Ranks in each state", "gauge", states)
         restarts = self._earlier_runs + self._attempt
         yield from _family("restarts_total", "Restarts of all ranks after one was lost", "counter", [({}, restarts)])
-        first = self._progress.get(0, {})
-        yield from _family("epoch", "The epoch that rank 0 is in, from 1", "gauge", [({}, first.get("epoch"))])
-        yield from _family("epochs", "Epochs of the training", "gauge", [({}, first.get("epochs"))])
+        first = self._progress.get(0)
+        yield from _family("epoch", "The epoch that rank 0 is in, from 1", "gauge", [({}, first and first.epoch)])
+        yield from _family("epochs", "Epochs of the training", "gauge", [({}, first and first.epochs)])
         for name, kind, help_text, values in (
             ("samples_total", "counter", "Samples that the rank has trained on", self._samples),
             ("samples_per_second", "gauge", "The rank's pace in this pass", self._of(self._progress, "samples_per_s")),
@@ -111,8 +108,8 @@ class Gauges:
         )
 
     @staticmethod
-    def _of(events: dict[int, dict[str, Any]], field: str) -> dict[int, Any]:
-        return {rank: event.get(field) for rank, event in events.items()}
+    def _of(ranks: Mapping[int, RankProgress | Usage], field: str) -> dict[int, Any]:
+        return {rank: getattr(one, field) for rank, one in ranks.items()}
 
 
 def _family(name: str, help_text: str, kind: str, samples: list[tuple[dict[str, Any], Any]]) -> Iterator[str]:

@@ -19,7 +19,8 @@ from typing import Any
 from kale_dist import wire
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
-from kale_dist.wire import EXIT_LOST_HEAD, EXIT_TERMINATED, Assignment, Attempt, EventKind, Source, messages
+from kale_dist.wire import EXIT_LOST_HEAD, EXIT_TERMINATED, Assignment, Attempt, Source, messages
+from kale_dist.wire.events import Event, Usage
 from kale_dist.wire.messages import Answer, Done, FromRank
 from kale_dist.worker.agent.fork_pool import REFILL_AFTER_S
 from kale_dist.worker.agent.near_rank import End, NearRank
@@ -224,9 +225,9 @@ class Relay:
     def _pids(self) -> Mapping[int, int]:
         return {one.process.pid: rank for rank, one in self._ranks.items() if one.process.pid and not one.is_over}
 
-    def _send_usage(self, head: Channel, rank: int, fields: dict[str, int | str | None]) -> None:
-        event = {"event": str(EventKind.USAGE), "time": time.time(), "rank": rank, "attempt": self._ranks[rank].attempt}
-        head.send(b"E", rank, wire.encode_json({**event, **fields}))
+    def _send_usage(self, head: Channel, rank: int, usage: Usage) -> None:
+        event = Event(usage, rank=rank, attempt=self._ranks[rank].attempt)
+        head.send(b"E", rank, wire.encode_json(event.record()))
 
 
 def _refuse(head: Channel, reason: str) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from kale_dist.errors import StoreError
-from kale_dist.wire import EventKind
+from kale_dist.wire.events import Note
 from kale_dist.worker.agent.writer import JobWriter
 from kale_dist.worker.pod import transfers
 from kale_dist.worker.pod.pod import Pod
@@ -127,7 +127,7 @@ class StoreCopy:
             elif now - self._failing_since >= STORE_WARN_S:
                 self._failing_since = math.inf
                 text = f"{text}. What is newer is lost with this pod"
-                call(functools.partial(self._writer.event, EventKind.NOTE, text=text, warns=True))
+                call(functools.partial(self._writer.event, Note(text=text, warns=True)))
             return False
         if self._failing_since is not None:
             self._failing_since = None

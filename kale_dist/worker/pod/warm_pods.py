@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 from collections.abc import Callable
 from typing import Any
 
 from kale_dist import wire
-from kale_dist.wire import EventKind, FailureCause, Order, StateName, Verdict
+from kale_dist.wire import FailureCause, Order, StateName, Verdict
 from kale_dist.wire.blobs import unpack_blobs
+from kale_dist.wire.events import JobState
 from kale_dist.worker.agent.attempt import Site
 from kale_dist.worker.agent.job_run import JobRun
 from kale_dist.worker.pod.head_relays import HeadsRelays
@@ -94,9 +94,8 @@ class WarmPods(JobRun):
     async def _run_attempts(self) -> Verdict:
         """Run one job after the other; returns why there is no further one."""
         writer, relays, idle_s = self._site.writer, self._relays, self.order.idle_s
-        running = functools.partial(writer.event, EventKind.STATE, state=str(StateName.RUNNING), cause="")
         while True:
-            running(reason="Waits for a call that fits", idle_s=idle_s)
+            writer.event(JobState(state=StateName.RUNNING, reason="Waits for a call that fits", idle_s=idle_s))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(idle_s):
                     while not (self._next or self._stop or self._is_released):
@@ -110,7 +109,7 @@ class WarmPods(JobRun):
                     StateName.SUCCEEDED, None, ended if self._is_released else f"No call came for {idle_s:g} s"
                 )
             pod, head = self._next
-            running(reason=f"Runs {pod.order.job}")
+            writer.event(JobState(state=StateName.RUNNING, reason=f"Runs {pod.order.job}"))
             await head.serve_job()
             await asyncio.to_thread(pod.end_job, pod.order.blobs)
             if relays is not None:

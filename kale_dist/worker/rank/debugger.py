@@ -1,6 +1,6 @@
 """`breakpoint()` in a rank: pdb, whose terminal is the cell or the shell of the person who waits for the job.
 
-What pdb prints goes to the agent as an `AtPrompt`, and the line that is typed comes back as a `Typed`. Each prompt has a name of its
+What pdb prints goes to the agent as an `Breakpoint`, and the line that is typed comes back as a `Typed`. Each prompt has a name of its
 own: a line that was typed at another one, or sent twice, does nothing. `PassOver` comes back where nobody has typed anything.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from kale_dist.errors import ConfigError
 from kale_dist.snapshot import sources
 from kale_dist.wire import context
-from kale_dist.wire.messages import AtPrompt, PassedOver, PassOver, Typed
+from kale_dist.wire.messages import Breakpoint, PassedOver, PassOver, Typed
 from kale_dist.worker.rank.control import Control
 
 MAX_TEXT = 64 << 10
@@ -202,7 +202,7 @@ class _Terminal:
         if len(text) > MAX_TEXT:
             body, newline, last = text.rpartition("\n")
             text = f"{body[:MAX_TEXT]} [{len(body):,} characters]{newline}{last}"
-        self._agent.send(AtPrompt(prompt=prompt, where=self.where, text=text, typed=self._typed))
+        self._agent.send(Breakpoint(prompt=prompt, where=self.where, text=text, typed=self._typed))
 
 
 def _is_incomplete(text: str) -> bool:

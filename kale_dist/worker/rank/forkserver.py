@@ -182,7 +182,7 @@ def _spare_ranks_the_finalizers() -> None:
 
 def _do_first_calls() -> None:
     """Make the calls that take longer the first time, which each rank would pay for before its first step."""
-    wire.learn(wire.Assignment)
+    wire.readers_of(wire.Assignment)
     # Torch keeps the stack of a seeding, with its source lines, for a GPU that may be used later.
     process_state.set_seeds(0)
     if torch := sys.modules.get("torch"):

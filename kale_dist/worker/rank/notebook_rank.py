@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kale_dist.errors import ImageError
-from kale_dist.wire import EventKind, PodVariable, context
+from kale_dist.wire import PodVariable, context, events
 from kale_dist.wire.blobs import fresh
 
 NEEDED = ("ipykernel", "jupyter_client", "nbclient", "nbformat")
@@ -94,5 +94,5 @@ def _keep(saved: bytes) -> None:
     if files is not None:
         with fresh(files.checkpoint) as file:
             file.write_bytes(saved)
-        context.emit(EventKind.CHECKPOINT, epoch=0, path=files.checkpoint.name, bytes=len(saved))
+        context.emit(events.CheckpointWritten(epoch=0, path=files.checkpoint.name, bytes=len(saved)))
         context.mark_progress()

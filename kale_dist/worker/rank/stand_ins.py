@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from kale_dist.errors import ConfigError
-from kale_dist.wire import EventKind, PodVariable, context
+from kale_dist.wire import PodVariable, context, events
 from kale_dist.worker.agent import hardware_faults
 from kale_dist.worker.rank import trainers
 from kale_dist.worker.rank.control import Control
@@ -121,7 +121,7 @@ def display(*values: Any, **_options: Any) -> None:
             limit = MAX_PICTURE_BYTES >> 10
             print(f"kale_dist: {size >> 10:,} KiB are too much to show (at most {limit} KiB): save it to a file")  # noqa: T201
         elif bundle:
-            context.emit(EventKind.DISPLAY, data={**bundle, "text/plain": repr(value)[:1000]})
+            context.emit(events.Display(data={**bundle, "text/plain": repr(value)[:1000]}))
 
 
 def show_figures() -> None:

@@ -22,7 +22,8 @@ from typing import Any
 
 from kale_dist.errors import ConfigError
 from kale_dist.snapshot.training_arguments import settle_in_trainers
-from kale_dist.wire import TRAINERS_VARIABLE, EventKind, context
+from kale_dist.wire import TRAINERS_VARIABLE, MetricRow, context
+from kale_dist.wire.events import RankProgress
 from kale_dist.worker.rank.joint_saving import SaveAtOneStep
 
 _PACE = ("learning_rate", "lr", "num_tokens", "num_input_tokens_seen", "total_flos", "model_preparation_time")
@@ -70,7 +71,7 @@ def leave_bars_out() -> None:
 def end_cell() -> None:
     """A cell of a live rank has ended, and with it whatever it trained."""
     if _Training.is_shown:
-        context.emit(EventKind.PROGRESS, phase="", epoch=0, epochs=0, step=0, steps=None, samples=0)
+        context.emit(RankProgress())
     _Training.count, _Training.tells_bars, _Training.is_shown = 0, True, False
 
 
@@ -149,7 +150,7 @@ class _Training:
 
     def _emit(self, phase: str, **fields: Any) -> None:
         _Training.is_shown = True
-        context.emit(EventKind.PROGRESS, **{"phase": phase, "samples": 0, **self._place, **fields})
+        context.emit(RankProgress(phase=phase, **{**self._place, **fields}))
 
     def log(
         self, values: Mapping[Any, Any], step: int | None, reported_to: Iterable[str], *, is_eval: bool | None = None
@@ -180,9 +181,10 @@ class _Training:
             # Of several trainings, such as folds, each has curves of its own.
             own = f"{source} {self._number}" if self._number > 1 and source != "pace" else source
             if one:
-                context.emit(
-                    EventKind.METRICS, rank=None, values=one, step=step, source=own, reported_to=sorted(reported_to)
+                row = MetricRow(
+                    values=tuple(one.items()), step=step, source=own, reported_to=tuple(sorted(reported_to))
                 )
+                context.emit(row, is_of_job=True)
 
 
 def _number(value: Any) -> float | None:
@@ -441,10 +443,8 @@ def _bars(_: ModuleType) -> None:
             if _Training.tells_bars and not getattr(self, "pos", 0):
                 _Training.is_shown = True
                 what = " ".join(str(self.desc or "").split()).strip(": ")[:_BAR_LETTERS]
-                context.emit(
-                    EventKind.PROGRESS, phase=f"bar {what}".strip(), epoch=0, epochs=0, step=int(self.n),
-                    steps=None if self.total is None else int(self.total), samples=0,
-                )  # fmt: skip
+                total = None if self.total is None else int(self.total)
+                context.emit(RankProgress(phase=f"bar {what}".strip(), step=int(self.n), steps=total))
         return display(self, *args, **kwargs)
 
     std.tqdm.display = heard

@@ -79,7 +79,7 @@ def collective_s() -> float:
     return CLOCK.totals[_COLLECTIVE]
 
 
-def time_spent(device: torch.device) -> dict[str, float | None]:
+def time_spent(device: torch.device) -> dict[str, Any]:
     """Where the time of this process has gone since it began, as a progress event has it: seconds, None where it is not known.
 
     Args:

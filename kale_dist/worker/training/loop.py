@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import Layout
-from kale_dist.wire import EventKind, context
+from kale_dist.wire import MetricRow, context, events
 from kale_dist.wording import listed
 from kale_dist.worker.training import checkpoint, model_file, parts, supervised
 from kale_dist.worker.training.callback_runner import Callbacks
@@ -387,8 +387,7 @@ class Session:
         self._report_pace([rate for _, _, rate, *_ in outcome.extras], epoch)
         if all(is_unchanged for (_, is_unchanged), *_ in outcome.extras):
             self._note_unchanged()
-        mark = {"from_batch": feed.counts.from_batch} if feed.counts.from_batch else {}
-        self._emit(outcome.values, epoch, feed.role.name, **mark)
+        self._emit(outcome.values, epoch, feed.role.name, feed.counts.from_batch)
         return outcome
 
     def _note_unchanged(self) -> None:
@@ -445,18 +444,19 @@ class Session:
         self._mend_learning_rates([rates for *_, rates in outcome.extras], epoch)
         return outcome
 
-    def _emit(self, values: Mapping[str, float], epoch: int, source: str, **mark: int) -> None:
+    def _emit(self, values: Mapping[str, float], epoch: int, source: str, from_batch: int = 0) -> None:
         if self.group.rank == 0 and values:
-            context.emit(EventKind.METRICS, rank=None, values=values, epoch=epoch, source=source, **mark)
+            row = MetricRow(values=tuple(values.items()), epoch=epoch, source=source, from_batch=from_batch)
+            context.emit(row, is_of_job=True)
 
     def _emit_losses(self, ranks: Sequence[Mapping[int, tuple[float, float]]], feed: Feed) -> None:
         """Send the losses of an epoch's batches, each the mean over the ranks that have kept it."""
         if self.group.rank == 0 and (kept := sorted(set().union(*ranks))):
             found = [[losses[step] for losses in ranks if step in losses] for step in kept]
             means = [(some[0][0], sum(loss for _, loss in some) / len(some)) for some in found]
-            batches = [(step, *mean) for step, mean in zip(kept, means, strict=True)]
+            batches = tuple((step, *mean) for step, mean in zip(kept, means, strict=True))
             steps = None if feed.counts.first is None else feed.counts.first.steps
-            context.emit(EventKind.LOSS, rank=None, epoch=feed.counts.epoch, steps=steps, batches=batches)
+            context.emit(events.EpochLosses(epoch=feed.counts.epoch, steps=steps, batches=batches), is_of_job=True)
 
     def _follow_names(self) -> None:
         """Take note of parameters that the step or a forward has replaced, or raise an error where ranks have parts of the old ones."""
@@ -590,14 +590,16 @@ class Session:
 
         def write(whole: Stored) -> None:
             checkpoint.save(files.checkpoint, whole)
+            batches, size = 0 if position is None else position.batches, files.checkpoint.stat().st_size
             context.emit(
-                EventKind.CHECKPOINT,
-                epoch=progress.epochs,
-                step=steps,
-                batches=0 if position is None else position.batches,
-                asked=is_asked,
-                path=files.checkpoint.name,
-                bytes=files.checkpoint.stat().st_size,
+                events.CheckpointWritten(
+                    epoch=progress.epochs,
+                    step=steps,
+                    batches=batches,
+                    asked=is_asked,
+                    path=files.checkpoint.name,
+                    bytes=size,
+                )
             )
 
         if folders is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kale_dist.errors import KaleDistError
-from kale_dist.wire import EventKind, context
+from kale_dist.wire import context, events
 from kale_dist.wording import listed
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -115,7 +115,7 @@ class Group:
         if self.rank < ranks and text not in self._logged:
             self._logged.add(text)
             if self.rank:
-                context.emit(EventKind.NOTE, text=text, warns=warns)
+                context.emit(events.Note(text=text, warns=warns))
             else:
                 context.log(text, warns=warns)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kale_dist.errors import KaleDistError, SnapshotDamagedError
-from kale_dist.wire import EventKind, blobs, context
+from kale_dist.wire import blobs, context, events
 from kale_dist.worker.training.checkpoint import read
 from kale_dist.worker.training.contents import Checkpoint, Given, Progress, Resume
 from kale_dist.worker.training.data.generators import RandomStates
@@ -61,7 +61,7 @@ class Resumption:
         epochs, position = self.progress.epochs, self.progress.position
         batches = 0 if position is None else position.batches
         if group.rank == 0:
-            context.emit(EventKind.RESUMED, epoch=epochs, batches=batches)
+            context.emit(events.Resumed(epoch=epochs, batches=batches))
         what = f"resumes after epoch {epochs}, from the last checkpoint" if epochs else "starts from the beginning"
         if batches:
             what = f"resumes in epoch {epochs + 1}, after {batches:,} batches, from the last checkpoint"

@@ -19,7 +19,7 @@ from kale_dist.job.records import FIRST_LIFE
 from kale_dist.job.spec.job_spec import JobSpec, Policy, Settled, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.following.copy import FollowerClock
-from kale_dist.wire import EventKind, FailureCause, StateName, Stream, messages
+from kale_dist.wire import FailureCause, StateName, Stream, messages
 
 KEY = b"k" * 32
 _numbers = itertools.count()
@@ -92,12 +92,10 @@ class ScriptedHead:
         self.next_event += 1
 
     def run(self):
-        self.event(EventKind.STATE, state=StateName.RUNNING, reason="", cause="")
+        self.event("state", state=StateName.RUNNING, reason="", cause=None)
 
-    def verdict(self, state, reason="", cause="", failed_rank=None):
-        self.event(
-            EventKind.STATE, state=state, reason=reason, cause=cause, failed_rank=failed_rank, next_line=self.next_line
-        )
+    def verdict(self, state, reason="", cause=None, failed_rank=None):
+        self.event("state", state=state, reason=reason, cause=cause, failed_rank=failed_rank, next_line=self.next_line)
 
     def succeed(self, results=2):
         for rank in range(results):

@@ -12,7 +12,7 @@ from kale_dist.job import records
 from kale_dist.job.reader import JobReader, LogReader
 from kale_dist.job.records import Life, Record
 from kale_dist.places.following.copy import GapError, HeadCopy
-from kale_dist.wire import BlockReader, EventKind, JobFiles, StateName, Stream
+from kale_dist.wire import BlockReader, JobFiles, StateName, Stream
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def lines(first, rank, *texts, attempt=0, stream=Stream.STDOUT):
 
 
 def state(number, name, attempt=0, **more):
-    event = {"event": EventKind.STATE, "time": 1.0, "rank": None, "attempt": attempt, "state": name, **more}
+    event = {"event": "state", "time": 1.0, "rank": None, "attempt": attempt, "state": name, **more}
     return wire.encode_event(number, event)
 
 
@@ -56,7 +56,7 @@ def test_each_line_is_appended_once(copy, files):
 def test_lines_alone_wake_readers_of_the_log_but_have_no_status_computed(files):
     told = []
     copy = HeadCopy(files, Life(), lambda: told.append("lines"), lambda: told.append("status"))
-    copy.take(blocks(lines(0, 0, "a") + wire.encode_progress({"event": EventKind.PROGRESS, "rank": 0})))
+    copy.take(blocks(lines(0, 0, "a") + wire.encode_progress({"event": "progress", "rank": 0})))
     assert told == ["lines", "status"]
     progress = files.progress.stat()
     copy.take(blocks(lines(1, 0, "b")))

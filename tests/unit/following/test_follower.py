@@ -30,7 +30,7 @@ from kale_dist.places.following import copy, follower, head_client
 from kale_dist.places.following import followed_backend as followed
 from kale_dist.places.following.followed_backend import FollowedBackend
 from kale_dist.places.following.follower import Follower
-from kale_dist.wire import EventKind, FailureCause, RankStateName, StateName, Verdict
+from kale_dist.wire import FailureCause, RankStateName, StateName, Verdict
 from kale_dist.wire.messages import Interrupt, Restart
 from kale_dist.worker.training import checkpoint
 from kale_dist.worker.training.contents import Checkpoint
@@ -91,7 +91,7 @@ def test_a_job_that_ends_well(backend, submit):
     head.run()
     head.lines(0, "hello")
     head.lines(1, "world")
-    head.event(EventKind.METRICS, rank=0, values={"loss": 0.5}, source="report")
+    head.event("metrics", rank=0, values=[["loss", 0.5]], source="report")
     head.succeed()
     status = wait_for_end(backend, ref)
     assert status.state is StateName.SUCCEEDED
@@ -118,10 +118,10 @@ def test_lines_are_here_while_the_job_runs(backend, submit):
 def test_the_status_says_while_the_ranks_wait_for_the_heads_disk(backend, submit):
     ref, head = submit()
     head.run()
-    head.event(EventKind.DISK, problem="The job's folder cannot be written")
+    head.event("disk", problem="The job's folder cannot be written")
     wait_for(lambda: backend.status(ref).reason == "The job's folder cannot be written")
     assert backend.status(ref).state is StateName.RUNNING
-    head.event(EventKind.DISK, problem="")
+    head.event("disk", problem="")
     wait_for(lambda: backend.status(ref).reason == "")
     head.succeed()
     assert wait_for_end(backend, ref).reason == ""
@@ -153,7 +153,7 @@ FAULTS = ["cut_files", "refuse"]
 def end_badly(head, state, fault):
     """A training with a checkpoint fails or is cancelled, and from then on no file comes from its head."""
     head.run()
-    head.event(EventKind.CHECKPOINT, epoch=4, step=40, path="checkpoint", bytes=4)
+    head.event("checkpoint", epoch=4, step=40, path="checkpoint", bytes=4)
     head.files |= {"checkpoint": b"the weights of epoch 4", "outcome-0-1": b"the exception of rank 1"}
     getattr(head, fault)()
     failed = {} if state is StateName.CANCELLED else {"failed_rank": 1, "cause": FailureCause.ERROR}
@@ -192,7 +192,7 @@ def test_what_could_not_be_fetched_is_named_not_acknowledged_and_asked_for_once_
 def test_what_a_head_does_not_have_is_not_waited_for(backend, submit):
     ref, head = submit()
     head.run()
-    head.event(EventKind.CHECKPOINT, epoch=4, step=40, path="checkpoint", bytes=4)
+    head.event("checkpoint", epoch=4, step=40, path="checkpoint", bytes=4)
     head.verdict(StateName.FAILED, "It ended", FailureCause.ERROR, failed_rank=1)
     assert wait_for_end(backend, ref).state is StateName.FAILED
     wait_for(lambda: head.acks)
@@ -232,8 +232,8 @@ def test_a_new_process_answers_with_what_the_head_has_by_now(backend, submit, pl
     head.run()
     backend.close()
     head.lines(0, *(f"line {number}" for number in range(20_000)))
-    head.event(EventKind.METRICS, rank=0, values={"loss": 0.25}, source="train", epoch=7)
-    head.event(EventKind.CHECKPOINT, epoch=7, step=70, path="checkpoint", bytes=4)
+    head.event("metrics", rank=0, values=[["loss", 0.25]], source="train", epoch=7)
+    head.event("checkpoint", epoch=7, step=70, path="checkpoint", bytes=4)
     head.files["checkpoint"] = b"epoch 7"
     if state is StateName.SUCCEEDED:
         head.succeed()
@@ -362,7 +362,7 @@ def test_out_of_memory_of_another_pod_explains_the_end(backend, submit, place):
 
 def test_the_rank_that_failed_is_the_first_that_the_attempt_gave_to_the_pod(backend, submit, place):
     ref, head = submit(processes=4, per_pod=2)
-    head.event(EventKind.ATTEMPT, members=[
+    head.event("attempt", members=[
         {"agent": 0, "first_rank": 0, "processes": 1}, {"agent": 1, "first_rank": 1, "processes": 1},
     ])  # fmt: skip
     head.run()
@@ -509,7 +509,7 @@ def test_a_job_of_another_user_is_left_to_wait(backend, place, forgotten, submit
 
 def test_a_pod_that_ended_before_it_reached_the_head_ends_the_job(backend, submit, place):
     ref, head = submit()
-    head.event(EventKind.STATE, state=StateName.STARTING, reason="", cause="")
+    head.event("state", state=StateName.STARTING, reason="", cause=None)
     place.runs[1].others = [ended_part(exit_code=78, trouble=Trouble(sentence="The image's Python is 3.8"))]
     status = wait_for_end(backend, ref)
     assert (status.cause, status.reason) == (FailureCause.NOT_STARTED, "The image's Python is 3.8")
@@ -778,7 +778,7 @@ def test_a_job_that_has_lost_its_head_is_renewed_from_the_last_checkpoint(backen
     ref, head = submit(max_restarts=2)
     head.run()
     head.lines(0, "one")
-    head.event(EventKind.CHECKPOINT, epoch=3, step=30, path="checkpoint", bytes=4)
+    head.event("checkpoint", epoch=3, step=30, path="checkpoint", bytes=4)
     place.kept[1, "checkpoint"] = stored_checkpoint(3)
     wait_for(lambda: backend.status(ref).checkpoint_epoch == 3)
     lost_head(head)
@@ -822,7 +822,7 @@ def test_a_job_is_renewed_after_a_pod_that_its_head_has_lost(backend, submit, pl
 def lose_a_pod(head, run, epoch=4):
     """A pod is lost that no controller makes again, while the head lives and has a checkpoint."""
     head.run()
-    head.event(EventKind.CHECKPOINT, epoch=epoch, step=40, path="checkpoint", bytes=4)
+    head.event("checkpoint", epoch=epoch, step=40, path="checkpoint", bytes=4)
     head.files["checkpoint"] = stored_checkpoint(epoch)
     run.others = [ended_part(exit_code=137, lost="deleted")]
     head.verdict(StateName.FAILED, "The pod of rank 1 was lost", LOST)
@@ -915,7 +915,7 @@ def test_a_pod_that_is_made_again_is_left_to_the_head(backend, submit, place, cl
     wait_for(lambda: backend.status(ref).reason == "pod-1 was deleted")
     assert not backend.status(ref).needs_action
     place.runs[1].trouble, head.attempt = None, 1
-    head.event(EventKind.STATE, state=StateName.STARTING, reason="Waits for a pod: pod-1. Starting again", cause="")
+    head.event("state", state=StateName.STARTING, reason="Waits for a pod: pod-1. Starting again", cause=None)
     place.runs[1].others = [
         Part(number=1, name="pod-1", uid="b", state="waiting", trouble=Trouble(sentence="No node has room"))
     ]
@@ -1180,7 +1180,7 @@ def test_a_head_that_comes_back_has_the_last_word_when_no_restart_is_left(backen
     verdict = Verdict(StateName.FAILED, FailureCause.AGENT_DIED, reason)
     if is_heard:
         head.verdict(StateName.FAILED, reason, FailureCause.AGENT_DIED)
-    head.end(1, message=json.dumps(verdict.fields()))
+    head.end(1, message=json.dumps(wire.encode(verdict.last_state)))
     status = wait_for_end(backend, ref)
     assert (status.state, status.cause, status.reason) == (StateName.FAILED, FailureCause.AGENT_DIED, reason)
     assert list(place.runs) == [1]

@@ -15,7 +15,7 @@ import kale_dist as kd
 from kale_dist.callbacks import EMA, SWA, EarlyStopping, ModelCheckpoint
 from kale_dist.errors import ConfigError, KaleDistError
 from kale_dist.strategies import DDP, FSDP, LocalSGD, ParameterServer, Pipeline, Tensor
-from kale_dist.wire import context
+from kale_dist.wire import MetricRow, context
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
 
@@ -133,15 +133,15 @@ def test_ranks_that_agree_after_epochs_alone_average_then(ranks):
 
 def test_averaged_weights_are_evaluated_and_can_decide(ranks, monkeypatch):
     sent = []
-    monkeypatch.setattr(context, "emit", lambda kind, **fields: sent.append((str(kind), fields)))
+    monkeypatch.setattr(context, "emit", lambda what, **_: sent.append(what))
     result = fit(
         [EMA(0.5, evaluate=True), ModelCheckpoint("averaged/loss")],
         eval_data_loader=DataLoader(labelled(32), 8),
         epochs=3,
     )
-    rows = [fields for kind, fields in sent if kind == "metrics" and fields["source"] != "pace"]
-    assert [row["source"] for row in rows] == ["train", "eval", "averaged"] * 3
-    assert min(row["values"]["loss"] for row in rows if row["source"] == "averaged") == result.best_value
+    rows = [row for row in sent if isinstance(row, MetricRow) and row.source != "pace"]
+    assert [row.source for row in rows] == ["train", "eval", "averaged"] * 3
+    assert min(dict(row.values)["loss"] for row in rows if row.source == "averaged") == result.best_value
 
 
 def test_a_function_is_called_after_each_epoch_in_rank_0():

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import json
 import math
 import os
 import pathlib
@@ -18,6 +17,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from recorded import events_in
 from torch import nn
 from torch.utils.data import DataLoader
 from trainings import fit, labelled, net
@@ -28,6 +28,7 @@ from kale_dist.job.view import facts
 from kale_dist.snapshot import sources
 from kale_dist.strategies import DDP, FSDP, Gossip, LocalSGD, Mesh, Pipeline, Tensor
 from kale_dist.wire import RankStateName, StateName, context
+from kale_dist.wire.events import Event
 from kale_dist.worker.pod.prometheus import Gauges
 from kale_dist.worker.training import checkpoint, supervised
 from kale_dist.worker.training.checkpoint import Checkpoint
@@ -348,8 +349,8 @@ def events_of_rank(folder, **options):
         warnings.filterwarnings("ignore", ".*processes share", UserWarning)
         fit(model, DataLoader(labelled(22), 4), epochs=2, checkpoint_every=None, **options)
     os.close(write)
-    with os.fdopen(read) as pipe:
-        return [json.loads(line) for line in pipe]
+    with os.fdopen(read, "rb") as pipe:
+        return events_in(pipe.read())
 
 
 @pytest.mark.parametrize(
@@ -377,7 +378,7 @@ def test_samples_that_ranks_share_count_once_in_every_sum(ranks, tmp_path, world
 
     gauges = Gauges("j", world)
     for event in events:
-        gauges.note(event)
+        gauges.note(Event.read(event))
     totals = re.findall(r'^kale_dist_samples_total{rank="(\d)"} (\d+)$', gauges.text(), re.MULTILINE)
     assert [int(rank) for rank, _ in totals] == readers
     assert sum(int(samples) for _, samples in totals) == 2 * 22
@@ -401,8 +402,8 @@ def in_job(folder):
         eval_data_loader=DataLoader(labelled(21), 4),
     )
     os.close(write)
-    with os.fdopen(read) as pipe:
-        events = [json.loads(line) for line in pipe]
+    with os.fdopen(read, "rb") as pipe:
+        events = events_in(pipe.read())
     return events, model.state_dict(), optimizer.state_dict()
 
 
@@ -417,8 +418,8 @@ def rates_of_a_slow_step(folder, batch_size):
 
     fit(net(), DataLoader(labelled(12), batch_size), train_step=step, epochs=2)
     os.close(write)
-    with os.fdopen(read) as pipe:
-        events = [json.loads(line) for line in pipe]
+    with os.fdopen(read, "rb") as pipe:
+        events = events_in(pipe.read())
     return [(e["epoch"], e["step"], e["samples_per_s"]) for e in events if e["event"] == "progress"]
 
 
@@ -986,8 +987,8 @@ def events_of_nan(folder, checkpoint_every=1, skips=False, model=None, **options
     except KaleDistError as found:
         error = str(found)
     os.close(write)
-    with os.fdopen(read) as pipe:
-        return [json.loads(line) for line in pipe], error, steps
+    with os.fdopen(read, "rb") as pipe:
+        return events_in(pipe.read()), error, steps
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": FSDP()}], ids=["ddp", "fsdp"])

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from kale_dist.errors import KaleDistError
-from kale_dist.wire import EventKind, context
+from kale_dist.wire import context
+from kale_dist.wire.events import Counters, RankProgress
 from kale_dist.worker.training.clock import CLOCK, MOVING, time_spent
 from kale_dist.worker.training.contents import Position, RankPosition
 from kale_dist.worker.training.data.dealing import length
@@ -512,30 +513,30 @@ class Batches:
         if role.reads and done and seconds > 0:
             feed.rate = round(done / seconds, 1)
         context.emit(
-            EventKind.PROGRESS,
-            phase=role.name,
-            epoch=feed.counts.epoch,
-            epochs=role.epochs,
-            step=self.index,
-            steps=self.steps,
-            samples=self.samples if role.reads else None,
-            samples_per_s=(feed.training or feed).rate,
-            loss=role.loss(),
-            **self._counters(),
+            RankProgress(
+                phase=role.name,
+                epoch=feed.counts.epoch,
+                epochs=role.epochs,
+                step=self.index,
+                steps=self.steps,
+                samples=self.samples if role.reads else 0,
+                samples_per_s=(feed.training or feed).rate,
+                loss=role.loss(),
+                counters=self._counters(),
+            )
         )
 
-    def _counters(self) -> dict[str, Any]:
-        """What a progress event of a training has besides: numbers since the process began."""
+    def _counters(self) -> Counters | None:
         role = self._feed.role
         if role.pace is None or role.strategy is None:
-            return {}
-        return {
-            "batches": role.pace.batches,
-            "trained": role.pace.trained if role.reads else None,
-            "num_workers": self._loader.num_workers,
-            "meets": role.strategy.meets_in_steps and role.row.is_alone,
+            return None
+        return Counters(
+            batches=role.pace.batches,
+            trained=role.pace.trained if role.reads else None,
+            num_workers=self._loader.num_workers,
+            meets=role.strategy.meets_in_steps and role.row.is_alone,
             **time_spent(role.group.device),
-        }
+        )
 
 
 def _make(loader: DataLoader[Any], feed: Feed, make_iterator: Callable[[], Any]) -> Any:
