@@ -7,16 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import (
-    ALL_WEIGHTS,
-    WHOLE_WEIGHTS,
-    Conditions,
-    Layout,
-    Settings,
-    check_flags,
-    refuse_optimizers,
-    refuse_sparse,
-)
+from kale_dist.strategies import base
 from kale_dist.strategies.tensor import check_precision, fitting_names, parameters_of
 from kale_dist.wording import closest
 
@@ -25,7 +16,7 @@ _UNIT_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FSDP(Settings):
+class FSDP(base.Settings):
     """Fully sharded data parallelism: weights, gradients and the optimizer's state are divided over the ranks.
 
     Made of torch's `fully_shard`. A unit (a block of the model) is gathered just before it computes, and freed after
@@ -62,9 +53,9 @@ class FSDP(Settings):
             hint = closest(units, ("blocks", "whole"))
             remedy = f"{hint}Use 'blocks', 'whole', or a tuple of names such as ('layers.*',)"
             raise ConfigError("strategy", f"there is no units={units!r}", remedy)
-        check_flags(self, "compile", "activation_checkpointing")
+        base.check_flags(self, "compile", "activation_checkpointing")
 
-    def check(self, given: Conditions) -> None:
+    def check(self, given: base.Conditions) -> None:
         """Refuse models that cannot be sharded.
 
         Raises:
@@ -72,9 +63,9 @@ class FSDP(Settings):
         """
         check_fsdp(self.units, given)
 
-    def layout(self, rank: int, world_size: int) -> Layout:
+    def layout(self, rank: int, world_size: int) -> base.Layout:
         """Every rank has its own shard of the data, and its own part of the weights."""
-        return Layout(
+        return base.Layout(
             shards=world_size,
             shard=rank,
             peers=(rank,),
@@ -83,7 +74,7 @@ class FSDP(Settings):
         )
 
 
-def check_fsdp(units: Any, given: Conditions) -> None:
+def check_fsdp(units: Any, given: base.Conditions) -> None:
     """Refuse a call whose model `fully_shard` cannot take.
 
     Raises:
@@ -113,9 +104,9 @@ def check_fsdp(units: Any, given: Conditions) -> None:
         problem = f"the model's weights have several dtypes ({', '.join(sorted(dtypes))}), and fsdp takes one"
         raise ConfigError("strategy", problem, "Convert it (model.float()), and use precision='bf16'")
     # These two are made of operations that torch's DTensor has.
-    refused = {*ALL_WEIGHTS, *WHOLE_WEIGHTS} - {"Prodigy", "Muon"}
-    refuse_optimizers(given, refused, "needs whole weights, and each rank has a part of them")
-    refuse_sparse("fsdp", given)
+    refused = {*base.ALL_WEIGHTS, *base.WHOLE_WEIGHTS} - {"Prodigy", "Muon"}
+    base.refuse_optimizers(given, refused, "needs whole weights, and each rank has a part of them")
+    base.refuse_sparse("fsdp", given)
     own = {id(parameter) for parameter in parameters.values()}
     if any(id(p) not in own for group in given.optimizer.param_groups for p in group["params"]):
         problem = "the optimizer trains parameters that are not the model's, and fsdp divides only these"
