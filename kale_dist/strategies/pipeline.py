@@ -47,7 +47,7 @@ class Pipeline(base.Settings):
         names = tuple(cut) if isinstance(cut, Iterable) else ()
         if not names or not all(isinstance(name, str) for name in names):
             remedy = "Give names of modules, such as cut=['blocks.4'], or a number of stages"
-            raise ConfigError("strategy", f"cut={self.cut!r} says nothing about stages", remedy)
+            raise base.refusal(f"cut={self.cut!r} says nothing about stages", remedy)
         object.__setattr__(self, "cut", names)
 
     def layout(self, rank: int, world_size: int) -> base.Layout:
@@ -141,4 +141,4 @@ def _first(modules: list[tuple[str, Any]], kind: str) -> str:
 
 
 def _refusal(problem: str, remedy: str) -> ConfigError:
-    return ConfigError("strategy", f"Pipeline: {problem}", remedy)
+    return base.refusal(f"Pipeline: {problem}", remedy)

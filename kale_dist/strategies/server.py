@@ -39,16 +39,14 @@ class ParameterServer(base.Settings):
         base.refuse_choice("mode", self.mode, ("sync", "async"))
         if self.staleness is not None:
             if self.mode == "sync":
-                raise ConfigError(
-                    "strategy",
+                raise base.refusal(
                     f"staleness={self.staleness!r} is given, and with mode='sync' all workers take each step together",
                     "Leave staleness out, or use mode='async'",
                 )
             base.refuse_count("staleness", self.staleness, at_least=0)
         base.check_flags(self, "backup")
         if self.backup and self.mode == "async":
-            raise ConfigError(
-                "strategy",
+            raise base.refusal(
                 "backup=True is given, and with mode='async' a server and its backup would step in different orders",
                 "Use mode='sync', or leave backup out: the job resumes from its last checkpoint with max_restarts=1",
             )
@@ -66,8 +64,7 @@ class ParameterServer(base.Settings):
                 f"Use at least {serving + 1} processes, better {serving + 2}",
             )
         if isinstance(given.optimizer, dict):
-            raise ConfigError(
-                "strategy",
+            raise base.refusal(
                 "'parameter-server' steps one optimizer, and there are several",
                 "Use strategy='ddp' or 'local-sgd', or one optimizer",
             )
@@ -107,5 +104,4 @@ class ParameterServer(base.Settings):
             replicas=tuple(range(workers)) if is_worker else (rank,),
             part=f"shard {rank} of {workers}" if is_worker else server,
             agree="step" if self.mode == "sync" else "epoch",
-            exact=self.mode == "sync",
         )

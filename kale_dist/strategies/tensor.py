@@ -77,15 +77,13 @@ def checked_plan(plan: Any) -> tuple[tuple[str, str], ...]:
     if isinstance(plan, Mapping):
         plan = tuple(plan.items())
     if not isinstance(plan, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in plan):  # noqa: PLR2004
-        raise ConfigError("strategy", f"plan={plan!r} is not a dict", 'Write plan={"head": "whole"}')
+        raise base.refusal(f"plan={plan!r} is not a dict", 'Write plan={"head": "whole"}')
     for pattern, word in plan:
         if not isinstance(pattern, str) or not pattern:
-            raise ConfigError("strategy", f"plan names a layer by {pattern!r}", "Use names as in model.named_modules()")
+            raise base.refusal(f"plan names a layer by {pattern!r}", "Use names as in model.named_modules()")
         if word not in WORDS:
             hint = closest(word, WORDS)
-            raise ConfigError(
-                "strategy", f"plan has {pattern!r}: {word!r}", f"{hint}Use one of {', '.join(map(repr, WORDS))}"
-            )
+            raise base.refusal(f"plan has {pattern!r}: {word!r}", f"{hint}Use one of {', '.join(map(repr, WORDS))}")
     return plan
 
 
@@ -102,7 +100,7 @@ def check_tensor(plan: Any, given: base.Conditions, degree: int) -> None:
     """
     if degree < 2:  # noqa: PLR2004 - two parts
         remedy = "Give number_of_processes=2 or more, or leave strategy out"
-        raise ConfigError("strategy", f"weights cannot be divided over {degree} process", remedy)
+        raise base.refusal(f"weights cannot be divided over {degree} process", remedy)
     check_precision(given)
     base.refuse_optimizers(given, base.WHOLE_WEIGHTS, "updates a weight as a whole, and each rank has a part of it")
     base.refuse_all_weights("tensor", given)
@@ -162,7 +160,7 @@ def assign(modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree
     for pattern, word in plan:
         fitting = fitting_names(modules, pattern)
         if not any(name in words for name in fitting):
-            raise ConfigError("strategy", *_unplanned(pattern, fitting, modules, words))
+            raise base.refusal(*_unplanned(pattern, fitting, modules, words))
         words.update({name: word for name in fitting if name in words})
     linear = {id(modules[name].weight) for name in words if kind_of(modules[name]) == "Linear"}
     for name, word in words.items():
@@ -176,7 +174,7 @@ def assign(modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree
             continue
         if word != "alone":
             problem = f"plan has {name!r}: {word!r}, and that is an Embedding"
-            raise ConfigError("strategy", problem, "Embeddings are divided alone, or stay 'whole'")
+            raise base.refusal(problem, "Embeddings are divided alone, or stay 'whole'")
         if id(modules[name].weight) in linear:
             divided[name] = "vocabulary"
     dimensions: dict[int, tuple[str, tuple[int, int]]] = {}
@@ -189,14 +187,14 @@ def assign(modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree
             width = "inputs" if word == "rows" else "outputs"
             problem = f"{name} has {size} {width}, which {pieces} ranks do not divide"
             remedy = f"Use a number of ranks that divides {size}, or leave it out of the plan"
-            raise ConfigError("strategy", problem, remedy)
+            raise base.refusal(problem, remedy)
         first = dimensions.setdefault(id(module.weight), (name, how))
         if first[1] != how:
             problem = f"{first[0]} and {name} share one weight, and the plan divides it in two ways"
-            raise ConfigError("strategy", problem, f"Give both the same word, or plan={{{name!r}: 'whole'}}")
+            raise base.refusal(problem, f"Give both the same word, or plan={{{name!r}: 'whole'}}")
     if not divided:
         problem = f"the model has no Linear or Embedding whose weights can be divided into {degree} parts"
-        raise ConfigError("strategy", problem, "Use strategy='ddp' or 'fsdp', which take any model")
+        raise base.refusal(problem, "Use strategy='ddp' or 'fsdp', which take any model")
     return divided
 
 
