@@ -187,10 +187,8 @@ def refuse_sparse(word: str, given: Conditions) -> None:
     for name, module in (pair for model in given.models for pair in model.named_modules()):
         is_embedding = any(base.__name__ in ("Embedding", "EmbeddingBag") for base in type(module).__mro__)
         if is_embedding and getattr(module, "sparse", False):
-            raise refusal(
-                f"{name or 'the model'} is an embedding with sparse=True, and {word!r} sends gradients as a whole",
-                "Make the embedding without sparse=True, or use strategy='ddp'",
-            )
+            problem = f"{name or 'the model'} is an embedding with sparse=True, and {word!r} sends gradients as a whole"
+            raise refusal(problem, "Make the embedding without sparse=True, or use strategy='ddp'")
 
 
 def check_flags(settings: Any, *names: str) -> None:

@@ -35,20 +35,15 @@ class Gossip(base.Settings):
         base.refuse_choice("mode", self.mode, ("sync", "async"))
         base.refuse_choice("send", self.send, ("all", "changed"))
         if self.mode == "async" and self.send == "changed":
-            raise base.refusal(
-                "send='changed' needs neighbours that meet after every step, and mode is 'async'",
-                "Use mode='sync', or send='all'",
-            )
+            problem = "send='changed' needs neighbours that meet after every step, and mode is 'async'"
+            raise base.refusal(problem, "Use mode='sync', or send='all'")
 
     def check(self, given: base.Conditions) -> None:
         """Refuse a world without neighbours."""
         ranks = given.number_of_processes
         if ranks < 2:  # noqa: PLR2004 - a pair
-            raise ConfigError(
-                "number_of_processes",
-                "is 1, and gossip averages weights with neighbours",
-                "Use at least 2 processes, or strategy='ddp'",
-            )
+            problem = "is 1, and gossip averages weights with neighbours"
+            raise ConfigError("number_of_processes", problem, "Use at least 2 processes, or strategy='ddp'")
         if self.mode == "async" and ranks % 2:
             raise ConfigError(
                 "number_of_processes",

@@ -64,16 +64,11 @@ class ParameterServer(base.Settings):
                 f"Use at least {serving + 1} processes, better {serving + 2}",
             )
         if isinstance(given.optimizer, dict):
-            raise base.refusal(
-                "'parameter-server' steps one optimizer, and there are several",
-                "Use strategy='ddp' or 'local-sgd', or one optimizer",
-            )
+            problem = "'parameter-server' steps one optimizer, and there are several"
+            raise base.refusal(problem, "Use strategy='ddp' or 'local-sgd', or one optimizer")
         if given.precision == "fp16":
-            raise ConfigError(
-                "precision",
-                "'fp16' leaves out steps whose gradients overflow, and the servers would wait for them",
-                "Use precision='bf16', or another strategy",
-            )
+            problem = "'fp16' leaves out steps whose gradients overflow, and the servers would wait for them"
+            raise ConfigError("precision", problem, "Use precision='bf16', or another strategy")
         base.refuse_optimizers(
             given, base.ALL_WEIGHTS, "looks at all weights at once, and servers step them one by one"
         )
