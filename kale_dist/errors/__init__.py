@@ -179,11 +179,11 @@ class ContractError(KaleDistError):
     """Notebook and worker have different versions of Python, torch or the contract."""
 
 
-class _RetryableError(KaleDistError):
-    """What failed elsewhere, and may succeed later.
+class ImageError(KaleDistError):
+    """An image cannot be made, found or used.
 
     Args:
-        message: What failed, where, and what to do.
+        message: What failed, at which registry or builder, and what to do.
         retryable: Whether the same call may succeed later without a change.
     """
 
@@ -192,12 +192,17 @@ class _RetryableError(KaleDistError):
         self.retryable = retryable
 
 
-class ImageError(_RetryableError):
-    """An image cannot be made, found or used."""
+class BackendError(KaleDistError):
+    """A backend refused or failed.
 
+    Args:
+        message: What failed and what to do.
+        retryable: Whether the same call may succeed later without a change.
+    """
 
-class BackendError(_RetryableError):
-    """A backend refused or failed."""
+    def __init__(self, message: str, retryable: bool = False) -> None:  # noqa: FBT001, FBT002 - exceptions pickle by position
+        super().__init__(message, retryable)
+        self.retryable = retryable
 
 
 class BackendUnavailableError(BackendError):
