@@ -6,7 +6,7 @@ import json
 
 from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Policy, Resources, Topology, Volume, VolumeKind
 from kale_dist.places import manifests
-from kale_dist.places.manifests import ObjectSettings
+from kale_dist.places.manifests.object_settings import ObjectSettings
 
 SETTINGS = ObjectSettings()
 IMAGE = "registry.example.com/team/train:1"

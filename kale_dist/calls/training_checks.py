@@ -97,7 +97,7 @@ def check(training: Training) -> None:
     _check_callbacks(training)
 
 
-def check_on(training: Training, request: Request, *, is_local: bool) -> tuple[str, ...]:
+def check_on(training: Training, request: Request) -> tuple[str, ...]:
     """Check whether this can be trained at the place, and on the number of processes, that the request names.
 
     Returns:
@@ -122,7 +122,7 @@ def check_on(training: Training, request: Request, *, is_local: bool) -> tuple[s
                 )
                 raise ConfigError("strategy", problem, "Use strategy='ddp'")
     if not training.makes_model:
-        training.strategy.check(_conditions(training, size, per_pod, is_local=is_local, cuda=request.cuda))
+        training.strategy.check(_conditions(training, size, per_pod, cuda=request.cuda))
     return tuple(_undivided(training)) if layout.shards > 1 else ()
 
 
@@ -149,7 +149,7 @@ def sizes(training: Training, asked: Sequence[int], per_pod: int | None, *, cuda
     found: list[int] = []
     for size in asked:
         try:
-            training.strategy.check(_conditions(training, size, per_pod or size, is_local=per_pod is None, cuda=cuda))
+            training.strategy.check(_conditions(training, size, per_pod or size, cuda=cuda))
         except ConfigError:
             if size == asked[-1] and not found:
                 raise
@@ -158,9 +158,9 @@ def sizes(training: Training, asked: Sequence[int], per_pod: int | None, *, cuda
     return tuple(found)
 
 
-def _conditions(training: Training, size: int, per_pod: int, *, is_local: bool, cuda: bool) -> strategies.Conditions:
+def _conditions(training: Training, size: int, per_pod: int, *, cuda: bool) -> strategies.Conditions:
     return strategies.Conditions(
-        number_of_processes=size, processes_per_pod=per_pod, is_local=is_local, cuda=cuda, model=training.model,
+        number_of_processes=size, processes_per_pod=per_pod, cuda=cuda, model=training.model,
         optimizer=training.optimizer, precision=training.precision,
     )  # fmt: skip
 

@@ -21,15 +21,7 @@ from typing import Any, Self
 from urllib.parse import unquote, urlencode, urljoin, urlsplit, urlunsplit
 
 import urllib3
-from urllib3.exceptions import (
-    ConnectTimeoutError,
-    HTTPError,
-    MaxRetryError,
-    NameResolutionError,
-    NewConnectionError,
-    ProxyError,
-    SSLError,
-)
+from urllib3 import exceptions
 
 from kale_dist.errors import ImageError
 from kale_dist.image.auth import Credentials, login_remedy
@@ -56,7 +48,12 @@ _KEPT = 8
 _MAX_ERROR_BYTES = 64 << 10
 _SHOWN = 300
 _TOKEN_LIFE_S, _RENEW_BEFORE_S = 60.0, 5.0
-_UNREACHED = (NewConnectionError, NameResolutionError, ConnectTimeoutError, ProxyError)
+_UNREACHED = (
+    exceptions.NewConnectionError,
+    exceptions.NameResolutionError,
+    exceptions.ConnectTimeoutError,
+    exceptions.ProxyError,
+)
 _CHALLENGE = re.compile(r'(?:(basic|bearer)\s+)?([a-z_]+)=(?:"([^"]*)"|([^",\s]+))', re.IGNORECASE)
 
 
@@ -175,7 +172,7 @@ class Connection:
         """
         try:
             data = answer.read(MAX_JSON_BYTES + 1, decode_content=False)
-        except HTTPError as error:
+        except exceptions.HTTPError as error:
             raise self.explain(error, doing, self.origin) from error
         finally:
             answer.close()
@@ -187,7 +184,7 @@ class Connection:
 
     def done(self, answer: urllib3.BaseHTTPResponse) -> urllib3.BaseHTTPResponse:
         """Discard the body of an answer, so that its connection can be used again; returns the answer."""
-        with contextlib.suppress(HTTPError):
+        with contextlib.suppress(exceptions.HTTPError):
             answer.read(_MAX_ERROR_BYTES, decode_content=False)
         answer.close()
         return answer
@@ -222,7 +219,7 @@ class Connection:
             return self._pool(url).request(
                 method, url, headers=headers, timeout=timeout, redirect=False, preload_content=False, **options
             )
-        except HTTPError as error:
+        except exceptions.HTTPError as error:
             raise self.explain(error, doing, url) from error
 
     def _pool(self, url: str) -> urllib3.PoolManager:
@@ -314,7 +311,7 @@ class Connection:
         """The error for an unexpected answer, whose body is read and closed."""
         try:
             data = answer.read(_MAX_ERROR_BYTES, decode_content=False)
-        except HTTPError:
+        except exceptions.HTTPError:
             data = b""
         finally:
             answer.close()
@@ -333,13 +330,13 @@ class Connection:
         text = f"The registry {self.host} refused to {doing}: {why}. {remedy}".rstrip()
         return ImageError(text, status in _BUSY or status >= 500)  # noqa: PLR2004 - HTTP's own number
 
-    def explain(self, error: HTTPError, doing: str, url: str) -> ImageError:
+    def explain(self, error: exceptions.HTTPError, doing: str, url: str) -> ImageError:
         """The error for a failed connection."""
-        if isinstance(error, MaxRetryError) and isinstance(error.reason, HTTPError):
+        if isinstance(error, exceptions.MaxRetryError) and isinstance(error.reason, exceptions.HTTPError):
             error = error.reason
         server = urlsplit(url).netloc.rpartition("@")[2]
         problem = f"Could not {doing} at the registry {self.host}"
-        if isinstance(error, SSLError):
+        if isinstance(error, exceptions.SSLError):
             if "WRONG_VERSION_NUMBER" in str(error) or "RECORD_LAYER" in str(error):
                 return ImageError(
                     f"{problem}: {server} does not speak TLS. Name it with http:// in front if that is meant."
@@ -392,7 +389,7 @@ def _challenges(header: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def _reason(error: HTTPError) -> str:
+def _reason(error: exceptions.HTTPError) -> str:
     """urllib3's message without its objects and their addresses."""
     pattern = r"^\(?\'?|<[^<>]* object at 0x[0-9a-f]+>:? ?|^HTTPS?Connection(?:Pool)?\([^()]*\): "
     return _plain(re.sub(pattern, "", str(error.args[-1] if error.args else error)))

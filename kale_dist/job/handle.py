@@ -14,19 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kale_dist import trackers
-from kale_dist.errors import (
-    BackendError,
-    ConfigError,
-    JobError,
-    JobNotFoundError,
-    KaleDistError,
-    ResultUnavailableError,
-    StoreError,
-    WaitTimeoutError,
-    short_refusals,
-    warn,
-)
+from kale_dist import errors, trackers
 from kale_dist.job import debugging, interrupts, job_watch, weights
 from kale_dist.job.backend import Backend, JobRef, PlaceEvent
 from kale_dist.job.outcomes import OutcomeReader
@@ -207,7 +195,7 @@ class Job(Generic[R]):
 
     # -- waiting and results ------------------------------------------------------------------------------------------
 
-    @short_refusals
+    @errors.short_refusals
     def wait(self, timeout: float | None = None) -> JobStatus:
         """Wait for the job's end. After a success the notebook's model has its weights.
 
@@ -233,7 +221,7 @@ class Job(Generic[R]):
             print(f"{self.ref} {status.state.value}: {reason}. job.result() raises the error.")  # noqa: T201 - for the user
         return status
 
-    @short_refusals
+    @errors.short_refusals
     def result(self, timeout: float | None = None) -> R:
         """What rank 0 returned: of `launch`, the function's value; of `distribute`, a `TrainingResult`.
 
@@ -251,7 +239,7 @@ class Job(Generic[R]):
         value: R = self._outcomes.value(0, self.status.attempt)
         return value
 
-    @short_refusals
+    @errors.short_refusals
     def results(self, timeout: float | None = None) -> list[R]:
         """What every rank returned, by rank; None for one that was lost and that the others could do without.
 
@@ -264,8 +252,8 @@ class Job(Generic[R]):
             for replica in status.replicas
         ]
 
-    @short_refusals
-    def exception(self, timeout: float | None = None) -> JobError | None:
+    @errors.short_refusals
+    def exception(self, timeout: float | None = None) -> errors.JobError | None:
         """The error that `result` would raise, or None after a success. Waits as `result` does.
 
         Raises:
@@ -277,7 +265,7 @@ class Job(Generic[R]):
     # -- training -----------------------------------------------------------------------------------------------------
 
     @property
-    @short_refusals
+    @errors.short_refusals
     def model(self) -> torch.nn.Module:
         """The notebook's own model with the trained weights; after `attach` elsewhere, one built from the snapshot.
 
@@ -291,7 +279,7 @@ class Job(Generic[R]):
         return model
 
     @property
-    @short_refusals
+    @errors.short_refusals
     def optimizer(self) -> torch.optim.Optimizer:
         """The notebook's own optimizer with its state after training. Waits and raises as `model` does.
 
@@ -303,17 +291,17 @@ class Job(Generic[R]):
         self._succeed(None)
         if getattr(self._outcomes.trained(self.status.attempt), "parts", ""):
             problem = f"No process had all of the optimizer's state of {self.ref}: it is in parts, as its weights are"
-            raise ResultUnavailableError(f"{problem}. Another job continues with it by resume_from=", self.ref)
+            raise errors.ResultUnavailableError(f"{problem}. Another job continues with it by resume_from=", self.ref)
         optimizer: torch.optim.Optimizer | None = self._trained_objects().optimizer
         if optimizer is None:
-            raise ResultUnavailableError(
+            raise errors.ResultUnavailableError(
                 f"The model of {self.ref} is a new object, whose parameters no optimizer has yet. Make one from "
                 "job.model.parameters() and give it job.result().optimizer_state",
                 self.ref,
             )
         return optimizer
 
-    @short_refusals
+    @errors.short_refusals
     def state_dict(self, *, partial: bool = False) -> dict[str, Any]:
         """This job's weights, even if the model has changed since.
 
@@ -337,7 +325,7 @@ class Job(Generic[R]):
         self._succeed(None)
         return self._outcomes.model_state(self.status.attempt)
 
-    @short_refusals
+    @errors.short_refusals
     def best_state_dict(self, *, partial: bool = False) -> dict[str, Any]:
         """The weights of the best epoch, which `kd.callbacks.ModelCheckpoint` has kept; `job.result().best_epoch` names it.
 
@@ -357,7 +345,7 @@ class Job(Generic[R]):
         self._succeed(None)
         return self._outcomes.kept_state("best_state", self.status.attempt)
 
-    @short_refusals
+    @errors.short_refusals
     def averaged_state_dict(self) -> dict[str, Any]:
         """The averaged weights of `kd.callbacks.EMA` or `SWA`. Waits for the job's end.
 
@@ -372,7 +360,7 @@ class Job(Generic[R]):
         self._succeed(None)
         return self._outcomes.kept_state("averaged_state", self.status.attempt)
 
-    @short_refusals
+    @errors.short_refusals
     def save(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -409,19 +397,19 @@ class Job(Generic[R]):
         has_weights = not value and (self._spec.kind == "training" or self._has_models())
         found = self.state_dict(partial=partial) if has_weights else self.result()
         if found is None:
-            raise ResultUnavailableError(f"Rank 0 of {self.ref} returned nothing that could be saved", self.ref)
+            raise errors.ResultUnavailableError(f"Rank 0 of {self.ref} returned nothing that could be saved", self.ref)
         if isinstance(found, Folder):
             return found.save(path or found.path.name)
         if holds_folder(found):
             problem = f"Rank 0 of {self.ref} returned a value with folders in it: a file would only have their paths"
             remedy = "Save each folder of job.result() with .save(path), and the rest by yourself"
-            raise ResultUnavailableError(f"{problem}. {remedy}", self.ref)
+            raise errors.ResultUnavailableError(f"{problem}. {remedy}", self.ref)
         target = target or _writable(path or ("model.pt" if has_weights else "result.pt"), replace=replace)
         try:
             with fresh(target) as temporary:
                 torch.save(found, temporary)
         except OSError as error:
-            raise StoreError(f"{target} cannot be written: {error.strerror}") from error
+            raise errors.StoreError(f"{target} cannot be written: {error.strerror}") from error
         return target
 
     # -- the log ------------------------------------------------------------------------------------------------------
@@ -445,7 +433,7 @@ class Job(Generic[R]):
         read = functools.partial(self._backend.logs, self._ref, ranks=wanted, tail=tail)
         return Log(self._passed_on(read(follow=follow, on_status=self._prompts.open)), read)
 
-    @short_refusals
+    @errors.short_refusals
     def stream_logs(self) -> None:
         """Print the log until the job has ended, each line after its rank, and a line for the metrics of each epoch."""
         from kale_dist.job.view import plain
@@ -513,11 +501,11 @@ class Job(Generic[R]):
         ranks = check_lines(rank, None, self._spec.topology.number_of_processes)
         if not interrupts.can_read():
             problem = "nothing can be typed here: there is no standard input, and no cell with a person at it"
-            raise ConfigError("debug", problem, f"Type in a terminal: kale-dist debug {self.ref}")
+            raise errors.ConfigError("debug", problem, f"Type in a terminal: kale-dist debug {self.ref}")
         status = self.status
         if not any(ranks is None or one.rank in ranks for one in status.at_breakpoints):
             who = f"No rank of {self.ref} waits" if rank is None else f"Rank {rank} of {self.ref} does not wait"
-            raise BackendError(f"{who} in breakpoint() now: {status.state.value}")
+            raise errors.BackendError(f"{who} in breakpoint() now: {status.state.value}")
         with contextlib.suppress(KeyboardInterrupt):
             self._prompts.open(status, ranks, is_wait=False)
 
@@ -547,13 +535,15 @@ class Job(Generic[R]):
         """
         status = self.status
         if not status.is_final:
-            raise BackendError(f"{self.ref} has not ended yet. Cancel it first, or call distribute() or launch() again")
+            raise errors.BackendError(
+                f"{self.ref} has not ended yet. Cancel it first, or call distribute() or launch() again"
+            )
         if not resume:
             return self._again(self, None)
         self._check_trains()
         if status.state is StateName.SUCCEEDED:
             remedy = "To train more epochs, call distribute(..., epochs=..., resume_from=job)"
-            raise ResultUnavailableError(f"{self.ref} has nothing left to do. {remedy}", self.ref)
+            raise errors.ResultUnavailableError(f"{self.ref} has nothing left to do. {remedy}", self.ref)
         return self._again(self, self._checkpoint())
 
     def delete(self) -> None:
@@ -576,7 +566,7 @@ class Job(Generic[R]):
         """One of `Created`, `Running`, `Restarting`, `Succeeded`, `Failed`; empty if there is no such job any more."""
         try:
             status = self.status
-        except JobNotFoundError:
+        except errors.JobNotFoundError:
             return ""
         return state_of(status)
 
@@ -596,7 +586,7 @@ class Job(Generic[R]):
         """One line: reference, state, and the reason if there is one."""
         try:
             status = self.status
-        except JobNotFoundError:
+        except errors.JobNotFoundError:
             return f"<Job {self.ref} deleted>"
         return f"<Job {self.ref} {status.state.value}{': ' + status.reason if status.reason else ''}>"
 
@@ -612,7 +602,7 @@ class Job(Generic[R]):
 
         try:
             status = self.status
-        except JobNotFoundError:
+        except errors.JobNotFoundError:
             return {"text/plain": repr(self)}
         tail, now = list(self._backend.logs(self._ref, tail=view.LOG_LINES)), time.time()
         return {"text/plain": view.text(status, tail, now), "text/html": view.html(status, tail, now)}
@@ -629,7 +619,7 @@ class Job(Generic[R]):
                 is_long = timeout is None or timeout > _QUICK_S
                 in_cell = interrupts.is_interactive() and interrupts.running_cell() is not None
                 if is_long and in_cell and self._cell_of_card is None:
-                    with contextlib.suppress(WaitTimeoutError):
+                    with contextlib.suppress(errors.WaitTimeoutError):
                         status = self._watcher.wait(self._ref, _QUICK_S, self._attend)
                         # Its card has the line and the variables.
                         if status.state is not StateName.FAILED:
@@ -638,7 +628,7 @@ class Job(Generic[R]):
                     self._ipython_display_()
                 return self._watcher.wait(self._ref, timeout, self._attend)
         finally:
-            with contextlib.suppress(KaleDistError):
+            with contextlib.suppress(errors.KaleDistError):
                 self._inside.reasons.print(self.status)
             for callback in tuple(self._inside.after_wait):
                 with contextlib.suppress(Exception):
@@ -658,7 +648,7 @@ class Job(Generic[R]):
 
     def _check_trains(self) -> None:
         if self._spec.kind != "training":
-            raise ResultUnavailableError(
+            raise errors.ResultUnavailableError(
                 f"{self.ref} was not started by distribute(), which alone keeps an optimizer, checkpoints and best weights. What "
                 "a function of launch() returned is in job.result()",
                 self.ref,
@@ -680,11 +670,11 @@ class Job(Generic[R]):
         try:
             if is_training or ((given := self._outcomes.models(self.status.attempt)) and given.is_trained):
                 self._load()
-        except ResultUnavailableError as error:
+        except errors.ResultUnavailableError as error:
             if is_training:
                 raise
             # The function's value may be there all the same.
-            warn(f"The notebook's model is as it was. {error}")
+            errors.warn(f"The notebook's model is as it was. {error}")
 
     def _has_models(self) -> bool:
         """Whether the function of a job that has succeeded got models; waits for its end."""
@@ -697,7 +687,7 @@ class Job(Generic[R]):
         self._succeed(None)
         objects = self._load()
         if objects.problem:
-            raise ResultUnavailableError(
+            raise errors.ResultUnavailableError(
                 f"The weights of {self.ref} were not loaded into the model: {objects.problem.rstrip('.')}. "
                 "job.state_dict() has them",
                 self.ref,
@@ -715,7 +705,7 @@ class Job(Generic[R]):
                 targets = self._outcomes.made(known, getattr(result, "parts", ""))
                 self._trained = weights.load(targets, result, self.ref, check=targets is mine)
                 for warning in self._trained.warnings:
-                    warn(warning)
+                    errors.warn(warning)
             return self._trained
 
     def _passed_on(self, lines: Iterator[LogLine]) -> Iterator[LogLine]:
@@ -810,9 +800,11 @@ def _writable(path: str | os.PathLike[str], *, replace: bool) -> pathlib.Path:
     target = pathlib.Path(path).expanduser().absolute()
     if target.is_dir() or not target.parent.is_dir():
         problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
-        raise ConfigError("path", problem, "Name a file in a folder that exists, such as model.pt")
+        raise errors.ConfigError("path", problem, "Name a file in a folder that exists, such as model.pt")
     if target.exists() and not replace:
-        raise ConfigError("path", f"{target} exists", "Name another file, or have it replaced: kale-dist fetch --force")
+        raise errors.ConfigError(
+            "path", f"{target} exists", "Name another file, or have it replaced: kale-dist fetch --force"
+        )
     return target
 
 
@@ -835,5 +827,5 @@ def check_lines(ranks: Any, tail: Any, number_of_processes: int) -> tuple[int, .
     for rank in asked if isinstance(asked, Iterable) else (ranks,):
         if isinstance(rank, bool) or not isinstance(rank, int) or rank not in there:
             remedy = f"Its ranks are 0 to {there[-1]}" if len(there) > 1 else "Its only rank is 0"
-            raise ConfigError("ranks", f"the job has no rank {rank!r}", remedy)
+            raise errors.ConfigError("ranks", f"the job has no rank {rank!r}", remedy)
     return tuple(asked)

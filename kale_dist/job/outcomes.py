@@ -10,18 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kale_dist.errors import (
-    JobCancelledError,
-    JobError,
-    JobFailedError,
-    JobTimeoutError,
-    KaleDistError,
-    RankError,
-    ResultUnavailableError,
-    SnapshotDamagedError,
-    StoreError,
-    log,
-)
+from kale_dist import errors
 from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.job import records, weights
 from kale_dist.job.spec.job_spec import JobSpec
@@ -117,14 +106,14 @@ class OutcomeReader:
         if self._spec.kind == "training":
             return value
         if not isinstance(value, Returned):
-            raise ResultUnavailableError(
+            raise errors.ResultUnavailableError(
                 f"The function of {self._ref} got no model as an argument, or in a list, tuple or dict of one, so launch() brings "
                 "none back. What it returned is in job.result()",
                 self._ref,
             )
         if value.problem:
             problem = f"The model of {self._ref} did not come back, because {value.problem}"
-            raise ResultUnavailableError(
+            raise errors.ResultUnavailableError(
                 f"{problem.rstrip('.')}. Let the function return what you need, such as a state dict: job.result() has it, and "
                 "job.save(value=True) writes it",
                 self._ref,
@@ -133,7 +122,7 @@ class OutcomeReader:
         for name, one in state.items():
             if isinstance(one, Stayed):
                 if not self._store.exists(one.range[0]):
-                    raise ResultUnavailableError(
+                    raise errors.ResultUnavailableError(
                         f"{name} of {self._ref} did not change and stayed in the job's snapshot, whose bytes are missing or "
                         "damaged on this machine. Read the model where the job was submitted, or let the function return "
                         "model.state_dict(), which comes back whole. job.result() has the function's value",
@@ -142,12 +131,12 @@ class OutcomeReader:
                 state[name] = one.tensor(memory)
         return dataclasses.replace(value, model_state=state)
 
-    def error(self, status: JobStatus) -> JobError:
+    def error(self, status: JobStatus) -> errors.JobError:
         """The error of a job that has ended badly, with the first failing rank's own exception as its cause."""
         sentence = f"{self._ref} {status.state.value}: {status.reason or 'no reason is known'}"
         if status.state is StateName.CANCELLED:
             kept = facts.kept_checkpoint(status)
-            return JobCancelledError(f"{sentence}. {kept}" if kept else sentence, self._ref)
+            return errors.JobCancelledError(f"{sentence}. {kept}" if kept else sentence, self._ref)
         cause, traceback, frames = self._cause(status)
         if isinstance(cause, ModuleNotFoundError) and self._spec.image:
             sentence += (
@@ -155,7 +144,7 @@ class OutcomeReader:
             )
         elif isinstance(cause, FileNotFoundError) and self._spec.image:
             sentence += ". A job sees the files of its image and of its volumes=, and not those of this machine"
-        kind = JobTimeoutError if status.cause in _TIME_CAUSES else JobFailedError
+        kind = errors.JobTimeoutError if status.cause in _TIME_CAUSES else errors.JobFailedError
         error = kind(f"{sentence}\n\n{traceback}" if traceback else sentence, self._ref)
         error.__cause__ = cause
         error.locals = frames
@@ -183,7 +172,7 @@ class OutcomeReader:
             what, callback = "best epoch", "kd.callbacks.ModelCheckpoint(monitor=..., mode=...)"
             if field == "averaged_state":
                 what, callback = "averaged weights", "kd.callbacks.EMA() or SWA(), which may begin after the last epoch"
-            raise ResultUnavailableError(
+            raise errors.ResultUnavailableError(
                 f"{self._ref} has no {what}: that needs callbacks=[...] with {callback}", self._ref
             )
         return _copy(state)
@@ -207,7 +196,7 @@ class OutcomeReader:
             return last.model
         if not (kept := (last.callbacks.get("best") or {}).get("model")):
             problem = f"The last checkpoint of {self._ref} has no best epoch"
-            raise ResultUnavailableError(f"{problem}: that needs kd.callbacks.ModelCheckpoint(...)", self._ref)
+            raise errors.ResultUnavailableError(f"{problem}: that needs kd.callbacks.ModelCheckpoint(...)", self._ref)
         return _copy(kept)
 
     def checkpoint(self, epoch: int | None, succeeded: int | None, *, is_final: bool) -> pathlib.Path:
@@ -224,7 +213,7 @@ class OutcomeReader:
         """
         self._spec.check_version(self._ref)
         path = self.files.checkpoint
-        with contextlib.suppress(ResultUnavailableError):
+        with contextlib.suppress(errors.ResultUnavailableError):
             # Of a model in parts, it came with the outcome: the pods are gone.
             if succeeded is not None and (rest := getattr(self.trained(succeeded), "rest", b"")):
                 with blobs.fresh(path) as part:
@@ -233,19 +222,19 @@ class OutcomeReader:
         from kale_dist.worker.training import checkpoint
 
         is_here = False
-        with contextlib.suppress(SnapshotDamagedError, OSError):
+        with contextlib.suppress(errors.SnapshotDamagedError, OSError):
             is_here = is_final and checkpoint.read(path).epoch == epoch
         if not is_here and (epoch is not None or self._spec.store):
             self._bring(path)
         found = [path for path in (self.files.checkpoint, self.files.older_checkpoint) if path.exists()]
         for path in found:
-            with contextlib.suppress(SnapshotDamagedError, OSError):
+            with contextlib.suppress(errors.SnapshotDamagedError, OSError):
                 checkpoint.read(path)
                 if path != found[0]:
-                    log(f"{found[0]} is damaged. The checkpoint before it is used")
+                    errors.log(f"{found[0]} is damaged. The checkpoint before it is used")
                 return path
         if found:
-            raise ResultUnavailableError(f"The checkpoint of {self._ref} is damaged: {found[0]}", self._ref)
+            raise errors.ResultUnavailableError(f"The checkpoint of {self._ref} is damaged: {found[0]}", self._ref)
         why = "It has not come to the first one (checkpoint_every)"
         if not self._spec.saves:
             why = "It was called with checkpoint_every=None"
@@ -255,7 +244,7 @@ class OutcomeReader:
                 f"The checkpoint of {self._ref} is gone with its pods{'' if self._spec.store else ', because it had no store='}. After a success, the model "
                 "and the optimizer that the notebook gave it have all that was learnt: another call continues with them"
             )
-        raise ResultUnavailableError(problem, self._ref)
+        raise errors.ResultUnavailableError(problem, self._ref)
 
     def rebuilt_targets(self) -> weights.Targets:
         """The models, and of a training optimizer and scheduler, built from the snapshot, for a process that is not the notebook's.
@@ -265,8 +254,8 @@ class OutcomeReader:
         """
         try:
             loaded = self._load()
-        except StoreError as error:
-            raise ResultUnavailableError(
+        except errors.StoreError as error:
+            raise errors.ResultUnavailableError(
                 f"The model of {self._ref} cannot be built, because blobs of its snapshot are gone ({error}). "
                 "job.state_dict() has the weights",
                 self._ref,
@@ -293,13 +282,13 @@ class OutcomeReader:
         folder = seen_here(parts, self._spec.volumes) or pathlib.Path(parts)
         if not (folder / ".metadata").exists():
             raise self._in_parts(parts)
-        log(f"The model of {self._ref} is made here: {folders.size(folder) / 1e9:.2f} GB, from {folder}")
+        errors.log(f"The model of {self._ref} is made here: {folders.size(folder) / 1e9:.2f} GB, from {folder}")
         made = targets.made()
         folders.load(folder, folders.weights_of(made.model), None)
         return made
 
-    def _in_parts(self, parts: str) -> ResultUnavailableError:
-        return ResultUnavailableError(
+    def _in_parts(self, parts: str) -> errors.ResultUnavailableError:
+        return errors.ResultUnavailableError(
             f"No process had all weights of {self._ref}: they are parts of a folder that its processes see as {parts}. Where this "
             f"process sees it, too, job.model makes the model; another job continues with kd.pretrained(function, {parts!r})",
             self._ref,
@@ -308,7 +297,7 @@ class OutcomeReader:
     def _verified_key(self) -> bytes:
         """The job's secret, without which no result is loaded."""
         if self.key is None:
-            raise ResultUnavailableError(
+            raise errors.ResultUnavailableError(
                 f"Results of {self._ref} cannot be verified, because the job's key is not on this machine ({self.files.key}). "
                 "Its status and its log can be read. kale_dist.attach(..., trust=True) reads the key from the job's Secret or container, "
                 "if you may: only if you trust who submitted the job, whose code a result can run",
@@ -340,13 +329,13 @@ class OutcomeReader:
         if status.failed_rank is not None and status.cause not in _TIME_CAUSES:
             try:
                 found = self._outcome(status.failed_rank, status.attempt)
-            except KaleDistError:
+            except errors.KaleDistError:
                 pass
             else:
                 if found.error is not None:
                     # A traceback without frames would only repeat the reason.
                     return found.error, found.traceback if "\n  File " in found.traceback else "", found.locals
-        return RankError(status.reason), "", ()
+        return errors.RankError(status.reason), "", ()
 
     def _resolve(self, index: int) -> object:
         if self._originals is not None:

@@ -31,13 +31,9 @@ class Layout:
     """A description for people: `shard 0 of 2, stage 1 of 4`."""
     agree: Literal["step", "epoch"] = "step"
     """When weights are equal over shards: after each step, or only after `Strategy.end_epoch`."""
-    exact: bool = True
-    """Whether training is identical to that of one process with the global batch, except for rounding."""
 
     @classmethod
-    def of_replicas(
-        cls, rank: int, world_size: int, *, agree: Literal["step", "epoch"] = "step", exact: bool = True
-    ) -> Self:
+    def of_replicas(cls, rank: int, world_size: int, *, agree: Literal["step", "epoch"] = "step") -> Self:
         """The layout in which each rank has its own shard, and all have the same weights."""
         return cls(
             shards=world_size,
@@ -46,7 +42,6 @@ class Layout:
             replicas=tuple(range(world_size)),
             part=f"shard {rank} of {world_size}",
             agree=agree,
-            exact=exact,
         )
 
     @classmethod
@@ -61,8 +56,7 @@ class Conditions:
 
     number_of_processes: int
     processes_per_pod: int
-    """Ranks of one pod. On the local backend all ranks are on one machine."""
-    is_local: bool
+    """Ranks of one pod, container or machine."""
     cuda: bool
     model: Any
     """The model, or a dict of several."""
@@ -107,7 +101,7 @@ class Settings(abc.ABC):
             )
             hint = closest(foreign or "", own)
             remedy = f"Its settings are {', '.join(own)}" if own else f"Write {cls.__name__}(), which has none"
-            raise ConfigError("strategy", problem, f"{hint}{remedy}")
+            raise refusal(problem, f"{hint}{remedy}")
         return object.__new__(cls)
 
     def check(self, given: Conditions) -> None:  # noqa: B027 - most demand nothing
@@ -135,6 +129,11 @@ WHOLE_WEIGHTS = ("Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "Lars",
 """The same of those that need a whole weight."""
 
 
+def refusal(problem: str, remedy: str) -> ConfigError:
+    """The error of a call whose strategy cannot be as it is, or cannot train what is given."""
+    return ConfigError("strategy", problem, remedy)
+
+
 def refuse_optimizers(given: Conditions, kinds: Iterable[str], problem: str) -> None:
     """Refuse optimizers of some classes and of their subclasses.
 
@@ -149,7 +148,7 @@ def refuse_optimizers(given: Conditions, kinds: Iterable[str], problem: str) -> 
     for optimizer in given.optimizers:
         if any(base.__name__.startswith(tuple(kinds)) for base in type(optimizer).__mro__):
             problem = f"{type(optimizer).__name__} {problem}"
-            raise ConfigError("strategy", problem, "Use an optimizer such as AdamW, or strategy='ddp'")
+            raise refusal(problem, "Use an optimizer such as AdamW, or strategy='ddp'")
 
 
 def refuse_all_weights(word: str, given: Conditions) -> None:
@@ -162,10 +161,10 @@ def refuse_all_weights(word: str, given: Conditions) -> None:
     for optimizer in given.optimizers:
         kind, norm = type(optimizer).__name__, f"the norm of all gradients, and with {word!r} each rank has a part"
         if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
-            raise ConfigError("strategy", f"{kind} takes {norm}", "Use strategy='ddp' or 'fsdp'")
+            raise refusal(f"{kind} takes {norm}", "Use strategy='ddp' or 'fsdp'")
         if any(group.get("max_grad_norm") for group in optimizer.param_groups):
             remedy = "Set max_grad_norm=0, and pass clip_norm= to the call"
-            raise ConfigError("strategy", f"{kind} clips by {norm}", remedy)
+            raise refusal(f"{kind} clips by {norm}", remedy)
 
 
 def refuse_closures(word: str, given: Conditions) -> None:
@@ -188,11 +187,8 @@ def refuse_sparse(word: str, given: Conditions) -> None:
     for name, module in (pair for model in given.models for pair in model.named_modules()):
         is_embedding = any(base.__name__ in ("Embedding", "EmbeddingBag") for base in type(module).__mro__)
         if is_embedding and getattr(module, "sparse", False):
-            raise ConfigError(
-                "strategy",
-                f"{name or 'the model'} is an embedding with sparse=True, and {word!r} sends gradients as a whole",
-                "Make the embedding without sparse=True, or use strategy='ddp'",
-            )
+            problem = f"{name or 'the model'} is an embedding with sparse=True, and {word!r} sends gradients as a whole"
+            raise refusal(problem, "Make the embedding without sparse=True, or use strategy='ddp'")
 
 
 def check_flags(settings: Any, *names: str) -> None:
@@ -203,7 +199,7 @@ def check_flags(settings: Any, *names: str) -> None:
     """
     for name in names:
         if not isinstance(value := getattr(settings, name), bool):
-            raise ConfigError("strategy", f"{name}={value!r} is neither True nor False", f"Use {name}=True or leave it")
+            raise refusal(f"{name}={value!r} is neither True nor False", f"Use {name}=True or leave it")
 
 
 def refuse_choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -215,9 +211,7 @@ def refuse_choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
     if (value is None or isinstance(value, str)) and value in choices:
         return
     hint = closest(value, [one for one in choices if isinstance(one, str)])
-    raise ConfigError(
-        "strategy", f"there is no {setting}={value!r}", f"{hint}Use one of: {', '.join(map(repr, choices))}"
-    )
+    raise refusal(f"there is no {setting}={value!r}", f"{hint}Use one of: {', '.join(map(repr, choices))}")
 
 
 def refuse_count(setting: str, value: Any, *, at_least: int = 1) -> None:
@@ -228,4 +222,4 @@ def refuse_count(setting: str, value: Any, *, at_least: int = 1) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         problem = f"{setting}={value!r} is not a whole number of {at_least} or more"
-        raise ConfigError("strategy", problem, f"Give a number such as {setting}={max(at_least, 2)}")
+        raise refusal(problem, f"Give a number such as {setting}={max(at_least, 2)}")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_choice
+from kale_dist.strategies import base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DDP(Settings):
+class DDP(base.Settings):
     """Synchronous data parallelism: gradients are averaged over all ranks at the end of every backward pass.
 
     The average is weighted by each rank's share of the global batch, so it equals the gradient of one process that
@@ -31,32 +30,29 @@ class DDP(Settings):
     """Whether floating-point buffers (BatchNorm's statistics) are averaged over ranks after each epoch."""
 
     def __post_init__(self) -> None:
-        refuse_choice("exchange", self.exchange, (None, "torch", "shared-memory", "ring", "driver"))
-        check_flags(self, "average_buffers")
-        refuse_choice("compress", self.compress, (None, "fp16", "bf16", "powersgd"))
+        base.refuse_choice("exchange", self.exchange, (None, "torch", "shared-memory", "ring", "driver"))
+        base.check_flags(self, "average_buffers")
+        base.refuse_choice("compress", self.compress, (None, "fp16", "bf16", "powersgd"))
         if self.compress is not None and self.exchange not in (None, "torch"):
             problem = (
                 f"compress={self.compress!r} is torch's, and exchange={self.exchange!r} sends gradients as they are"
             )
-            raise ConfigError("strategy", problem, "Leave out one of them")
+            raise base.refusal(problem, "Leave out one of them")
         size = self.bucket_mib
         if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < float("inf"):
-            raise ConfigError(
-                "strategy", f"bucket_mib={size!r} is not a positive number", "Give a number of MiB such as 25.0"
-            )
+            raise base.refusal(f"bucket_mib={size!r} is not a positive number", "Give a number of MiB such as 25.0")
 
-    def check(self, given: Conditions) -> None:
+    def check(self, given: base.Conditions) -> None:
         """Refuse an exchange that these ranks cannot use."""
-        if self.exchange == "shared-memory":
-            is_one_machine = given.is_local or given.processes_per_pod >= given.number_of_processes
-            if given.cuda or not is_one_machine:
-                where = "these train on GPUs" if given.cuda else "these are in several pods"
-                problem = f"exchange='shared-memory' is for CPU ranks of one machine, and {where}"
-                raise ConfigError("strategy", problem, "Leave exchange out, or use exchange='torch'")
+        is_one_machine = given.processes_per_pod >= given.number_of_processes
+        if self.exchange == "shared-memory" and (given.cuda or not is_one_machine):
+            where = "these train on GPUs" if given.cuda else "these are in several pods"
+            problem = f"exchange='shared-memory' is for CPU ranks of one machine, and {where}"
+            raise base.refusal(problem, "Leave exchange out, or use exchange='torch'")
         if self.exchange in ("ring", "driver") and given.cuda:
             problem = f"exchange={self.exchange!r} is for CPU ranks, and these train on GPUs"
-            raise ConfigError("strategy", problem, "Leave exchange out, or use exchange='torch'")
+            raise base.refusal(problem, "Leave exchange out, or use exchange='torch'")
 
-    def layout(self, rank: int, world_size: int) -> Layout:
+    def layout(self, rank: int, world_size: int) -> base.Layout:
         """Every rank has its own shard, and all have the same weights."""
-        return Layout.of_replicas(rank, world_size, exact=self.compress is None)
+        return base.Layout.of_replicas(rank, world_size)

@@ -6,17 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import (
-    ALL_WEIGHTS,
-    WHOLE_WEIGHTS,
-    Conditions,
-    Layout,
-    Settings,
-    check_flags,
-    refuse_optimizers,
-    refuse_sparse,
-)
+from kale_dist.strategies import base
 from kale_dist.strategies.tensor import check_precision, fitting_names, parameters_of
 from kale_dist.wording import closest
 
@@ -25,7 +15,7 @@ _UNIT_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FSDP(Settings):
+class FSDP(base.Settings):
     """Fully sharded data parallelism: weights, gradients and the optimizer's state are divided over the ranks.
 
     Made of torch's `fully_shard`. A unit (a block of the model) is gathered just before it computes, and freed after
@@ -54,17 +44,15 @@ class FSDP(Settings):
         units: Any = self.units
         if isinstance(units, list | tuple):
             if not units or not all(isinstance(name, str) and name for name in units):
-                raise ConfigError(
-                    "strategy", f"units={units!r} does not name modules", 'Give names such as ("layers.*",)'
-                )
+                raise base.refusal(f"units={units!r} does not name modules", 'Give names such as ("layers.*",)')
             object.__setattr__(self, "units", tuple(units))
         elif not isinstance(units, str) or units not in ("blocks", "whole"):
             hint = closest(units, ("blocks", "whole"))
             remedy = f"{hint}Use 'blocks', 'whole', or a tuple of names such as ('layers.*',)"
-            raise ConfigError("strategy", f"there is no units={units!r}", remedy)
-        check_flags(self, "compile", "activation_checkpointing")
+            raise base.refusal(f"there is no units={units!r}", remedy)
+        base.check_flags(self, "compile", "activation_checkpointing")
 
-    def check(self, given: Conditions) -> None:
+    def check(self, given: base.Conditions) -> None:
         """Refuse models that cannot be sharded.
 
         Raises:
@@ -72,9 +60,9 @@ class FSDP(Settings):
         """
         check_fsdp(self.units, given)
 
-    def layout(self, rank: int, world_size: int) -> Layout:
+    def layout(self, rank: int, world_size: int) -> base.Layout:
         """Every rank has its own shard of the data, and its own part of the weights."""
-        return Layout(
+        return base.Layout(
             shards=world_size,
             shard=rank,
             peers=(rank,),
@@ -83,7 +71,7 @@ class FSDP(Settings):
         )
 
 
-def check_fsdp(units: Any, given: Conditions) -> None:
+def check_fsdp(units: Any, given: base.Conditions) -> None:
     """Refuse a call whose model `fully_shard` cannot take.
 
     Raises:
@@ -93,35 +81,35 @@ def check_fsdp(units: Any, given: Conditions) -> None:
     for argument in ("model", "optimizer"):
         if isinstance(several := getattr(given, argument), dict):
             problem = f"fsdp takes one {argument}, and there are {len(several)}"
-            raise ConfigError("strategy", problem, "Use strategy='ddp'")
+            raise base.refusal(problem, "Use strategy='ddp'")
     if (kind := type(given.model).__name__) in ("ModuleList", "ModuleDict"):
         problem = f"a {kind} is never called, and fsdp gathers a module's weights when it is"
-        raise ConfigError("strategy", problem, "Put it into a module with a forward, or use strategy='ddp'")
+        raise base.refusal(problem, "Put it into a module with a forward, or use strategy='ddp'")
     parameters = dict(given.model.named_parameters())
     for name, parameter in parameters.items():
         if type(parameter).__name__ == "UninitializedParameter":
             remedy = "Call the model once before, so that lazy modules get their shapes"
-            raise ConfigError("strategy", f"{name} has no shape yet, and fsdp cannot divide it", remedy)
+            raise base.refusal(f"{name} has no shape yet, and fsdp cannot divide it", remedy)
         if not parameter.is_contiguous():
             remedy = "Call model.to(memory_format=torch.contiguous_format), or use strategy='ddp'"
-            raise ConfigError("strategy", f"{name} is not contiguous, and fsdp divides only what is", remedy)
+            raise base.refusal(f"{name} is not contiguous, and fsdp divides only what is", remedy)
         if not parameter.dim():
             remedy = f"Make it a vector of one element: {name} = nn.Parameter(value.reshape(1))"
-            raise ConfigError("strategy", f"{name} has no dimensions, and fsdp divides the first one", remedy)
+            raise base.refusal(f"{name} has no dimensions, and fsdp divides the first one", remedy)
     dtypes = {str(parameter.dtype) for parameter in parameters.values() if parameter.requires_grad}
     if len(dtypes) > 1:
         problem = f"the model's weights have several dtypes ({', '.join(sorted(dtypes))}), and fsdp takes one"
-        raise ConfigError("strategy", problem, "Convert it (model.float()), and use precision='bf16'")
+        raise base.refusal(problem, "Convert it (model.float()), and use precision='bf16'")
     # These two are made of operations that torch's DTensor has.
-    refused = {*ALL_WEIGHTS, *WHOLE_WEIGHTS} - {"Prodigy", "Muon"}
-    refuse_optimizers(given, refused, "needs whole weights, and each rank has a part of them")
-    refuse_sparse("fsdp", given)
+    refused = {*base.ALL_WEIGHTS, *base.WHOLE_WEIGHTS} - {"Prodigy", "Muon"}
+    base.refuse_optimizers(given, refused, "needs whole weights, and each rank has a part of them")
+    base.refuse_sparse("fsdp", given)
     own = {id(parameter) for parameter in parameters.values()}
     if any(id(p) not in own for group in given.optimizer.param_groups for p in group["params"]):
         problem = "the optimizer trains parameters that are not the model's, and fsdp divides only these"
-        raise ConfigError("strategy", problem, "Make them parameters of the model, or use strategy='ddp'")
+        raise base.refusal(problem, "Make them parameters of the model, or use strategy='ddp'")
     if not own:
-        raise ConfigError("strategy", "the model has no parameters to divide", "Leave strategy out")
+        raise base.refusal("the model has no parameters to divide", "Leave strategy out")
     select_units(dict(given.model.named_modules()), units)
 
 
@@ -154,14 +142,14 @@ def select_units(modules: Mapping[str, Any], units: Any) -> list[str]:
             if not fitting:
                 hint = closest(pattern, modules)
                 problem = f"units names {pattern!r}, and the model has no such module"
-                raise ConfigError("strategy", problem, f"{hint}Use names as in model.named_modules()")
+                raise base.refusal(problem, f"{hint}Use names as in model.named_modules()")
             names += [name for name in fitting if name not in names]
     chosen = []
     for name in names:
         shared = _shared_outside(modules, name)
         if shared and units != "blocks":
             problem = f"{name} shares its weight {shared} with a module outside of it"
-            raise ConfigError("strategy", problem, "Leave both out of units, so that they are gathered together")
+            raise base.refusal(problem, "Leave both out of units, so that they are gathered together")
         if not shared:
             chosen.append(name)
     return sorted(chosen, key=lambda name: -name.count("."))

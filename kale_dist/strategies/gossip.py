@@ -6,11 +6,11 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_choice, refuse_closures
+from kale_dist.strategies import base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Gossip(Settings):
+class Gossip(base.Settings):
     """Each rank steps its own optimizer, then averages its weights with those of a few neighbours.
 
     All ranks are averaged at the end of each epoch, so that evaluation and checkpoints see one model. A step sends per
@@ -31,25 +31,19 @@ class Gossip(Settings):
     """`"changed"`: only the tenth of the weights that changed most; the others are sent when their change has grown."""
 
     def __post_init__(self) -> None:
-        refuse_choice("graph", self.graph, ("ring", "exponential"))
-        refuse_choice("mode", self.mode, ("sync", "async"))
-        refuse_choice("send", self.send, ("all", "changed"))
+        base.refuse_choice("graph", self.graph, ("ring", "exponential"))
+        base.refuse_choice("mode", self.mode, ("sync", "async"))
+        base.refuse_choice("send", self.send, ("all", "changed"))
         if self.mode == "async" and self.send == "changed":
-            raise ConfigError(
-                "strategy",
-                "send='changed' needs neighbours that meet after every step, and mode is 'async'",
-                "Use mode='sync', or send='all'",
-            )
+            problem = "send='changed' needs neighbours that meet after every step, and mode is 'async'"
+            raise base.refusal(problem, "Use mode='sync', or send='all'")
 
-    def check(self, given: Conditions) -> None:
+    def check(self, given: base.Conditions) -> None:
         """Refuse a world without neighbours."""
         ranks = given.number_of_processes
         if ranks < 2:  # noqa: PLR2004 - a pair
-            raise ConfigError(
-                "number_of_processes",
-                "is 1, and gossip averages weights with neighbours",
-                "Use at least 2 processes, or strategy='ddp'",
-            )
+            problem = "is 1, and gossip averages weights with neighbours"
+            raise ConfigError("number_of_processes", problem, "Use at least 2 processes, or strategy='ddp'")
         if self.mode == "async" and ranks % 2:
             raise ConfigError(
                 "number_of_processes",
@@ -57,8 +51,8 @@ class Gossip(Settings):
                 " ranks would be neighbours",
                 f"Use {ranks - 1} or {ranks + 1} processes, or mode='sync'",
             )
-        refuse_closures(self.word, given)
+        base.refuse_closures(self.word, given)
 
-    def layout(self, rank: int, world_size: int) -> Layout:
+    def layout(self, rank: int, world_size: int) -> base.Layout:
         """Every rank has a shard of its own; they agree at the end of each epoch."""
-        return Layout.of_replicas(rank, world_size, agree="epoch", exact=False)
+        return base.Layout.of_replicas(rank, world_size, agree="epoch")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, refuse_choice, refuse_closures
+from kale_dist.strategies import base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LocalSGD(Settings):
+class LocalSGD(base.Settings):
     """Each rank steps its own optimizer; weights and buffers are averaged over ranks every `sync_every` steps.
 
     They are also averaged at the end of each epoch, so that evaluation and checkpoints see one model. A step sends
@@ -33,13 +32,13 @@ class LocalSGD(Settings):
         steps = isinstance(every, int) and not isinstance(every, bool) and every >= 1
         if not steps and not (isinstance(every, str) and every == "epoch"):
             problem = f"sync_every={every!r} is neither a number of steps nor 'epoch'"
-            raise ConfigError("strategy", problem, "Write sync_every=8, for instance, or sync_every='epoch'")
-        refuse_choice("outer", self.outer, (None, "diloco"))
+            raise base.refusal(problem, "Write sync_every=8, for instance, or sync_every='epoch'")
+        base.refuse_choice("outer", self.outer, (None, "diloco"))
 
-    def check(self, given: Conditions) -> None:
+    def check(self, given: base.Conditions) -> None:
         """Refuse an optimizer that evaluates the loss itself."""
-        refuse_closures(self.word, given)
+        base.refuse_closures(self.word, given)
 
-    def layout(self, rank: int, world_size: int) -> Layout:
+    def layout(self, rank: int, world_size: int) -> base.Layout:
         """Every rank has a shard of its own; with an average after every step they agree at all times."""
-        return Layout.of_replicas(rank, world_size, agree="epoch", exact=False)
+        return base.Layout.of_replicas(rank, world_size, agree="epoch")

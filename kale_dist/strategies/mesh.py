@@ -7,15 +7,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import Conditions, Layout, Settings, check_flags, refuse_count
+from kale_dist.strategies import base
 from kale_dist.strategies.fsdp import check_fsdp
 from kale_dist.strategies.pipeline import Pipeline
 from kale_dist.strategies.tensor import check_tensor, checked_plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Mesh(Settings):
+class Mesh(base.Settings):
     """Tensor or pipeline parallelism within groups of neighbouring ranks, and data parallelism between the groups.
 
     `Mesh(data=2, tensor=4)` trains on 8 ranks: ranks 0 to 3 share one part of each batch and divide the weights, ranks
@@ -52,34 +51,30 @@ class Mesh(Settings):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plan", checked_plan(self.plan))
-        check_flags(self, "compile", "activation_checkpointing")
+        base.check_flags(self, "compile", "activation_checkpointing")
         if self.tensor is None and self.pipeline is None:
             remedy = "Write Mesh(data=2, tensor=2), or use strategy='ddp' or 'fsdp'"
-            raise ConfigError("strategy", "a mesh has two sides, and neither tensor= nor pipeline= is given", remedy)
+            raise base.refusal("a mesh has two sides, and neither tensor= nor pipeline= is given", remedy)
         if self.tensor is not None and self.pipeline is not None:
             problem = "a mesh has one side that divides the model, and both tensor= and pipeline= are given"
-            raise ConfigError("strategy", problem, "Keep one")
+            raise base.refusal(problem, "Keep one")
         if self.data is not None and self.fsdp is not None:
-            raise ConfigError(
-                "strategy", "a mesh has one side for data, and both data= and fsdp= are given", "Keep one"
-            )
+            raise base.refusal("a mesh has one side for data, and both data= and fsdp= are given", "Keep one")
         if self.fsdp is not None and self.pipeline is not None:
             problem = "stages of a pipeline keep their weights whole, and fsdp= would shard them"
-            raise ConfigError("strategy", problem, "Use data= with pipeline=, or tensor= with fsdp=")
+            raise base.refusal(problem, "Use data= with pipeline=, or tensor= with fsdp=")
         for name, side in (("plan", "tensor"), ("cut", "pipeline"), ("micro_batches", "pipeline")):
             if getattr(self, name) not in (None, ()) and getattr(self, side) is None:
-                raise ConfigError(
-                    "strategy", f"{name}= is a setting of {side}=, which is not given", f"Leave out {name}"
-                )
+                raise base.refusal(f"{name}= is a setting of {side}=, which is not given", f"Leave out {name}")
         for name in ("data", "fsdp", "tensor", "pipeline"):
             if getattr(self, name) is not None:
-                refuse_count(name, getattr(self, name), at_least=2 if name in ("tensor", "pipeline") else 1)
+                base.refuse_count(name, getattr(self, name), at_least=2 if name in ("tensor", "pipeline") else 1)
         if self.pipeline is not None:
             cut = self.stages.cut
             wanted = self.pipeline if cut is None else cut if isinstance(cut, int) else len(cut) + 1
             if wanted != self.pipeline:
                 problem = f"cut= makes {wanted} stages, and pipeline={self.pipeline}"
-                raise ConfigError("strategy", problem, f"Use pipeline={wanted}, or another cut")
+                raise base.refusal(problem, f"Use pipeline={wanted}, or another cut")
             object.__setattr__(self, "cut", cut)
 
     @property
@@ -98,7 +93,7 @@ class Mesh(Settings):
         """How the ranks of a group divide the model, `tensor` or `pipeline`, and their number."""
         return ("tensor", self.tensor) if self.tensor is not None else ("pipeline", self.pipeline or 1)
 
-    def check(self, given: Conditions) -> None:
+    def check(self, given: base.Conditions) -> None:
         """Refuse sides that do not fit the number of processes, and models that cannot be divided.
 
         Raises:
@@ -109,12 +104,12 @@ class Mesh(Settings):
         if processes % inner:
             near = math.ceil(processes / inner) * inner
             problem = f"{name}={inner} does not divide number_of_processes={processes}"
-            raise ConfigError("strategy", problem, f"Use number_of_processes={near}, or a divisor of {processes}")
+            raise base.refusal(problem, f"Use number_of_processes={near}, or a divisor of {processes}")
         if outer is not None and outer * inner != processes:
             side = "data" if self.data is not None else "fsdp"
             problem = f"{side}={outer} times {name}={inner} is {outer * inner}, and number_of_processes is {processes}"
             remedy = f"Use number_of_processes={outer * inner}, or {side}={processes // inner}"
-            raise ConfigError("strategy", problem, remedy)
+            raise base.refusal(problem, remedy)
         if self.pipeline is not None:
             self.stages.check_model(given, inner)
             return
@@ -122,12 +117,12 @@ class Mesh(Settings):
         if self.fsdp is not None:
             check_fsdp("blocks", given)
 
-    def layout(self, rank: int, world_size: int) -> Layout:
+    def layout(self, rank: int, world_size: int) -> base.Layout:
         """Neighbouring ranks form a group and share its batch."""
         name, inner = self._side
         shards, shard, index = world_size // inner, rank // inner, rank % inner
         part = f"stage {index} of {inner}" if name == "pipeline" else f"part {index} of {inner} of the weights"
-        return Layout(
+        return base.Layout(
             shards=shards,
             shard=shard,
             peers=tuple(range(shard * inner, (shard + 1) * inner)),

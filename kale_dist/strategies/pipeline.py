@@ -7,20 +7,13 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import (
-    Conditions,
-    Layout,
-    Settings,
-    check_flags,
-    refuse_all_weights,
-    refuse_count,
-)
+from kale_dist.strategies import base
 from kale_dist.strategies.recommendation import balanced, blocks_of
 from kale_dist.wording import closest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Pipeline(Settings):
+class Pipeline(base.Settings):
     """Pipeline parallelism: the model is cut into stages, one a rank, and batches go through in micro-batches.
 
     It equals one process for models whose samples do not see each other (no BatchNorm with several micro-batches) and without
@@ -42,26 +35,26 @@ class Pipeline(Settings):
     """Whether to compute activations again in the backward pass, module by module, rather than keep them."""
 
     def __post_init__(self) -> None:
-        refuse_count("micro_batches", self.micro_batches)
-        check_flags(self, "compile", "activation_checkpointing")
+        base.refuse_count("micro_batches", self.micro_batches)
+        base.check_flags(self, "compile", "activation_checkpointing")
         cut: Any = self.cut
         if isinstance(cut, str):
             cut = (cut,)
         if cut is None or (isinstance(cut, int) and not isinstance(cut, bool)):
             if cut is not None:
-                refuse_count("cut", cut)
+                base.refuse_count("cut", cut)
             return
         names = tuple(cut) if isinstance(cut, Iterable) else ()
         if not names or not all(isinstance(name, str) for name in names):
             remedy = "Give names of modules, such as cut=['blocks.4'], or a number of stages"
-            raise ConfigError("strategy", f"cut={self.cut!r} says nothing about stages", remedy)
+            raise base.refusal(f"cut={self.cut!r} says nothing about stages", remedy)
         object.__setattr__(self, "cut", names)
 
-    def layout(self, rank: int, world_size: int) -> Layout:
+    def layout(self, rank: int, world_size: int) -> base.Layout:
         """Every rank has the whole batch, and its own part of the weights."""
-        return Layout.of_parts(rank, world_size, f"stage {rank} of {world_size}")
+        return base.Layout.of_parts(rank, world_size, f"stage {rank} of {world_size}")
 
-    def check(self, given: Conditions) -> None:
+    def check(self, given: base.Conditions) -> None:
         """Refuse a model or training that cannot be cut into stages.
 
         Raises:
@@ -70,7 +63,7 @@ class Pipeline(Settings):
         """
         self.check_model(given, given.number_of_processes)
 
-    def check_model(self, given: Conditions, stages: int) -> None:
+    def check_model(self, given: base.Conditions, stages: int) -> None:
         """Check a call as `check` does, for a number of stages.
 
         Raises:
@@ -99,7 +92,7 @@ class Pipeline(Settings):
                 f"{found} takes its statistics from the whole batch, and would see {self.micro_batches} parts of it"
             )
             raise _refusal(problem, "Use micro_batches=1, or GroupNorm in the place of BatchNorm")
-        refuse_all_weights("pipeline", given)
+        base.refuse_all_weights("pipeline", given)
         if given.precision == "fp16":
             problem = "precision='fp16' skips steps by the gradients of each stage, which then disagree"
             raise _refusal(problem, "Use precision='bf16'")
@@ -144,8 +137,8 @@ class Pipeline(Settings):
 
 def _first(modules: list[tuple[str, Any]], kind: str) -> str:
     """The name of the first module whose class has this name; torch is not imported here."""
-    return next((name for name, one in modules if any(base.__name__ == kind for base in type(one).__mro__)), "")
+    return next((name for name, one in modules if any(kin.__name__ == kind for kin in type(one).__mro__)), "")
 
 
 def _refusal(problem: str, remedy: str) -> ConfigError:
-    return ConfigError("strategy", f"Pipeline: {problem}", remedy)
+    return base.refusal(f"Pipeline: {problem}", remedy)

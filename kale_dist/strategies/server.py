@@ -6,23 +6,13 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import (
-    ALL_WEIGHTS,
-    Conditions,
-    Layout,
-    Settings,
-    check_flags,
-    refuse_choice,
-    refuse_count,
-    refuse_optimizers,
-    refuse_sparse,
-)
+from kale_dist.strategies import base
 
 DEFAULT_STALENESS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterServer(Settings):
+class ParameterServer(base.Settings):
     """The last ranks hold the parameters and the optimizer's state, divided among them; the others are workers.
 
     In each step a worker sends its gradients to the servers and receives the new weights. A step of W workers sends W
@@ -45,25 +35,23 @@ class ParameterServer(Settings):
     carry on."""
 
     def __post_init__(self) -> None:
-        refuse_count("servers", self.servers)
-        refuse_choice("mode", self.mode, ("sync", "async"))
+        base.refuse_count("servers", self.servers)
+        base.refuse_choice("mode", self.mode, ("sync", "async"))
         if self.staleness is not None:
             if self.mode == "sync":
-                raise ConfigError(
-                    "strategy",
+                raise base.refusal(
                     f"staleness={self.staleness!r} is given, and with mode='sync' all workers take each step together",
                     "Leave staleness out, or use mode='async'",
                 )
-            refuse_count("staleness", self.staleness, at_least=0)
-        check_flags(self, "backup")
+            base.refuse_count("staleness", self.staleness, at_least=0)
+        base.check_flags(self, "backup")
         if self.backup and self.mode == "async":
-            raise ConfigError(
-                "strategy",
+            raise base.refusal(
                 "backup=True is given, and with mode='async' a server and its backup would step in different orders",
                 "Use mode='sync', or leave backup out: the job resumes from its last checkpoint with max_restarts=1",
             )
 
-    def check(self, given: Conditions) -> None:
+    def check(self, given: base.Conditions) -> None:
         """Refuse a world without workers, and whatever needs the optimizer in the workers."""
         ranks, serving = given.number_of_processes, self._serving
         if ranks <= serving:
@@ -76,19 +64,15 @@ class ParameterServer(Settings):
                 f"Use at least {serving + 1} processes, better {serving + 2}",
             )
         if isinstance(given.optimizer, dict):
-            raise ConfigError(
-                "strategy",
-                "'parameter-server' steps one optimizer, and there are several",
-                "Use strategy='ddp' or 'local-sgd', or one optimizer",
-            )
+            problem = "'parameter-server' steps one optimizer, and there are several"
+            raise base.refusal(problem, "Use strategy='ddp' or 'local-sgd', or one optimizer")
         if given.precision == "fp16":
-            raise ConfigError(
-                "precision",
-                "'fp16' leaves out steps whose gradients overflow, and the servers would wait for them",
-                "Use precision='bf16', or another strategy",
-            )
-        refuse_optimizers(given, ALL_WEIGHTS, "looks at all weights at once, and servers step them one by one")
-        refuse_sparse(self.word, given)
+            problem = "'fp16' leaves out steps whose gradients overflow, and the servers would wait for them"
+            raise ConfigError("precision", problem, "Use precision='bf16', or another strategy")
+        base.refuse_optimizers(
+            given, base.ALL_WEIGHTS, "looks at all weights at once, and servers step them one by one"
+        )
+        base.refuse_sparse(self.word, given)
 
     @property
     def _serving(self) -> int:
@@ -102,18 +86,17 @@ class ParameterServer(Settings):
         first = range(workers, workers + self.servers)
         return tuple((server, server + self.servers) for server in first) if self.backup else ()
 
-    def layout(self, rank: int, world_size: int) -> Layout:
+    def layout(self, rank: int, world_size: int) -> base.Layout:
         """Workers come first, each with its shard; then the servers and their backups, without data."""
         workers = world_size - self._serving
         is_worker = rank < workers
         number, is_backup = (rank - workers) % self.servers, rank >= workers + self.servers
         server = f"{'backup of ' if is_backup else ''}server {number} of {self.servers}"
-        return Layout(
+        return base.Layout(
             shards=workers,
             shard=rank if is_worker else None,
             peers=(rank,),
             replicas=tuple(range(workers)) if is_worker else (rank,),
             part=f"shard {rank} of {workers}" if is_worker else server,
             agree="step" if self.mode == "sync" else "epoch",
-            exact=self.mode == "sync",
         )

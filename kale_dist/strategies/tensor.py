@@ -8,15 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from kale_dist.errors import ConfigError
-from kale_dist.strategies.base import (
-    WHOLE_WEIGHTS,
-    Conditions,
-    Layout,
-    Settings,
-    check_flags,
-    refuse_all_weights,
-    refuse_optimizers,
-)
+from kale_dist.strategies import base
 from kale_dist.wording import closest
 
 WORDS = ("alone", "columns", "columns/3", "rows", "whole")
@@ -24,7 +16,7 @@ WORDS = ("alone", "columns", "columns/3", "rows", "whole")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Tensor(Settings):
+class Tensor(base.Settings):
     """Tensor parallelism: every Linear and Embedding is divided over the ranks; the rest of the model is on each.
 
     Without a plan, each divided layer gives its whole output to the next one, which is right for any `forward`. A plan
@@ -59,9 +51,9 @@ class Tensor(Settings):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plan", checked_plan(self.plan))
-        check_flags(self, "compile", "activation_checkpointing")
+        base.check_flags(self, "compile", "activation_checkpointing")
 
-    def check(self, given: Conditions) -> None:
+    def check(self, given: base.Conditions) -> None:
         """Refuse models that this plan cannot divide.
 
         Raises:
@@ -69,9 +61,9 @@ class Tensor(Settings):
         """
         check_tensor(self.plan, given, given.number_of_processes)
 
-    def layout(self, rank: int, world_size: int) -> Layout:
+    def layout(self, rank: int, world_size: int) -> base.Layout:
         """All ranks have the same batch, and each has its own part of the weights."""
-        return Layout.of_parts(rank, world_size, f"part {rank} of {world_size} of the weights")
+        return base.Layout.of_parts(rank, world_size, f"part {rank} of {world_size} of the weights")
 
 
 def checked_plan(plan: Any) -> tuple[tuple[str, str], ...]:
@@ -85,19 +77,17 @@ def checked_plan(plan: Any) -> tuple[tuple[str, str], ...]:
     if isinstance(plan, Mapping):
         plan = tuple(plan.items())
     if not isinstance(plan, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in plan):  # noqa: PLR2004
-        raise ConfigError("strategy", f"plan={plan!r} is not a dict", 'Write plan={"head": "whole"}')
+        raise base.refusal(f"plan={plan!r} is not a dict", 'Write plan={"head": "whole"}')
     for pattern, word in plan:
         if not isinstance(pattern, str) or not pattern:
-            raise ConfigError("strategy", f"plan names a layer by {pattern!r}", "Use names as in model.named_modules()")
+            raise base.refusal(f"plan names a layer by {pattern!r}", "Use names as in model.named_modules()")
         if word not in WORDS:
             hint = closest(word, WORDS)
-            raise ConfigError(
-                "strategy", f"plan has {pattern!r}: {word!r}", f"{hint}Use one of {', '.join(map(repr, WORDS))}"
-            )
+            raise base.refusal(f"plan has {pattern!r}: {word!r}", f"{hint}Use one of {', '.join(map(repr, WORDS))}")
     return plan
 
 
-def check_tensor(plan: Any, given: Conditions, degree: int) -> None:
+def check_tensor(plan: Any, given: base.Conditions, degree: int) -> None:
     """Refuse a call whose weights cannot be divided into `degree` parts.
 
     Args:
@@ -110,10 +100,10 @@ def check_tensor(plan: Any, given: Conditions, degree: int) -> None:
     """
     if degree < 2:  # noqa: PLR2004 - two parts
         remedy = "Give number_of_processes=2 or more, or leave strategy out"
-        raise ConfigError("strategy", f"weights cannot be divided over {degree} process", remedy)
+        raise base.refusal(f"weights cannot be divided over {degree} process", remedy)
     check_precision(given)
-    refuse_optimizers(given, WHOLE_WEIGHTS, "updates a weight as a whole, and each rank has a part of it")
-    refuse_all_weights("tensor", given)
+    base.refuse_optimizers(given, base.WHOLE_WEIGHTS, "updates a weight as a whole, and each rank has a part of it")
+    base.refuse_all_weights("tensor", given)
     named = given.model.items() if isinstance(given.model, dict) else [("", given.model)]
     modules = {
         ".".join(part for part in (prefix, name) if part): module
@@ -123,7 +113,7 @@ def check_tensor(plan: Any, given: Conditions, degree: int) -> None:
     assign(modules, plan, degree)
 
 
-def check_precision(given: Conditions) -> None:
+def check_precision(given: base.Conditions) -> None:
     """Refuse fp16 where each rank has a part of the gradients: a part may overflow where another does not.
 
     Raises:
@@ -142,14 +132,14 @@ def parameters_of(module: Any) -> dict[str, Any]:
 def kind_of(module: Any) -> str | None:
     """`Linear` or `Embedding` for a module that can be divided; None for others."""
     kind: Any = type(module)
-    for base in kind.__mro__:
-        if base.__module__.startswith("torch.nn.modules.") and base.__name__ in ("Linear", "Embedding"):
+    for one in kind.__mro__:
+        if one.__module__.startswith("torch.nn.modules.") and one.__name__ in ("Linear", "Embedding"):
             # MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear and does not call it.
-            is_called = kind.forward is base.forward and kind.__name__[:6] != "NonDyn"
+            is_called = kind.forward is one.forward and kind.__name__[:6] != "NonDyn"
             weight = parameters_of(module).get("weight")  # a parametrized weight is not there
             has_shape = weight is not None and type(weight).__name__ != "UninitializedParameter"
             limits_norm = getattr(module, "max_norm", None) is not None
-            return str(base.__name__) if is_called and has_shape and not limits_norm else None
+            return str(one.__name__) if is_called and has_shape and not limits_norm else None
     return None
 
 
@@ -170,7 +160,7 @@ def assign(modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree
     for pattern, word in plan:
         fitting = fitting_names(modules, pattern)
         if not any(name in words for name in fitting):
-            raise ConfigError("strategy", *_unplanned(pattern, fitting, modules, words))
+            raise base.refusal(*_unplanned(pattern, fitting, modules, words))
         words.update({name: word for name in fitting if name in words})
     linear = {id(modules[name].weight) for name in words if kind_of(modules[name]) == "Linear"}
     for name, word in words.items():
@@ -184,7 +174,7 @@ def assign(modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree
             continue
         if word != "alone":
             problem = f"plan has {name!r}: {word!r}, and that is an Embedding"
-            raise ConfigError("strategy", problem, "Embeddings are divided alone, or stay 'whole'")
+            raise base.refusal(problem, "Embeddings are divided alone, or stay 'whole'")
         if id(modules[name].weight) in linear:
             divided[name] = "vocabulary"
     dimensions: dict[int, tuple[str, tuple[int, int]]] = {}
@@ -197,14 +187,14 @@ def assign(modules: Mapping[str, Any], plan: tuple[tuple[str, str], ...], degree
             width = "inputs" if word == "rows" else "outputs"
             problem = f"{name} has {size} {width}, which {pieces} ranks do not divide"
             remedy = f"Use a number of ranks that divides {size}, or leave it out of the plan"
-            raise ConfigError("strategy", problem, remedy)
+            raise base.refusal(problem, remedy)
         first = dimensions.setdefault(id(module.weight), (name, how))
         if first[1] != how:
             problem = f"{first[0]} and {name} share one weight, and the plan divides it in two ways"
-            raise ConfigError("strategy", problem, f"Give both the same word, or plan={{{name!r}: 'whole'}}")
+            raise base.refusal(problem, f"Give both the same word, or plan={{{name!r}: 'whole'}}")
     if not divided:
         problem = f"the model has no Linear or Embedding whose weights can be divided into {degree} parts"
-        raise ConfigError("strategy", problem, "Use strategy='ddp' or 'fsdp', which take any model")
+        raise base.refusal(problem, "Use strategy='ddp' or 'fsdp', which take any model")
     return divided
 
 

@@ -9,11 +9,11 @@ import zipfile
 
 import pytest
 import yaml
-from golden_jobs import JOBS, job
+from golden_jobs import JOBS, SETTINGS, job
 
 from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 from kale_dist.places import manifests
-from kale_dist.places.manifests import KINDS, ObjectSettings
+from kale_dist.places.manifests import KINDS
 
 IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"
 
@@ -196,10 +196,9 @@ def test_workers_start_where_pod_security_is_strictest(restricted):
         volumes=(Volume(mount_path="/scratch", kind=VolumeKind.EMPTY_DIR, size_gib=0.01),),
         cluster=ClusterOptions(namespace=restricted, master=False), image=IMAGE, store="pvc://results",
     )  # fmt: skip
-    settings = ObjectSettings()
-    text = manifests.to_yaml(KINDS["pytorch"].make(spec, settings))
+    text = manifests.to_yaml(KINDS["pytorch"].make(spec, SETTINGS))
     job = json.loads(kubectl("create", "-o", "json", "-f", "-", text=text))
-    secret = manifests.input_secret(spec, settings, manifests.owner_of(job), {"runtime.zip": a_runtime(), "key": b"\0"})
+    secret = manifests.input_secret(spec, SETTINGS, manifests.owner_of(job), {"runtime.zip": a_runtime(), "key": b"\0"})
     kubectl("create", "-f", "-", text=manifests.to_yaml(secret))
     kubectl("-n", restricted, "wait", "pytorchjob/strict", "--for=condition=Succeeded", "--timeout=40s")
     for index, name in enumerate(KINDS["pytorch"].pod_names(spec)):

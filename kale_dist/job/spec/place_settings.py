@@ -32,7 +32,7 @@ from kale_dist.job.spec.checks import (
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.spec.resources import Resources, resources
 from kale_dist.job.spec.volumes import Volume
-from kale_dist.wire import fields_of
+from kale_dist.wire import encode, fields_of
 from kale_dist.wording import closest, install, seconds, show
 
 T = TypeVar("T")
@@ -424,15 +424,13 @@ def _roles(given: Any) -> str:
                 return given
     if not isinstance(given, Mapping) or not all(isinstance(role, str) for role in given):
         raise ConfigError("roles", f"{show(given)} is not a dict", "Write it as {'worker': {'memory': '4Gi'}}")
-    empty = dataclasses.asdict(Resources())
     checked = {}
     for role, value in given.items():
         try:
-            checked[role] = dataclasses.asdict(resources(value))
+            checked[role] = encode(resources(value))
         except ConfigError as error:
             raise ConfigError(error.argument.replace("resources", f"roles.{role}", 1), *error.args[1:]) from None
-    named = {role: {key: value for key, value in one.items() if value != empty[key]} for role, one in checked.items()}
-    return json.dumps(named, sort_keys=True, separators=(",", ":")) if named else ""
+    return json.dumps(checked, sort_keys=True, separators=(",", ":")) if checked else ""
 
 
 def _secrets(given: Any) -> tuple[str, ...]:

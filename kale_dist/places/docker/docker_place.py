@@ -16,6 +16,7 @@ from typing import Any
 
 import docker.errors
 
+from kale_dist import wire
 from kale_dist.errors import BackendError, ConfigError, JobExistsError, JobNotFoundError, StoreError, warn
 from kale_dist.image.engine import Engine, explained
 from kale_dist.job import records
@@ -28,20 +29,6 @@ from kale_dist.places.docker.archive import ArchiveEntry
 from kale_dist.places.docker.containers import MachineFacts
 from kale_dist.places.docker.explain import ContainerEnd, explain
 from kale_dist.places.manifests.object_settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
-from kale_dist.wire import (
-    BlockReader,
-    FailureCause,
-    InputFiles,
-    JobFiles,
-    LineBlock,
-    Order,
-    Source,
-    StateName,
-    decode_json_lines,
-    encode_event,
-    encode_json,
-    payload,
-)
 from kale_dist.wire.blobs import FolderStore, pack_blobs, unpack_blobs
 from kale_dist.wording import listing, untrusted
 from kale_dist.worker.rank import process_state
@@ -94,7 +81,7 @@ class DockerPlace(Place):
         """Close the connections to engines."""
         engines.disconnect()
 
-    def order(self, spec: JobSpec, life: Life) -> Order:
+    def order(self, spec: JobSpec, life: Life) -> wire.Order:
         """The order of a job in warm containers, which cannot be read after its end."""
         flags = process_state.read_flags(cuda=spec.cuda)
         return dataclasses.replace(containers.make_order(spec, life, flags), work_is_kept=False)
@@ -108,14 +95,14 @@ class DockerPlace(Place):
         engine = engines.connect()
         order = containers.make_order(spec, life, process_state.read_flags(cuda=spec.cuda))
         files: dict[str, bytes | pathlib.Path] = {
-            InputFiles.RUNTIME: payload.runtime_zip(),
-            InputFiles.KEY: key,
-            InputFiles.ORDER: encode_json(order),
+            wire.InputFiles.RUNTIME: wire.payload.runtime_zip(),
+            wire.InputFiles.KEY: key,
+            wire.InputFiles.ORDER: wire.encode_json(order),
         }
-        if order.source is Source.INPUT:
-            files[InputFiles.SNAPSHOT] = pack_blobs(FolderStore(records.blobs_dir()), spec.blobs)
+        if order.source is wire.Source.INPUT:
+            files[wire.InputFiles.SNAPSHOT] = pack_blobs(FolderStore(records.blobs_dir()), spec.blobs)
         if checkpoint is not None:
-            files[InputFiles.CHECKPOINT] = checkpoint
+            files[wire.InputFiles.CHECKPOINT] = checkpoint
         engines.ensure_network(engine)
         fresh = _fresh_volumes(engine, spec)
         handle = _handle(engine, spec, life.number)
@@ -145,7 +132,7 @@ class DockerPlace(Place):
             except docker.errors.NotFound:
                 return Look(gone=True)
         if part.lost and (person := _read(engine, part.uid, containers.CANCELLED_FILE).decode(errors="replace")):
-            trouble = Trouble(sentence=f"The job was cancelled by {person}", cause=FailureCause.USER)
+            trouble = Trouble(sentence=f"The job was cancelled by {person}", cause=wire.FailureCause.USER)
             return Look(parts=(part,), trouble=trouble, finished="cancelled")
         return Look(parts=(part,), trouble=part.trouble)
 
@@ -176,17 +163,19 @@ class DockerPlace(Place):
 
     def _kept(self, handle: PlacedJob) -> Iterator[bytes]:
         with contextlib.suppress(BackendError), tempfile.TemporaryDirectory(prefix="kale-dist-") as folder:
-            files = JobFiles(folder)
+            files = wire.JobFiles(folder)
             for log in (files.older_log, files.log):
                 if self.fetch(handle, log.name, log):
                     with log.open("rb") as file:
-                        blocks = BlockReader()
+                        blocks = wire.BlockReader()
                         while piece := file.read(_PIECE_BYTES):
                             # The last block may be torn.
-                            yield b"".join(one.encode() for one in blocks.feed(piece) if isinstance(one, LineBlock))
+                            yield b"".join(
+                                one.encode() for one in blocks.feed(piece) if isinstance(one, wire.LineBlock)
+                            )
             if self.fetch(handle, files.events.name, files.events):
-                for number, event in enumerate(decode_json_lines(files.events.read_bytes())):
-                    yield encode_event(number, event)
+                for number, event in enumerate(wire.decode_json_lines(files.events.read_bytes())):
+                    yield wire.encode_event(number, event)
 
     def last_words(self, handle: PlacedJob, part: Part, limit: int) -> bytes:
         """The end of a container's output."""
@@ -278,8 +267,8 @@ class DockerPlace(Place):
             if trust is not None:
                 warn(untrusted(ref))
             return handle, None
-        key = _read(engine, newest["Id"], f"{INPUT_FOLDER}/{InputFiles.KEY}")
-        if key and (packed := _read(engine, newest["Id"], f"{INPUT_FOLDER}/{InputFiles.SNAPSHOT}")):
+        key = _read(engine, newest["Id"], f"{INPUT_FOLDER}/{wire.InputFiles.KEY}")
+        if key and (packed := _read(engine, newest["Id"], f"{INPUT_FOLDER}/{wire.InputFiles.SNAPSHOT}")):
             # `job.model` is built from the snapshot.
             unpack_blobs(packed, records.blobs_dir())
         return handle, key or None
@@ -356,9 +345,9 @@ def _name(handle: PlacedJob) -> str:
 def _surveyed(item: Mapping[str, Any]) -> JobStatus:
     """The status of a job from its container, as the engine lists it."""
     labels = item["Labels"]
-    state = StateName.RUNNING if item["State"] == "running" else StateName.PENDING
+    state = wire.StateName.RUNNING if item["State"] == "running" else wire.StateName.PENDING
     if item["State"] in _ENDED:
-        state = StateName.SUCCEEDED if str(item["Status"]).startswith("Exited (0)") else StateName.FAILED
+        state = wire.StateName.SUCCEEDED if str(item["Status"]).startswith("Exited (0)") else wire.StateName.FAILED
     world_size = 0
     # Another version of kale_dist may have written it.
     with contextlib.suppress(KeyError, ValueError, TypeError):
@@ -437,7 +426,7 @@ def _input(
         yield ArchiveEntry(path=mount.lstrip("/"), mode=0o755, owner=own)
     for name, data in files.items():
         yield ArchiveEntry(path=f"{INPUT_FOLDER}/{name}".lstrip("/"), mode=0o400, data=data, owner=own)
-    if InputFiles.SNAPSHOT not in files:
+    if wire.InputFiles.SNAPSHOT not in files:
         store, inside = FolderStore(records.blobs_dir()), pathlib.PurePosixPath(WORK_FOLDER, "blobs")
         known: set[pathlib.PurePosixPath] = set()
         for digest in spec.blobs:

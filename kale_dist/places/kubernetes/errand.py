@@ -26,8 +26,8 @@ from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.explain import pods as explain
 from kale_dist.places.kubernetes.views import JobView, PodView, pod_view
-from kale_dist.places.manifests import ObjectSettings, claim_of, kind_of
-from kale_dist.places.manifests.object_settings import STORE_FOLDER
+from kale_dist.places.manifests import kind_of
+from kale_dist.places.manifests.object_settings import STORE_FOLDER, ObjectSettings, claim_of
 from kale_dist.places.manifests.pod_template import ERRAND_S
 
 _PORT = 8000

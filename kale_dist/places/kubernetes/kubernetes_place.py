@@ -20,7 +20,6 @@ from kale_dist.job.records import FIRST_LIFE, Life
 from kale_dist.job.spec import names
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus
-from kale_dist.places import manifests
 from kale_dist.places.following.head_client import HeadClient, writing
 from kale_dist.places.kubernetes import client, errand, objects, port_forward, queue, self_pod, watch
 from kale_dist.places.kubernetes import look as looks
@@ -29,23 +28,14 @@ from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.port_forward import PodConnection
 from kale_dist.places.kubernetes.views import Owner, PodView, event_view, is_about, seconds
-from kale_dist.places.manifests import Kind, kind_of
-from kale_dist.places.manifests.object_settings import (
-    CANCELLED_ANNOTATION,
-    FAILED_ANNOTATION,
-    INSTANCE_LABEL,
-    PORT,
-    RUN_LABEL,
-    SELECTOR,
-    SPEC_ANNOTATION,
-)
+from kale_dist.places.manifests import Kind, kind_of, object_settings
 from kale_dist.wire import BlockReader, InputFiles, JobFiles, Order, OutcomePart, Source, blobs, mark_of
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.url_store import UrlStore
 from kale_dist.wording import listing, show, untrusted
 from kale_dist.worker.rank import process_state
 
-_BYTES_PORT = PORT + 2
+_BYTES_PORT = object_settings.PORT + 2
 _GONE_S = 90.0
 """How long pods may take to end: their grace of 60 s and a busy node."""
 
@@ -61,7 +51,7 @@ class KubernetesPlace:
 
     settle = staticmethod(submission.settle)
     render = staticmethod(submission.render)
-    object_name = staticmethod(manifests.object_name)
+    object_name = staticmethod(object_settings.object_name)
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
@@ -169,7 +159,7 @@ class KubernetesPlace:
         """Where the head of a job without a store may have left results, once it has ended in order; empty if it is not this user's."""
         look, key = self.look(handle), records.read_key(handle.ref.record_name)
         in_order = look.finished == "succeeded" if look.head is None else bool(look.head.message)
-        folder, _ = manifests.left_results(handle.spec)
+        folder, _ = object_settings.left_results(handle.spec)
         return f"{folder}/{mark_of(key)}" if folder and in_order and key else ""
 
     def _from_log(self, handle: PlacedJob, name: str, target: pathlib.Path) -> bool:
@@ -191,7 +181,7 @@ class KubernetesPlace:
     def _from_store(self, handle: PlacedJob, name: str, target: pathlib.Path) -> bool:
         spec, name = handle.spec, handle.name_at_head(name)
         kept = f"jobs/{spec.name}/{name}"
-        claim, _ = manifests.claim_of(spec)
+        claim, _ = object_settings.claim_of(spec)
         if not claim:
             store = UrlStore(spec.store)
             if not store.exists(kept):
@@ -210,7 +200,7 @@ class KubernetesPlace:
     def kill(self, handle: PlacedJob, grace_s: float, why: str = "", *, head_leaves: bool = False) -> None:
         """Mark the object as cancelled or failed, and have its controller end the pods, which have their own grace."""
         del grace_s
-        mark = {FAILED_ANNOTATION: why} if why else {CANCELLED_ANNOTATION: _person()}
+        mark = {object_settings.FAILED_ANNOTATION: why} if why else {object_settings.CANCELLED_ANNOTATION: _person()}
         objects.end(self._cluster(handle), handle.spec, handle.object, mark, head_leaves=head_leaves)
 
     def remove(self, handle: PlacedJob) -> None:
@@ -235,7 +225,7 @@ class KubernetesPlace:
         _check_selection(namespace, labels)
         cluster = client.connect()
         where = cluster.namespace if namespace is None else namespace
-        selector = ",".join([SELECTOR, *(f"{name}={value}" for name, value in labels.items())])
+        selector = ",".join([object_settings.SELECTOR, *(f"{name}={value}" for name, value in labels.items())])
         found = objects.list_all(cluster, "" if where == "*" else where, selector)
         found.sort(key=lambda item: (item[1]["metadata"]["creationTimestamp"], item[1]["metadata"]["name"]))
         queued = {item["metadata"]["uid"]: queue.position(cluster, kind, item) for kind, item in found}
@@ -250,7 +240,7 @@ class KubernetesPlace:
         asked, _, name = ref.name.rpartition("/")
         cluster = client.connect(namespace=asked)
         namespace = cluster.namespace
-        selector = f"{SELECTOR},{INSTANCE_LABEL}={name}"
+        selector = f"{object_settings.SELECTOR},{object_settings.INSTANCE_LABEL}={name}"
         # Other text than names would be refused as a selector or a path, or select other jobs.
         is_name = names.is_label_value(name) and "/" not in asked
         found = objects.list_all(cluster, namespace, selector) if is_name else []
@@ -262,7 +252,8 @@ class KubernetesPlace:
         annotations = job["metadata"].get("annotations") or {}
         ref = JobRef(self.name, f"{namespace}/{name}")
         try:
-            spec = _described(JobSpec.from_json(json.loads(annotations[SPEC_ANNOTATION])), name, namespace, kind)
+            written = JobSpec.from_json(json.loads(annotations[object_settings.SPEC_ANNOTATION]))
+            spec = _described(written, name, namespace, kind)
         except (KeyError, ValueError, TypeError) as error:
             raise JobNotFoundError(
                 f"{ref} was not submitted by kale_dist, or by a version that this one does not understand ({error})"
@@ -368,7 +359,7 @@ def _write(target: pathlib.Path, data: bytes) -> None:
 
 
 def _life_of(job: Mapping[str, Any]) -> int:
-    number = str((job["metadata"].get("labels") or {}).get(RUN_LABEL, "1"))
+    number = str((job["metadata"].get("labels") or {}).get(object_settings.RUN_LABEL, "1"))
     return int(number) if re.fullmatch("[1-9][0-9]{0,3}", number, re.ASCII) else 1
 
 

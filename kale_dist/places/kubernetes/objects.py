@@ -12,14 +12,13 @@ from typing import Any
 from kale_dist.errors import BackendError, ConfigError, log
 from kale_dist.job.backend import PlacedJob
 from kale_dist.job.spec.job_spec import Settled
-from kale_dist.places import manifests
 from kale_dist.places.kubernetes import roles
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.places.kubernetes.views import Owner, owner_in
-from kale_dist.places.manifests import KINDS, Kind, kind_of
-from kale_dist.places.manifests.object_settings import OBJECT_LABEL
+from kale_dist.places.manifests import KINDS, POLICY_API, Kind, kind_of
+from kale_dist.places.manifests.object_settings import OBJECT_LABEL, input_secret_name
 from kale_dist.places.manifests.train_job import TrainJob
 from kale_dist.wording import listed
 
@@ -147,7 +146,7 @@ def create_policy(cluster: Cluster, spec: Settled, policy: Any) -> None:
     Raises:
         BackendError: The cluster refused.
     """
-    (group, version, plural), namespace = manifests.POLICY_API, spec.cluster.namespace
+    (group, version, plural), namespace = POLICY_API, spec.cluster.namespace
     try:
         cluster.custom.create_namespaced_custom_object(group, version, namespace, plural, policy)
     except Exception as error:
@@ -203,12 +202,12 @@ def delete(cluster: Cluster, kind: Kind, namespace: str, name: str) -> None:
     delete_object(cluster, kind, namespace, name)
     with contextlib.suppress(Exception):
         # The job owns it; without the garbage collector (a dead controller manager) it would stay.
-        cluster.core.delete_namespaced_secret(manifests.input_secret_name(name), namespace)
+        cluster.core.delete_namespaced_secret(input_secret_name(name), namespace)
     with contextlib.suppress(Exception):
         if kind.makes_services:
             cluster.core.delete_namespaced_service(name, namespace)
     with contextlib.suppress(Exception):
-        group, version, plural = manifests.POLICY_API
+        group, version, plural = POLICY_API
         cluster.custom.delete_namespaced_custom_object(group, version, namespace, plural, name)
 
 
@@ -316,6 +315,6 @@ def made_for(cluster: Cluster, handle: PlacedJob, uid: str, owner: Owner) -> boo
 def read_input(cluster: Cluster, namespace: str, name: str) -> dict[str, bytes]:
     """A job's Secret; empty if this user may not read it."""
     with contextlib.suppress(Exception):
-        secret = cluster.core.read_namespaced_secret(manifests.input_secret_name(name), namespace)
+        secret = cluster.core.read_namespaced_secret(input_secret_name(name), namespace)
         return {file: base64.b64decode(text) for file, text in (secret.data or {}).items()}
     return {}

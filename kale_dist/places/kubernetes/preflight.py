@@ -26,14 +26,14 @@ from kale_dist.job.backend import Trouble
 from kale_dist.job.spec import quantities
 from kale_dist.job.spec.job_spec import Request, Settled, Topology
 from kale_dist.job.spec.resources import Resources
-from kale_dist.places import manifests
 from kale_dist.places.kubernetes import objects, queue, roles
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api, sentences
 from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.places.kubernetes.self_pod import NODE_REQUIRED
-from kale_dist.places.manifests import Kind, ObjectSettings, PodGroup, kind_of
+from kale_dist.places.manifests import Kind, PodGroup, input_secret, kind_of
 from kale_dist.places.manifests.kubeflow_jobs import INIT_REQUESTS
+from kale_dist.places.manifests.object_settings import ObjectSettings, input_secret_name
 from kale_dist.snapshot import loading
 from kale_dist.wire import InputFiles
 
@@ -252,7 +252,7 @@ def _made(
     core = cluster.core
     create: Any = cluster.custom.create_namespaced_custom_object_with_http_info
     yield kind.plural, job, lambda place, body, **how: create(*kind.api, place, kind.plural, body, **how)
-    secret = manifests.input_secret(spec, ObjectSettings(), {}, {InputFiles.KEY: b"0" * 32})
+    secret = input_secret(spec, ObjectSettings(), {}, {InputFiles.KEY: b"0" * 32})
     yield "secrets", secret, core.create_namespaced_secret_with_http_info
     if _lookup(functools.partial(may, cluster, "", "pods", "create")) is True:
         for group in groups:
@@ -458,7 +458,7 @@ def _named(cluster: Cluster, job: Mapping[str, Any], groups: Sequence[PodGroup])
                 named.append(("missing", word.removesuffix("KeyRef").lower(), holder[word][field]))
         named += [("pull-secret-missing", "secret", secret["name"]) for secret in pod.get("imagePullSecrets") or ()]
     reads = {"secret": core.read_namespaced_secret, "configmap": core.read_namespaced_config_map}
-    own = manifests.input_secret_name(job["metadata"]["name"])
+    own = input_secret_name(job["metadata"]["name"])
     for entry, kind, name in dict.fromkeys(named):
         is_queue = kind == "queue"
         read = (

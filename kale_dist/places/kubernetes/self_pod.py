@@ -15,8 +15,7 @@ from kale_dist.job.spec.job_spec import Request, Settled
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.volumes import Volume, VolumeKind, hidden_by
 from kale_dist.places.kubernetes.client import Cluster, own_namespace
-from kale_dist.places.manifests import claim_of
-from kale_dist.places.manifests.object_settings import CLAIM_SCHEME, LEFT_FOLDER
+from kale_dist.places.manifests.object_settings import CLAIM_SCHEME, LEFT_FOLDER, claim_of
 
 NODE_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 

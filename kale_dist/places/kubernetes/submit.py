@@ -30,8 +30,7 @@ from kale_dist.places import manifests, orders
 from kale_dist.places.kubernetes import client, errand, objects, preflight, roles, self_pod
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.self_pod import SelfPod
-from kale_dist.places.manifests import Kind, ObjectSettings, claim_of, kind_of, owner_of
-from kale_dist.places.manifests.object_settings import CLAIM_SCHEME, INPUT_BYTES, PORT, STORE_FOLDER
+from kale_dist.places.manifests import Kind, kind_of, object_settings, owner_of
 from kale_dist.wire import InputFiles, Order, Source, encode, encode_json, payload
 from kale_dist.wire.blobs import FolderStore, Store, map_file, pack_blobs
 from kale_dist.wire.url_store import UrlStore
@@ -105,7 +104,7 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
 
 def render(spec: JobSpec) -> str:
     """The object and its Secret as YAML. What the Secret holds in bytes is left out, and named in a comment."""
-    source, settings, kind = _source(spec), ObjectSettings(), kind_of(spec)
+    source, settings, kind = _source(spec), object_settings.ObjectSettings(), kind_of(spec)
     made = json.dumps(encode(order(spec, source)), indent=2).encode()
     secret = manifests.input_secret(spec, settings, {}, {InputFiles.ORDER: made})
     files = [InputFiles.RUNTIME, InputFiles.KEY, *([InputFiles.SNAPSHOT] if source is Source.INPUT else [])]
@@ -147,7 +146,7 @@ def create(
     source = _place_bytes(cluster, spec, logs=life.number == 1)
     data, source = _input(spec, key, source, life, checkpoint)
     namespace, kind = spec.cluster.namespace, kind_of(spec)
-    settings = ObjectSettings(life=life.number, submitter=cluster.identity)
+    settings = object_settings.ObjectSettings(life=life.number, submitter=cluster.identity)
     made = _uninterrupted(cluster, kind, kind.make(spec, settings))
     try:
         owner, core = owner_of(made), cluster.core
@@ -255,7 +254,7 @@ def _made(cluster: Cluster, spec: Settled, configured: Config) -> str:
 
 def _check(cluster: Cluster, spec: Settled, own: SelfPod | None, namespace: preflight.Namespace) -> None:
     """Ask the cluster whether the job would run, and warn the user of what it would lack."""
-    if spec.store and not spec.store.startswith(CLAIM_SCHEME):
+    if spec.store and not spec.store.startswith(object_settings.CLAIM_SCHEME):
         # A protocol that this side cannot speak would show only when the results are wanted.
         UrlStore(spec.store)
     found = preflight.check(cluster, spec, namespace)
@@ -267,7 +266,7 @@ def _check(cluster: Cluster, spec: Settled, own: SelfPod | None, namespace: pref
     if own is not None and own.image_warning and spec.image == own.image:
         warn(own.image_warning)
     if not spec.store and spec.keep_warm_s is None:
-        left, wait_s = manifests.left_results(spec)[0], spec.cluster.collect_wait_s
+        left, wait_s = object_settings.left_results(spec)[0], spec.cluster.collect_wait_s
         then = f"go to {left}" if left else f"are lost {facts.duration(wait_s)} later; store='pvc://claim' keeps them"
         log(f"If no notebook is connected when the job ends, results over 1 MB and a failed job's checkpoint {then}")
 
@@ -303,23 +302,23 @@ def _put(spec: JobSpec, store: Store) -> None:
 
 def _source(spec: JobSpec) -> Source:
     """Where the pods get the snapshot from, as far as the specification decides it."""
-    if spec.snapshot_bytes <= INPUT_BYTES:
+    if spec.snapshot_bytes <= object_settings.INPUT_BYTES:
         return Source.INPUT
-    return Source.URL if spec.store and not spec.store.startswith(CLAIM_SCHEME) else Source.STREAM
+    return Source.URL if spec.store and not spec.store.startswith(object_settings.CLAIM_SCHEME) else Source.STREAM
 
 
 def order(spec: JobSpec, source: Source, life: Life = FIRST_LIFE, *, torch_flags: Any = ()) -> Order:
     """The order that the agents get."""
-    claim, folder = claim_of(spec)
+    claim, folder = object_settings.claim_of(spec)
     pending_s = spec.cluster.pending_timeout_s
     return orders.order_of(
         spec,
         used_restarts=life.used_restarts,
-        object=manifests.object_name(spec.name, life.number),
+        object=object_settings.object_name(spec.name, life.number),
         processes_per_agent=spec.topology.processes_per_pod,
         head=kind_of(spec).head_host(spec, life.number),
-        port=PORT,
-        store=f"{STORE_FOLDER}/{folder}".rstrip("/") if claim else spec.store,
+        port=object_settings.PORT,
+        store=f"{object_settings.STORE_FOLDER}/{folder}".rstrip("/") if claim else spec.store,
         source=source,
         torch_flags=torch_flags,
         start_wait_s=math.inf if pending_s is None else pending_s,
@@ -330,7 +329,7 @@ def order(spec: JobSpec, source: Source, life: Life = FIRST_LIFE, *, torch_flags
         returns_head=kind_of(spec).returns_head(spec),
         outcomes_on_stdout=spec.prints_results,
         ends_unfollowed=not spec.store,
-        left_in=manifests.left_results(spec)[1],
+        left_in=object_settings.left_results(spec)[1],
         **kind_of(spec).order(spec),
     )
 

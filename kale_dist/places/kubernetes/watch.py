@@ -17,18 +17,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from kale_dist.job.spec import quantities
+from kale_dist.places.kubernetes import views
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import sentences
 from kale_dist.places.kubernetes.resource_watch import DELETED, LISTED, TROUBLED, ResourceWatch
-from kale_dist.places.kubernetes.views import (
-    EventView,
-    JobView,
-    PodView,
-    event_view,
-    owner_of_workload,
-    pod_view,
-    seconds,
-)
 from kale_dist.places.manifests import Kind
 from kale_dist.places.manifests.object_settings import OBJECT_LABEL, SELECTOR, TOUCHED_ANNOTATION
 
@@ -82,7 +74,7 @@ class NamespaceWatch:
                 self._look_up(job_name)
         return functools.partial(self._unsubscribe, job_name, token)
 
-    def view(self, job_name: str) -> JobView:
+    def view(self, job_name: str) -> views.JobView:
         """What is known of a job now."""
         with self._lock:
             return self._state.view(job_name)
@@ -179,24 +171,24 @@ class _State:
         """Kinds of objects that were listed as a whole: before, a job only seems to have no pods."""
         self.jobs: dict[str, Object] = {}
         self.deleted: set[str] = set()
-        self._pods: dict[str, dict[str, PodView]] = {}
-        self._events: dict[tuple[str, str], dict[str, EventView]] = {}
+        self._pods: dict[str, dict[str, views.PodView]] = {}
+        self._events: dict[tuple[str, str], dict[str, views.EventView]] = {}
         self._quota_used: dict[str, dict[str, str]] = {}
         self._problems: dict[str, str] = {}
         """Why nothing is known of jobs or pods now."""
         self._lacks_events = False
 
-    def view(self, name: str) -> JobView:
+    def view(self, name: str) -> views.JobView:
         """All that is known of a job now."""
         job = self.jobs.get(name)
         # Pods of an earlier job of this name may still be ending.
-        since = 0.0 if job is None else seconds(job["metadata"].get("creationTimestamp")) or 0.0
+        since = 0.0 if job is None else views.seconds(job["metadata"].get("creationTimestamp")) or 0.0
         pods = [pod for pod in self._pods.get(name, {}).values() if pod.created >= since]
         about = [*self._kind.reporters_of(name), ("Workload", name), *(("Pod", pod.name) for pod in pods)]
         events = [event for key in about for event in self._events.get(key, {}).values() if event.time >= since]
         for claim in dict.fromkeys(claim for pod in pods for claim in pod.claims):
             events += self._events.get(("PersistentVolumeClaim", claim), {}).values()
-        return JobView(
+        return views.JobView(
             name=name,
             namespace=self._namespace,
             job=job,
@@ -272,7 +264,7 @@ class _State:
         name = (item["metadata"].get("labels") or {}).get(OBJECT_LABEL)
         if name is None:
             return set()
-        pod = pod_view(item)
+        pod = views.pod_view(item)
         if change == DELETED:
             self._lose_pod(name, pod)
             return {name}
@@ -282,7 +274,7 @@ class _State:
         pods[pod.uid] = pod
         return {name}
 
-    def _lose_pod(self, name: str, pod: PodView) -> None:
+    def _lose_pod(self, name: str, pod: views.PodView) -> None:
         pods = self._pods.setdefault(name, {})
         if name in self._followed:
             pods[pod.uid] = dataclasses.replace(pod, is_gone=True)
@@ -296,10 +288,10 @@ class _State:
 
         It may come before the object that it is about, so it is kept if it may be one of a job; `view` selects by names and times.
         """
-        event = event_view(item)
+        event = views.event_view(item)
         name, kind = event.name, event.kind
         if kind == "Workload":
-            name = owner_of_workload(name, self._kind)
+            name = views.owner_of_workload(name, self._kind)
         if change == DELETED or kind not in self._about:
             return set()
         known = self._events.setdefault((kind, name), {})

@@ -16,13 +16,6 @@ from kale_dist.places.manifests.kind import (
     owner_of,
 )
 from kale_dist.places.manifests.kubeflow_jobs import MPIJob, PyTorchJob, TFJob
-from kale_dist.places.manifests.object_settings import (
-    ObjectSettings,
-    claim_of,
-    input_secret_name,
-    left_results,
-    object_name,
-)
 from kale_dist.places.manifests.train_job import TrainJob
 from kale_dist.places.manifests.yaml_text import to_yaml
 
@@ -30,16 +23,11 @@ __all__ = [
     "KINDS",
     "POLICY_API",
     "Kind",
-    "ObjectSettings",
     "ObjectState",
     "PodGroup",
-    "claim_of",
     "input_secret",
-    "input_secret_name",
     "kind_of",
-    "left_results",
     "network_policy",
-    "object_name",
     "owner_of",
     "to_yaml",
 ]

@@ -53,9 +53,9 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _stat_fields(pid: int, task: str = "") -> list[str]:
+def _stat_fields(pid: int) -> list[str]:
     """Fields of /proc/PID/stat from the third on: the second is a name that may hold spaces."""
-    text = pathlib.Path(f"/proc/{pid}/{task}stat").read_text(errors="replace")
+    text = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace")
     return text.rpartition(")")[2].split()
 
 

@@ -10,26 +10,19 @@ import torch
 from torch import Tensor
 
 from kale_dist.strategies import FSDP, Layout, Mesh
+from kale_dist.worker.parallel import tensor_parallel
 from kale_dist.worker.parallel.fully_sharded import FullySharded
 from kale_dist.worker.parallel.pipeline_parallel import PipelineParallel
-from kale_dist.worker.parallel.tensor_parallel import (
-    DividedWeights,
-    Peers,
-    TensorParallel,
-    divide_layers,
-    norm_of_parts,
-    prepare_without_fast_path,
-)
 from kale_dist.worker.training.strategy import Parts
 
 
-def made(settings: Mesh, layout: Layout) -> FullySharded | TensorParallel | PipelineParallel:
+def made(settings: Mesh, layout: Layout) -> FullySharded | tensor_parallel.TensorParallel | PipelineParallel:
     """Make the strategy for a mesh."""
     if settings.pipeline is not None:
         return PipelineParallel(settings.stages, layout)
     if settings.fsdp is not None and layout.shards > 1:
         return ShardedTensorParallel(settings, layout)
-    return TensorParallel(settings, layout)
+    return tensor_parallel.TensorParallel(settings, layout)
 
 
 class ShardedTensorParallel(FullySharded):
@@ -40,7 +33,7 @@ class ShardedTensorParallel(FullySharded):
         layout: This rank's layout.
     """
 
-    division: DividedWeights
+    division: tensor_parallel.DividedWeights
     divides_weights = True
 
     def __init__(self, settings: Mesh, layout: Layout) -> None:
@@ -50,9 +43,9 @@ class ShardedTensorParallel(FullySharded):
 
     def prepare(self, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Divide the layers, then shard this rank's parts."""
-        prepare_without_fast_path(stack)
-        peers = Peers(parts.row)
-        self.division = divide_layers(parts.model, self._plan, peers, parts.optimizer, stack)
+        tensor_parallel.prepare_without_fast_path(stack)
+        peers = tensor_parallel.Peers(parts.row)
+        self.division = tensor_parallel.divide_layers(parts.model, self._plan, peers, parts.optimizer, stack)
         super().prepare(parts, stack)
 
     def _is_divided(self, parameter: Any) -> bool:
@@ -66,7 +59,7 @@ class ShardedTensorParallel(FullySharded):
         counted = [one for one in gradients if id(one) in divided or self.parts.row.rank == 0]
         column = super().total_norm(counted, kind) if counted else None
         like = torch.zeros((), dtype=gradients[0].dtype, device=self.parts.group.device)
-        return norm_of_parts([] if column is None else [column], kind, self.parts.row, like)
+        return tensor_parallel.norm_of_parts([] if column is None else [column], kind, self.parts.row, like)
 
     def whole(self, value: Tensor, parameter: Any) -> Tensor:
         """Gather a tensor over the column, then over the row."""

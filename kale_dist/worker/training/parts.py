@@ -118,9 +118,8 @@ def make(training: Training, group: Group) -> Made:
     construction = Construction(training.model) if training.in_parts and not group.is_alone else None
     made = with_objects(training, None if construction is None else construction.made)
     set_generator_states(before)
-    place = context.context()
     conditions = strategies.Conditions(
-        number_of_processes=group.world_size, processes_per_pod=place.local_world_size, is_local=True,
+        number_of_processes=group.world_size, processes_per_pod=context.context().local_world_size,
         cuda=group.device.type == "cuda", model=made.model, optimizer=made.optimizer, precision=training.precision,
     )  # fmt: skip
     training.strategy.check(conditions)

@@ -14,18 +14,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from kale_dist.errors import ConfigError
 from kale_dist.snapshot.reducers import LOADERS_ITERATOR
-from kale_dist.worker.training.data import sharding
+from kale_dist.worker.training.data import dealing, sharding
 from kale_dist.worker.training.data.batches import Batches, Feed, Role, Share
-from kale_dist.worker.training.data.dealing import (
-    Counter,
-    Deal,
-    SeededView,
-    Shown,
-    StreamShare,
-    StreamView,
-    View,
-    length,
-)
 from kale_dist.worker.training.data.generators import advance_generators, generator_states
 from kale_dist.worker.training.rank_group import Group
 from kale_dist.worker.training.settings import Training
@@ -48,7 +38,7 @@ class Loaders:
         self.evaluation = evaluation
         self.running = train
         """The feed of the user's step that runs, or ran last."""
-        self.batches_alone = length(trained.train_loader)
+        self.batches_alone = dealing.length(trained.train_loader)
         """Batches of an epoch on one process, as `len(loader)` was in the notebook; None where it is unknown."""
         self.batches: int | None = None
         """Batches of an epoch on this rank; None before `divide`, and where it is unknown."""
@@ -69,7 +59,7 @@ class Loaders:
         if role.pace is not None:
             role.pace.world_size = role.group.world_size
         _prepare(train_loader, self.train, training, self._divided, shard=training.shard)
-        self.batches = length(train_loader)
+        self.batches = dealing.length(train_loader)
         self._group.log(self.train.share.sentence)
         if eval_loader is not None:
             shard = training.eval_sharding == "samples"
@@ -159,7 +149,7 @@ def _undistributed(loader: DataLoader[Any], role: Role) -> Any:
             continue
         if type(candidate) is DistributedSampler:
             candidate.num_replicas, candidate.rank = 1, 0
-            candidate.num_samples = candidate.total_size = length(candidate.dataset) or 0
+            candidate.num_samples = candidate.total_size = dealing.length(candidate.dataset) or 0
         elif replicas == group.size_at_start and replicas > 1:
             # Where ranks were lost, the others keep the shares that they had.
             if replicas == group.world_size:
@@ -178,14 +168,14 @@ def _share_of_map(loader: DataLoader[Any], role: Role, training: Training, sampl
     """Alter a map-style loader so that a `Deal` divides what its sampler or batch sampler gives."""
     group, state, aligned, split = role.group, loader.__dict__, role.is_training, training.split_batches
     world = group.world_size
-    total = length(sampler)
+    total = dealing.length(sampler)
     accumulate = training.accumulate if aligned else 1
-    dealt = functools.partial(Deal, source=sampler, group=group, aligned=aligned, accumulate=accumulate)
+    dealt = functools.partial(dealing.Deal, source=sampler, group=group, aligned=aligned, accumulate=accumulate)
     if loader.batch_sampler is not None and loader.batch_size is None:
         items = "split" if split else "batches"
         deal = dealt(sampler, per_chunk=1 if split else world, items=items)
         sentence = _describe_batches(role.name, total, world, split=split)
-        known = length(loader.dataset)
+        known = dealing.length(loader.dataset)
         estimate = max(1, ((total or 0) if known is None else known) // world)
         counted = lambda: estimate if deal.samples is None else max(1, deal.samples)  # noqa: E731
         share: Any = None if group.is_alone else counted
@@ -195,7 +185,7 @@ def _share_of_map(loader: DataLoader[Any], role: Role, training: Training, sampl
         size = loader.batch_size or 1
         chunk = size if split and loader.batch_size else size * world
         unit = 1
-        share, fits = None, length(loader.dataset) == total
+        share, fits = None, dealing.length(loader.dataset) == total
         if total is not None:
             used = sharding.divide(
                 role.argument, total, size, world, drop_last=loader.drop_last, aligned=aligned, split=chunk == size
@@ -203,7 +193,7 @@ def _share_of_map(loader: DataLoader[Any], role: Role, training: Training, sampl
             unit = (used.chunk if aligned else size) if loader.drop_last else 1
 
             def share() -> int:
-                left = dataclasses.replace(used, samples=(length(sampler) or 0) - deal.start)
+                left = dataclasses.replace(used, samples=(dealing.length(sampler) or 0) - deal.start)
                 return max(1, left.share(group.rank)) if total else 0
 
             sentence = sharding.describe(role.name, used, dropped=total - used.samples)
@@ -220,10 +210,10 @@ def _share_of_map(loader: DataLoader[Any], role: Role, training: Training, sampl
         source = loader.batch_sampler if loader.batch_size else sampler
         deal = dealt(source, per_chunk=chunk, single=loader.batch_size is None, drop_unit=unit)
         name, shown = "batch_sampler" if loader.batch_size else "sampler", sampler
-    state["sampler"] = View(Shown(shown, share))
-    state[name] = View(deal)
-    made = SeededView if loader.num_workers else View
-    state["dataset"] = made(Shown(loader.dataset, _dataset_share(loader.dataset, share, group, fits=fits)))
+    state["sampler"] = dealing.View(dealing.Shown(shown, share))
+    state[name] = dealing.View(deal)
+    made = dealing.SeededView if loader.num_workers else dealing.View
+    state["dataset"] = made(dealing.Shown(loader.dataset, _dataset_share(loader.dataset, share, group, fits=fits)))
     return Share(sentence=sentence, queue=deal)
 
 
@@ -232,7 +222,7 @@ def _dataset_share(dataset: Any, share: Any, group: Group, *, fits: bool) -> Any
 
     None for the dataset's own length; `fits` is whether the loader's share is the dataset's.
     """
-    size = length(dataset)
+    size = dealing.length(dataset)
     if size is None or (group.is_alone and not fits):
         return None
     return share if fits else max(1, sharding.portion(size, group.rank, group.world_size))
@@ -256,10 +246,10 @@ def _share_of_whole(loader: DataLoader[Any], role: Role, *, shards_itself: bool)
     single = loader.batch_sampler is None
     name = "sampler" if single else "batch_sampler"
     kind = type(loader.sampler).__name__
-    counter = Counter(getattr(loader, name), single=single)
-    loader.__dict__[name] = View(counter)
+    counter = dealing.Counter(getattr(loader, name), single=single)
+    loader.__dict__[name] = dealing.View(counter)
     if loader.num_workers:
-        loader.__dict__["dataset"] = SeededView(Shown(loader.dataset))
+        loader.__dict__["dataset"] = dealing.SeededView(dealing.Shown(loader.dataset))
     sentence = f"{role.name}: not sharded, every rank takes all samples its loader gives"
     if shards_itself:
         sentence = f"{role.name}: {kind} is already distributed and is taken as it is"
@@ -284,8 +274,8 @@ def _share_of_stream(loader: DataLoader[Any], role: Role, *, shard: bool, split:
     if sharing and not group.is_alone:
         draw = None if loader.num_workers else lambda: _shared_states(group)
         stream = loader.dataset
-        share = StreamShare(stream, rank=group.rank, world_size=group.world_size, share_randomness=draw)
-        state["dataset"] = (View if hasattr(loader.dataset, "__len__") else StreamView)(share)
+        share = dealing.StreamShare(stream, rank=group.rank, world_size=group.world_size, share_randomness=draw)
+        state["dataset"] = (dealing.View if hasattr(loader.dataset, "__len__") else dealing.StreamView)(share)
         taken = f"each takes 1 of every {group.world_size} items"
         if _asks_for_rank(stream):
             taken += f" ({type(stream).__name__} asks for its rank: if it leaves out data by that, pass shard=False)"
