@@ -2,6 +2,7 @@
 
 import pytest
 
+from kale_dist.wire.events import Counters, RankProgress
 from kale_dist.worker.agent.bottlenecks import HALF_S, Bottlenecks, Spent
 
 MINUTE_S = 2 * HALF_S
@@ -35,10 +36,15 @@ class Training:
 
     def take(self, rank):
         data_s, exchange_s, checkpoint_s, batches = self.spent[rank]
-        progress = {
-            "time": self.now, "batches": batches, "trained": 8 * batches, "data_s": data_s, "exchange_s": exchange_s,
-            "checkpoint_s": checkpoint_s, "num_workers": 0, "meets": True, **self.fields,
-        }  # fmt: skip
+        given = {
+            "data_s": data_s,
+            "exchange_s": exchange_s,
+            "checkpoint_s": checkpoint_s,
+            "num_workers": 0,
+            "meets": True,
+        }
+        counters = Counters(**{"batches": batches, "trained": 8 * batches, **given, **self.fields})
+        progress = RankProgress(time=self.now, counters=counters)
         self.looks += 1
         self.found.take(rank, Spent.of(progress, self.gpu_percent * self.looks, self.looks * (self.gpu_percent > 0)))
 
