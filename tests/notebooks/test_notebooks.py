@@ -22,7 +22,19 @@ NOTEBOOKS = sorted(
 )
 ON_A_CLUSTER = {"cluster", "data", "finetune_llm on pods"}
 CLAIMS = {"data": "datasets", "finetune_llm on pods": "finetune"}
-NIGHTLY = {"data", "finetune_llm on pods", "gan", "hugging_face", "images", "packages", "resuming", "sounds", "sweep"}
+NIGHTLY = {
+    "data",
+    "finetune_llm",
+    "finetune_llm on pods",
+    "launch",
+    "gan",
+    "hugging_face",
+    "images",
+    "packages",
+    "resuming",
+    "sounds",
+    "sweep",
+}
 IN_CONTAINERS = {"packages"}
 
 

@@ -22,6 +22,7 @@ def parameters_of(case="PlainSgd"):
     return [*nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)).parameters()]
 
 
+@pytest.mark.nightly
 def test_bytes_sent_are_those_of_the_formulas():
     model = sum(p.numel() for p in parameters_of()) * 8
     controls = (10 + len(parameters_of())) * 8
@@ -77,9 +78,10 @@ def accuracies(strategies, x, y):
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
-    [pytest.param(("powersgd",), id="powersgd"), pytest.param(("fp16", "bf16"), id="half", marks=pytest.mark.nightly)],
+    [pytest.param(("powersgd",), id="powersgd"), pytest.param(("fp16", "bf16"), id="half")],
 )
 def test_compressed_gradients_learn_the_digits_as_well(words):
     strategies = [DDP(exchange="torch"), *(DDP(compress=word) for word in words)]
@@ -134,11 +136,12 @@ def losing_a_rank(marker, strategy, max_restarts):
     return model.state_dict()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "strategy",
     [
         DDP(exchange="torch" if torch.cuda.is_available() else "shared-memory"),
-        pytest.param(DDP(compress="powersgd"), marks=pytest.mark.nightly),
+        DDP(compress="powersgd"),
     ],
     ids=repr,
 )

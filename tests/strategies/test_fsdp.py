@@ -128,10 +128,12 @@ def test_two_ranks_equal_one_process_and_send_what_the_formula_says():
     assert numbers["PlainSgd"]["bytes_sent"] == 50 * 2 * 2 * PLAIN_BYTES / 2
 
 
+@pytest.mark.nightly
 def test_a_forward_that_calls_a_method_of_its_model_equals_one_process():
     compare(FSDP(), names=("Encoded",), cases=UNITS)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", [FSDP(), FSDP(units=("scales.*",))], ids=repr)
 def test_a_forward_that_returns_weights_or_views_of_them_equals_one_process(strategy):
     compare(strategy, names=("Policies",), cases=UNITS)
@@ -338,12 +340,13 @@ def differ(kind):
     fit(step, FSDP(units=("layers.*",)), Stack())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("layer", "layers.1"),
-        pytest.param("no backward", "no backward pass", marks=pytest.mark.nightly),
-        pytest.param("left", "left the loop", marks=pytest.mark.nightly),
+        ("no backward", "no backward pass"),
+        ("left", "left the loop"),
     ],
 )
 def test_ranks_that_differ_get_an_error_in_words(kind, words):
@@ -404,6 +407,7 @@ def fit_caching():
     return fit(None, FSDP(), Caching())
 
 
+@pytest.mark.nightly
 def test_a_model_whose_structure_changes_comes_back():
     first, _ = launched(fit_caching)
     assert type(first.model) is Caching
@@ -416,6 +420,7 @@ def fit_with_whole_numbers():
     return fit(None, FSDP(), model)
 
 
+@pytest.mark.nightly
 def test_a_parameter_of_whole_numbers_comes_back():
     first, _ = launched(fit_with_whole_numbers)
     assert first.model_state["table"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -454,6 +459,7 @@ def averages(model, data, criterion, optimizer, *_):
         model.average()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("make", "step", "said"),
     [
@@ -468,6 +474,7 @@ def test_a_model_that_changes_its_weights_is_told_that_they_would_be_lost(make, 
     assert f"The model's {said}" in str(caught.value)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("step", "remedy"),
     [
@@ -513,6 +520,7 @@ def reads_parts_by_the_way(model, data, criterion, optimizer, *_):
         time.sleep(random.SystemRandom().uniform(0, 0.1))
 
 
+@pytest.mark.nightly
 def test_notices_of_a_rank_wait_for_no_other_rank():
     job = kd.launch(fit, reads_parts_by_the_way, FSDP(), epochs=20, number_of_processes=2, threads=1, timeout_s=60)
     job.result()
@@ -525,6 +533,7 @@ def averages_by_callback():
     return averaged and {name: value.shape for name, value in averaged.items()}
 
 
+@pytest.mark.nightly
 def test_the_remedies_train():
     first, _ = launched(averages_by_callback)
     assert first == {name: value.shape for name, value in Stack().state_dict().items()}

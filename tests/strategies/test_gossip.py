@@ -38,6 +38,7 @@ def test_asynchronous_ranks_meet_only_those_that_answer(graph, world):
         assert all(rank in partners_of(graph, partner, world) for partner in partners)
 
 
+@pytest.mark.nightly
 def test_gossip_in_pairs_comes_together_and_counts_what_it_sends():
     strategies = {"all": Gossip(), "changed": Gossip(send="changed"), "async": Gossip(mode="async")}
     found = digits(strategies, 2, epochs=2)
@@ -50,6 +51,7 @@ def test_gossip_in_pairs_comes_together_and_counts_what_it_sends():
     assert all(accuracy > 0.7 for accuracy, _ in found.values())
 
 
+@pytest.mark.nightly
 def test_ranks_that_take_different_steps_are_told():
     assert_fails(Gossip(), 2, leave_early, "have not made the same number of optimizer steps")
 

@@ -15,6 +15,7 @@ MODEL_BYTES = 8 * (6 * 10 + 10 + 10 * 8 + 8 + 8 * 4 + 4)
 CASES = {"PlainSgd": PlainSgd, "MomentumAccumulated": MomentumAccumulated}
 
 
+@pytest.mark.nightly
 def test_an_average_after_every_step_equals_one_process():
     numbers = compare(LocalSGD(sync_every=1), names=tuple(CASES), cases=CASES)
     # Each of 2 ranks sends 2 (n - 1)/n times the model for an average.

@@ -23,6 +23,7 @@ def test_ranks_form_a_table():
     assert (stages.peers, stages.replicas, stages.part) == ((2, 3), (1, 3, 5), "shard 1 of 3, stage 1 of 2")
 
 
+@pytest.mark.nightly
 def test_two_pipelines_equal_one_process_and_send_what_the_formula_says():
     numbers = compare(Mesh(data=2, pipeline=2, micro_batches=3), 4, names=("MomentumAccumulatedClipped",))
     samples, passes, number = 10 * (2 * (4 * 4 + 3) + 1), 10 * 2, 8

@@ -103,6 +103,7 @@ class TwoCalls(GptAdamClippedInStep):
 GPTS = {case.__name__: case for case in (GptAdamClippedInStep, GptAccumulated, TwoCalls)}
 
 
+@pytest.mark.nightly
 def test_two_stages_equal_one_process_and_send_what_the_formula_says():
     names = ("MomentumAccumulatedClipped", "GptAdamClippedInStep")
     numbers = compare(Pipeline(micro_batches=3), names=names, cases={**CASES, **GPTS})
@@ -445,7 +446,7 @@ class Caching(nn.Linear):
 
 
 @pytest.mark.filterwarnings("ignore:.*gives a new model object")
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_buffers_that_a_stages_forward_adds_come_back_with_all_weights(persistent):
     torch.manual_seed(0)
     model = nn.Sequential(Caching(persistent), Caching(persistent))
@@ -463,6 +464,7 @@ def test_buffers_that_a_stages_forward_adds_come_back_with_all_weights(persisten
     torch.testing.assert_close(found, expected.state_dict())
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*has never run on GPUs")
 def test_a_skip_connection_ends_the_job_with_its_name():
     torch.manual_seed(0)
@@ -498,6 +500,7 @@ def hand_made_sgd(model, data_loader, criterion, optimizer, device, args):
             p.data.add_(p.grad, alpha=-0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*has never run on GPUs")
 @pytest.mark.parametrize(
     ("step", "said"),

@@ -121,6 +121,7 @@ def trained_by_distance(strategy, frozen=0):
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("strategy", "frozen"), [("tensor", 0), ("pipeline", 0), ("pipeline", 1)])
 def test_an_unknown_optimizer_that_looks_at_all_weights_fails_in_its_first_steps(strategy, frozen):
     with pytest.raises(JobFailedError, match=r"OwnDistance computes 'distance' of all weights.*strategy='ddp'"):
@@ -155,6 +156,7 @@ def test_of_several_optimizers_the_one_is_named_that_does():
     job.delete()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_trains_where_its_numbers_are_those_of_all_weights(strategy):
     for found, expected in zip(trained_by_distance(strategy), trained_by_distance(None), strict=True):

@@ -164,6 +164,7 @@ PLAN = {
 }
 
 
+@pytest.mark.nightly
 def test_two_ranks_equal_one_process_and_send_what_the_formula_says():
     numbers = compare(Tensor(), names=("PlainSgd", "MomentumAccumulatedClipped", "TiedAdamClippedInStep"))
     # Outputs joined: 1/2 of 10 + 8 + 4 numbers a sample; gradients of the inputs of the last two layers summed: 10 + 8.
@@ -171,16 +172,19 @@ def test_two_ranks_equal_one_process_and_send_what_the_formula_says():
     assert numbers["PlainSgd"]["bytes_sent"] == 2 * samples * 8 * (22 / 2 + 18)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [{}, {"0": "columns", "2": "rows"}], ids=repr)
 def test_losses_of_gradients_and_of_copies_equal_one_process(plan):
     compare(Tensor(plan=plan), names=("Penalised", "Copied"), cases={"Penalised": Penalised, "Copied": Copied})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [{}, {"up": "columns", "down": "rows", "again": "rows"}], ids=repr)
 def test_layers_that_share_a_weight_of_a_layer_before_them_equal_one_process(plan):
     compare(Tensor(plan=plan), names=("SharedThrice",), cases={"SharedThrice": SharedThrice})
 
 
+@pytest.mark.nightly
 def test_a_layer_whose_outputs_the_ranks_do_not_divide_stays_whole_and_the_log_says_so():
     compare(Tensor(), names=("Odd",), cases={"Odd": Odd})
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
@@ -264,17 +268,13 @@ def fit(plan, misuse):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("plan", "misuse", "words"),
     [
         ({}, "average", "callbacks=[kd.callbacks.EMA()]"),
         ({"blocks.*.down": "rows"}, None, "blocks.0.down is planned as 'rows' and got an input of width 16, not 8"),
-        pytest.param(
-            {},
-            "noise",
-            "blocks.0.norm.bias is on every rank, and its gradients were not equal",
-            marks=pytest.mark.nightly,
-        ),
+        ({}, "noise", "blocks.0.norm.bias is on every rank, and its gradients were not equal"),
     ],
 )
 def test_a_plan_that_does_not_fit_the_forward_is_an_error_in_words(plan, misuse, words):
