@@ -192,7 +192,7 @@ def test_a_cell_that_waits_gets_its_answers_when_another_one_follows_it(live):
 
 def test_idle_ranks_end_and_the_next_cell_says_when_and_why():
     live = kd.live(1, idle="1 s")
-    live.run("1")
+    live.run("import time; time.sleep(2)")
     until(live.done, 20)
     with pytest.raises(JobFailedError, match=r"have ended at \d\d:\d\d: The live ranks have run no cell for 1 s"):
         live.run("1")

@@ -6,7 +6,6 @@ import base64
 import os
 import pathlib
 import signal
-import socket
 import sys
 import time
 
@@ -18,18 +17,12 @@ from kale_dist import wire
 from kale_dist.wire import BlockReader, EventKind
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 16])
 def test_every_rank_returns_its_value(jobs, ranks):
     job = jobs.run(add_ranks, 1, ranks=ranks)
     assert job.wait()["state"] == "succeeded"
     expected = sum(range(1, ranks + 1))
     assert [job.outcome(rank).value for rank in range(ranks)] == [expected] * ranks
-
-
-def test_sixteen_ranks_on_few_cores(jobs):
-    job = jobs.run(add_ranks, 0, ranks=16)
-    assert job.wait()["state"] == "succeeded"
-    assert job.outcome(15).value == sum(range(16))
 
 
 def test_several_jobs_at_once(jobs):
@@ -308,43 +301,6 @@ def test_nothing_is_left_in_the_agent(jobs):
 
 def shared_memory():
     return {file.name for file in pathlib.Path("/dev/shm").iterdir()}
-
-
-def test_names_imported_before_the_call_are_harmless(jobs):
-    from torch.distributed import all_reduce, destroy_process_group, init_process_group
-
-    def tutorial():
-        import torch
-
-        init_process_group("gloo")
-        value = torch.ones(1)
-        all_reduce(value)
-        destroy_process_group()
-        return value.item()
-
-    job = jobs.run(tutorial)
-    assert job.wait()["state"] == "succeeded"
-    assert job.outcome(1).value == 2.0
-
-
-def test_rpc_over_an_address_of_its_own(jobs):
-    def remote(port):
-        import torch
-        from torch.distributed import rpc
-
-        rank = int(os.environ["RANK"])
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-        value = rpc.rpc_sync(f"worker{1 - rank}", torch.add, args=(torch.ones(2), rank))
-        rpc.shutdown()
-        return value.tolist()
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = jobs.run(remote, port)
-    assert job.wait()["state"] == "succeeded"
-    assert job.outcome(1).value == [2.0, 2.0]
 
 
 def test_code_opens_stores_of_its_own_at_master_port_as_under_plain_torch(jobs):
