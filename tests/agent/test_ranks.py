@@ -335,11 +335,7 @@ def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
     from torch.distributed import destroy_process_group, init_process_group
 
     def tutorial():
-        import torch
-        from torch.utils.data import DataLoader, TensorDataset
-
-        from kale_dist.worker.training.loop import train
-        from kale_dist.worker.training.settings import Training
+        from trainings import fit
 
         def step(model, loader, criterion, optimizer, device, args):
             init_process_group("gloo")
@@ -349,17 +345,7 @@ def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
                 optimizer.step()
             destroy_process_group()
 
-        model = torch.nn.Linear(2, 2)
-        return train(
-            Training(
-                model=model,
-                train_data_loader=DataLoader(TensorDataset(torch.randn(8, 2), torch.zeros(8).long()), 2),
-                criterion=torch.nn.CrossEntropyLoss(),
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                train_step=step,
-                epochs=2,
-            )
-        ).epochs
+        return fit(train_step=step, epochs=2).epochs
 
     job = jobs.run(tutorial)
     assert job.wait()["state"] == "succeeded"
@@ -368,21 +354,12 @@ def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
 
 def test_a_training_imports_nothing_in_its_ranks(jobs):
     def imported():
-        import torch
-        from torch.utils.data import DataLoader, TensorDataset
+        from trainings import fit
 
-        from kale_dist.worker.training.loop import train
-        from kale_dist.worker.training.settings import Training
+        from kale_dist.worker.training import loop, settings  # noqa: F401
 
         before = set(sys.modules)
-        model = torch.nn.Linear(2, 2)
-        training = Training(
-            model=model,
-            train_data_loader=DataLoader(TensorDataset(torch.randn(8, 2), torch.zeros(8).long()), 2),
-            criterion=torch.nn.CrossEntropyLoss(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        )
-        train(training)
+        fit()
         return sorted(set(sys.modules) - before)
 
     job = jobs.run(imported)

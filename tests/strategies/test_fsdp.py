@@ -5,7 +5,9 @@ import time
 
 import pytest
 import torch
+import trainings
 from one_process import Case, WithLoss, compare, compare_in_notebook
+from strategy_jobs import call
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -170,21 +172,7 @@ def loader(samples=22):
 
 def fit(step, strategy, model=None, **options):
     """In a rank: train a model by a step."""
-    from kale_dist.worker.training.loop import train
-    from kale_dist.worker.training.settings import Training
-
-    model = model or Stack(spare=True)
-    return train(
-        Training(
-            model=model,
-            train_data_loader=loader(),
-            criterion=nn.CrossEntropyLoss(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            train_step=step,
-            strategy=strategy,
-            **options,
-        )
-    )
+    return trainings.fit(model or Stack(spare=True), loader(), train_step=step, strategy=strategy, **options)
 
 
 def launched(function, *args, ranks=2):
@@ -292,21 +280,12 @@ def in_a_rank_reading_numbers(strategy):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     if strategy is None:
         return reads_numbers_and_clips(model, data, nn.CrossEntropyLoss(), optimizer, None, None), model.state_dict()
-    from kale_dist.worker.training.loop import train
-    from kale_dist.worker.training.settings import Training
-
     seen = {}
 
     def step(*given):
         seen.update(reads_numbers_and_clips(*given))
 
-    result = train(
-        Training(
-            model=model, train_data_loader=data, criterion=nn.CrossEntropyLoss(), optimizer=optimizer,
-            train_step=step, strategy=strategy,
-        )
-    )  # fmt: skip
-    return seen, result.model_state
+    return seen, trainings.fit(model, data, optimizer, train_step=step, strategy=strategy).model_state
 
 
 def test_numbers_that_a_step_reads_are_those_of_the_whole_model():
@@ -540,23 +519,6 @@ def test_the_remedies_train():
     assert launched(fit, reads_whole_arrays, FSDP())[0].epochs == 1
 
 
-def call(model=None, strategy=None, **options):
-    """A call that is refused before anything starts."""
-    model = model or WithLoss()
-    options.setdefault(
-        "optimizer", torch.optim.SGD(model.parameters(), lr=0.1) if isinstance(model, nn.Module) else None
-    )
-    return kd.distribute(
-        model,
-        loader(),
-        nn.CrossEntropyLoss(),
-        strategy=strategy or FSDP(),
-        number_of_processes=2,
-        on="local",
-        **options,
-    )
-
-
 class Lamb(torch.optim.SGD):
     """By its name one that needs whole weights."""
 
@@ -588,21 +550,21 @@ def tied():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: call(with_scalar()),
-        lambda: call(with_two_dtypes()),
-        lambda: call(with_hook()),
-        lambda: call(nn.Sequential(nn.LazyLinear(4))),
-        lambda: call(strategy=FSDP(units=("boody.*",))),
-        lambda: call(tied(), FSDP(units=("0",))),
-        lambda: call(precision="fp16"),
-        lambda: call(model := WithLoss(), optimizer=torch.optim.Adafactor(model.parameters())),
-        lambda: call(nn.Sequential(nn.EmbeddingBag(6, 4, sparse=True))),
+        lambda: call(FSDP(), model=with_scalar()),
+        lambda: call(FSDP(), model=with_two_dtypes()),
+        lambda: call(FSDP(), model=with_hook()),
+        lambda: call(FSDP(), model=nn.Sequential(nn.LazyLinear(4))),
+        lambda: call(FSDP(units=("boody.*",))),
+        lambda: call(FSDP(units=("0",)), model=tied()),
+        lambda: call(FSDP(), precision="fp16"),
+        lambda: call(FSDP(), optimizer=torch.optim.Adafactor),
+        lambda: call(FSDP(), model=nn.Sequential(nn.EmbeddingBag(6, 4, sparse=True))),
         lambda: FSDP(units="block"),
         lambda: FSDP(units=()),
         lambda: FSDP(compile="yes"),
         lambda: FSDP(plan={}),
-        lambda: call(model := WithLoss(), optimizer=Lamb(model.parameters())),
-        lambda: call(nn.ModuleList([WithLoss()])),
+        lambda: call(FSDP(), optimizer=Lamb),
+        lambda: call(FSDP(), model=nn.ModuleList([WithLoss()])),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_at_the_call(make, refusal):

@@ -3,7 +3,6 @@
 import pytest
 from strategy_jobs import assert_close_to_ddp, assert_fails, assert_resumes, digits, leave_early, trained
 
-from kale_dist.errors import ConfigError
 from kale_dist.strategies import Gossip
 from kale_dist.worker.parallel.gossip_averaging import partners_of, rounds_of
 
@@ -80,19 +79,3 @@ def test_ranks_come_closer_as_the_learning_rate_falls():
     distances = [row["consensus_distance"] for row in metrics if row["source"] == "train"]
     assert len(distances) == 4
     assert 0 < distances[-1] < distances[0] / 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"graph": "rings"}, "Did you mean 'ring'"),
-        ({"graph": 3}, "there is no graph=3"),
-        ({"mode": "asynchronous"}, "there is no mode='asynchronous'"),
-        ({"send": "change"}, "Did you mean 'changed'"),
-        ({"send": "changed", "mode": "async"}, "needs neighbours that meet after every step"),
-        ({"sync_every": 3}, "has no setting 'sync_every'"),
-    ],
-)
-def test_wrong_settings_are_refused(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        Gossip(**settings)

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from one_process import CASES, Case, compare, compare_in_notebook
+from strategy_jobs import call
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -553,11 +554,7 @@ def sequence(*modules):
     ],
 )
 def test_what_cannot_be_cut_is_refused_at_the_call(settings, model, ranks, refusal):
-    parameters = [p for p in model.parameters() if not torch.nn.parameter.is_lazy(p)]
-    loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 4)), 4)
-    given = (model, loader, nn.MSELoss(), torch.optim.SGD(parameters, lr=0.1))
-    where = {"number_of_processes": ranks, "on": "local"}
-    assert refusal(lambda: kd.distribute(*given, strategy=Pipeline(**settings), **where)).argument == "strategy"
+    assert refusal(lambda: call(Pipeline(**settings), ranks, model=model, features=4)).argument == "strategy"
 
 
 def own_step(model, data_loader, criterion, optimizer, device, args):
@@ -572,11 +569,7 @@ def own_step(model, data_loader, criterion, optimizer, device, args):
     ],
 )
 def test_trainings_that_need_the_whole_model_are_refused_at_the_call(options, refusal):
-    model = sequence()
-    optimizer = options.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 4)), 4)
-    given, where = (model, loader, nn.MSELoss(), optimizer), {"number_of_processes": 2, "on": "local"}
-    refusal(lambda: kd.distribute(*given, strategy="pipeline", **where, **options))
+    refusal(lambda: call("pipeline", model=sequence(), features=4, **options))
 
 
 @pytest.mark.parametrize(

@@ -145,23 +145,3 @@ def test_parameters_are_divided_evenly_and_each_once():
     sizes = [sum(parameter.numel() for parameter in shard.parameters) for shard in shards]
     assert max(sizes) - min(sizes) <= 1100
     assert [shard.indices for shard in divide(parameters[:1], 3)] == [[0], [], []]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"servers": 0}, "servers=0"),
-        ({"servers": 1.5}, "servers=1.5"),
-        ({"mode": "asynch"}, "Did you mean 'async'"),
-        ({"staleness": 4}, "staleness=4 is given, and with mode='sync'"),
-        ({"staleness": 0, "mode": "sync"}, "staleness=0 is given"),
-        ({"staleness": -1, "mode": "async"}, "staleness=-1"),
-        ({"staleness": True, "mode": "async"}, "staleness=True"),
-        ({"backup": True, "mode": "async"}, "backup=True is given, and with mode='async'"),
-        ({"backup": 1}, "backup=1 is neither"),
-        ({"backups": True}, "Did you mean 'backup'"),
-    ],
-)
-def test_wrong_settings_are_refused(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        ParameterServer(**settings)

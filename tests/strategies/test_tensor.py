@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
-from one_process import Case, TiedAdamClippedInStep, WithLoss, compare, compare_in_notebook
+import trainings
+from one_process import Case, TiedAdamClippedInStep, compare, compare_in_notebook
+from strategy_jobs import call
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -235,9 +237,6 @@ def test_the_notebooks_own_objects_come_back_equal():
 
 def fit(plan, misuse):
     """Runs in a rank: trains a Transformer; a plan that does not fit its forward is misused."""
-    from kale_dist.worker.training.loop import train
-    from kale_dist.worker.training.settings import Training
-
     torch.manual_seed(7)
     model = Transformer()
     teacher = copy.deepcopy(model)
@@ -256,16 +255,8 @@ def fit(plan, misuse):
                 if misuse == "average":
                     mean.data.mul_(0.9).add_(weight.data, alpha=0.1)
 
-    train(
-        Training(
-            model=model,
-            train_data_loader=DataLoader(TensorDataset(data), 4),
-            criterion=nn.CrossEntropyLoss(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            train_step=step,
-            strategy=Tensor(plan=plan),
-        )
-    )
+    loader = DataLoader(TensorDataset(data), 4)
+    trainings.fit(model, loader, train_step=step, strategy=Tensor(plan=plan))
 
 
 @pytest.mark.nightly
@@ -291,22 +282,6 @@ def own_step(model, data_loader, criterion, optimizer, device, args):
     """Never runs: the ready-made one takes no LBFGS."""
 
 
-def call(model=None, strategy=None, processes=2, optimizer=torch.optim.AdamW, **options):
-    """A call that is refused before anything starts."""
-    model = model or WithLoss()
-    data = TensorDataset(torch.randn(8, 6), torch.zeros(8, dtype=torch.int64))
-    return kd.distribute(
-        model,
-        DataLoader(data, 4),
-        nn.CrossEntropyLoss(),
-        optimizer(model.parameters()),
-        strategy=strategy or Tensor(),
-        number_of_processes=processes,
-        on="local",
-        **options,
-    )
-
-
 def two_ways():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight
@@ -316,16 +291,16 @@ def two_ways():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: call(strategy=Tensor(plan={"body.0": "columns"}), processes=4),
-        lambda: call(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3))),
-        lambda: call(processes=1),
-        lambda: call(nn.Sequential(nn.Conv2d(1, 2, 3))),
-        lambda: call(strategy=Tensor(plan={"boddy.0": "rows"})),
-        lambda: call(strategy=Tensor(plan={"body.1": "rows"})),
-        lambda: call(two_ways(), Tensor(plan={"1": "rows"})),
-        lambda: call(nn.Sequential(nn.Embedding(4, 4)), Tensor(plan={"0": "rows"})),
-        lambda: call(optimizer=torch.optim.LBFGS, train_step=own_step),
-        lambda: call(precision="fp16"),
+        lambda: call(Tensor(plan={"body.0": "columns"}), 4),
+        lambda: call(Tensor(), model=nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3))),
+        lambda: call(Tensor(), 1),
+        lambda: call(Tensor(), model=nn.Sequential(nn.Conv2d(1, 2, 3))),
+        lambda: call(Tensor(plan={"boddy.0": "rows"})),
+        lambda: call(Tensor(plan={"body.1": "rows"})),
+        lambda: call(Tensor(plan={"1": "rows"}), model=two_ways()),
+        lambda: call(Tensor(plan={"0": "rows"}), model=nn.Sequential(nn.Embedding(4, 4))),
+        lambda: call(Tensor(), optimizer=torch.optim.LBFGS, train_step=own_step),
+        lambda: call(Tensor(), precision="fp16"),
         lambda: Tensor(plan={"0": "column"}),
         lambda: Tensor(plan=["0"]),
     ],
