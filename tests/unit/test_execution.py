@@ -113,7 +113,9 @@ def test_the_executed_notebook_is_kept_with_the_jobs_last_state(story):
     assert cells[5].execution_count is None
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.nightly)]
+)
 def test_a_signal_ends_the_cell_and_its_job_and_keeps_the_notebook(tmp_path, number, code):
     path = write(
         tmp_path / "a.ipynb",
