@@ -207,6 +207,7 @@ def test_a_compiled_model_equals_one_process():
     compare(Tensor(), names=("Compiled",), cases={"Compiled": Compiled})
 
 
+@pytest.mark.nightly
 def test_a_plan_for_attention_equals_one_process():
     compare(Tensor(plan=PLAN), names=("AttentiveAccumulated",), cases=ATTENTION)
 
