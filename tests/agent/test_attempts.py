@@ -258,6 +258,7 @@ def test_a_pod_is_made_again_as_often_as_the_job_may_restart(make_bare):
     assert job.pods[0].end() == 1
 
 
+@pytest.mark.nightly
 def test_a_pod_that_is_lost_while_it_is_waited_for_counts(make_bare):
     job = make_bare(speak_and_sleep, ranks=3, max_restarts=1).put_input()
     for number in (0, 1, 1):

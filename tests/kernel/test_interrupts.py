@@ -73,6 +73,7 @@ def test_a_second_interrupt_after_the_cell_cancels(kernel, job, distance_s):
     assert interrupted(kernel, "time.sleep(60)").error.startswith("KeyboardInterrupt")
 
 
+@pytest.mark.nightly
 def test_an_interrupt_of_another_cell_cancels_nothing(kernel, job):
     interrupted(kernel, "job.wait()")
     assert interrupted(kernel, "time.sleep(60)").error.startswith("KeyboardInterrupt")

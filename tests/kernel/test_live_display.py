@@ -118,6 +118,7 @@ def job_name(kernel):
     return kernel.good("print(job.name)")
 
 
+@pytest.mark.nightly
 def test_a_cell_that_runs_again_says_that_its_first_job_still_runs_and_how_to_cancel_it(kernel):
     cell = "job = kd.launch(chatter, 30, number_of_processes=1)"
     assert not kernel(cell).err

@@ -73,6 +73,7 @@ def test_a_failing_cell_ends_it_with_1_and_its_traceback_comes_last(story):
     assert "out.ipynb" in errors.splitlines()[-1]
 
 
+@pytest.mark.nightly
 def test_a_mistake_in_a_call_ends_with_the_users_line_and_one_sentence(tmp_path):
     path = write(tmp_path / "a.ipynb", "import kale_dist as kd\nkd.launch(print, number_of_processes=-1)")
     running = start(path, "-o", tmp_path / "out.ipynb")

@@ -78,6 +78,7 @@ def test_a_run_with_everything(tmp_path):
     records.delete("scripted")
 
 
+@pytest.mark.nightly
 def test_a_failure_is_in_the_summaries_with_its_traceback(tmp_path):
     notebook = write(
         tmp_path / "n.ipynb",

@@ -221,6 +221,7 @@ def test_a_script_may_spawn_ranks_of_its_own(folder, capfd):
     assert capfd.readouterr().out == "[0, 1]\n[0, 1]\n"
 
 
+@pytest.mark.nightly
 def test_a_detached_job_outlives_the_command_that_ends_at_once(folder):
     write(folder, "slow.py", "import time\ntime.sleep(1)\nprint('done')\n")
     ended = program("slow.py", "-n", "1", "--detach", "--json")
