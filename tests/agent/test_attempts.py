@@ -224,7 +224,8 @@ def test_a_lost_pod_that_nobody_makes_again_is_not_waited_for(make_bare, options
     assert (state["state"], state["cause"], state["attempt"]) == ("failed", "lost", 0)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_pod_that_is_made_again_takes_its_place_and_all_ranks_start_again(make, how):
     job = make(meet, 1, ranks=4, processes_per_agent=2, max_restarts=1).put_input().start_all()
     job.until_running()

@@ -168,6 +168,7 @@ def test_an_attached_job_is_the_one_this_process_has():
     job.wait()
 
 
+@pytest.mark.nightly
 def test_elsewhere_a_model_is_built_from_the_snapshot():
     model, *rest = objects()
     job = kd.distribute(model, *rest, number_of_processes=1, name="attached-elsewhere")

@@ -145,6 +145,7 @@ print('the end')
 """
 
 
+@pytest.mark.nightly
 def test_a_log_that_a_cell_streams_is_shown_once_and_a_job_that_nobody_waits_for_ends_with_the_notebook(tmp_path):
     cells = (
         STORY[0],

@@ -58,6 +58,7 @@ def run(script, **environment):
 # -- the notebook's default device and switches ------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_default_device_does_not_crash_the_snapshot_of_a_tensor_on_a_gpu():
     run("""
         import torch

@@ -171,6 +171,7 @@ def test_mistakes_in_the_command_start_nothing(tmp_path, monkeypatch, capsys, wo
     assert [path.name for path in tmp_path.iterdir()] == ["n.ipynb"]
 
 
+@pytest.mark.nightly
 def test_notebooks_of_other_times_and_without_metadata(tmp_path):
     old = v3.new_notebook(worksheets=[v3.new_worksheet(cells=[v3.new_code_cell("print('from nbformat', 3)")])])
     (tmp_path / "old.ipynb").write_text(v3.writes_json(old))

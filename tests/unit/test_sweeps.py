@@ -126,6 +126,7 @@ def test_a_range_of_processes_is_refused_before_a_job_is_submitted():
     assert not kd.jobs()
 
 
+@pytest.mark.nightly
 def test_three_failures_in_a_row_end_the_sweep_and_one_does_not():
     def fail(x):
         if x > 0:

@@ -55,7 +55,8 @@ print(job.result(), [line.text for line in job.logs()], "succeeded" in JobWidget
     assert said == "{'a': 1} ['hello'] True\n"
 
 
-@pytest.mark.parametrize("place", ["Kubernetes", pytest.param("Docker", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", ["Kubernetes", "Docker"])
 def test_a_call_for_another_machine_is_specified_whole(tmp_path, place):
     pytest.importorskip(place.lower())
     said = run(

@@ -172,7 +172,7 @@ EACH_ONCE = {
 }
 
 
-@pytest.mark.parametrize("use", ["train", "eval"])
+@pytest.mark.parametrize("use", ["train", pytest.param("eval", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", list(EACH_ONCE))
 def test_each_sample_once_an_epoch(ranks, kind, use):
     results = ranks(2, observe, EACH_ONCE[kind], 2, None, use)

@@ -89,7 +89,7 @@ def leave_on_one(model, loader, criterion, optimizer, device, args):
         learn(model, criterion, optimizer, batch)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("way", ["one in another", "two in step", "broken off", "kept"])
 def test_all_ways_to_iterate_equal_one_process(ranks, way, stream, workers):
