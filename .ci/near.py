@@ -43,8 +43,9 @@ def module_of(path: Path) -> str:
 
 def imported(tree: ast.Module, homes: dict[str, str]) -> Iterator[str]:
     """Names of modules that a file imports, wherever in it, and of those behind the package's public names."""
+    nodes = list(ast.walk(tree))
     aliases = {"kale_dist"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
             aliases |= {alias.asname for alias in node.names if alias.name == "kale_dist" and alias.asname}
@@ -53,7 +54,7 @@ def imported(tree: ast.Module, homes: dict[str, str]) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
             if node.module == "kale_dist":
                 yield from (homes[alias.name] for alias in node.names if alias.name in homes)
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
             yield homes.get(node.attr, f"kale_dist.{node.attr}")
 
@@ -66,15 +67,19 @@ def homes_in(tree: ast.Module) -> dict[str, str]:
     raise LookupError("_HOMES")
 
 
-def near(changes: set[Path]) -> list[Path]:
-    """Files of tests, the nearest first."""
+def users() -> dict[str, set[Path]]:
+    """Name of a module to the files that import it."""
     paths = [path for folder in ("kale_dist", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
-    trees = {path: ast.parse(path.read_text()) for path in paths}
-    homes = homes_in(trees[ROOT / "kale_dist" / "__init__.py"])
-    users: dict[str, set[Path]] = {}
-    for path, tree in trees.items():
-        for name in imported(tree, homes):
-            users.setdefault(name, set()).add(path)
+    homes = homes_in(ast.parse((ROOT / "kale_dist" / "__init__.py").read_text()))
+    found: dict[str, set[Path]] = {}
+    for path in paths:
+        for name in imported(ast.parse(path.read_text()), homes):
+            found.setdefault(name, set()).add(path)
+    return found
+
+
+def near(changes: set[Path], users: dict[str, set[Path]]) -> list[Path]:
+    """Files of tests, the nearest first."""
     found = sorted(path for path in changes if path.name.startswith("test_"))
     seen, ring = set(changes), changes
     while ring and len(found) < MOST:
@@ -86,6 +91,6 @@ def near(changes: set[Path]) -> list[Path]:
 
 
 if __name__ == "__main__":
-    found = [str(path.relative_to(ROOT)) for path in near(changed())]
+    found = [str(path.relative_to(ROOT)) for path in near(changed(), users())]
     print(f"{len(found)} files of tests are near", file=sys.stderr)
     print(*found, *(name for name in ALWAYS if name not in found), sep="\n")

@@ -39,7 +39,7 @@ def lost_at_first(rank, how, times):
 
 @pytest.mark.parametrize(
     ("rank", "how", "times"),
-    [(1, signal.SIGKILL, 1), pytest.param(0, signal.SIGSEGV, 1, marks=pytest.mark.nightly), (0, -3, 2)],
+    [(1, signal.SIGKILL, 1), pytest.param(0, -3, 2, marks=pytest.mark.nightly)],
 )
 def test_a_lost_rank_starts_all_again(jobs, rank, how, times):
     job = jobs.run(lost_at_first, rank, int(how), times, max_restarts=2)
@@ -69,6 +69,7 @@ def how_many():
     return here.world_size, dist.get_world_size(), int(total.item()), int(told["WORLD_SIZE"]), told["GROUP_WORLD_SIZE"]
 
 
+@pytest.mark.nightly
 def test_the_members_of_an_attempt_decide_the_world_size(jobs):
     # The order asks for two agents, and this one forms the attempt alone.
     order = dataclasses.replace(jobs.order(how_many, ranks=4), processes_per_agent=2, sizes=(2, 4))
@@ -111,7 +112,11 @@ def sleep_long():
 
 @pytest.mark.parametrize(
     ("function", "limits", "cause"),
-    [(raise_after_a_peer, {}, "error"), (return_early, {}, "left"), (sleep_long, {"timeout_s": 0.5}, "timeout")],
+    [
+        (raise_after_a_peer, {}, "error"),
+        pytest.param(return_early, {}, "left", marks=pytest.mark.nightly),
+        pytest.param(sleep_long, {"timeout_s": 0.5}, "timeout", marks=pytest.mark.nightly),
+    ],
 )
 def test_what_another_attempt_would_not_mend_is_not_tried_again(jobs, function, limits, cause):
     job = jobs.run(function, max_restarts=3, **limits)
@@ -124,6 +129,7 @@ def stall_at_first():
         time.sleep(600)
 
 
+@pytest.mark.nightly
 def test_a_stall_counts_as_lost(jobs):
     job = jobs.run(stall_at_first, max_restarts=1, stall_timeout_s=3.0)
     assert (job.wait()["state"], job.state()["attempt"]) == ("succeeded", 1)
@@ -151,6 +157,7 @@ def die_each_time():
     os._exit(3)
 
 
+@pytest.mark.nightly
 def test_the_time_limit_is_that_of_all_attempts_together(jobs):
     job = jobs.run(die_each_time, max_restarts=1000, timeout_s=5.0)
     state = job.wait()
@@ -175,6 +182,7 @@ def meet(times):
     return here.attempt, total.item()
 
 
+@pytest.mark.nightly
 def test_ranks_of_all_pods_are_started_again(make):
     job = make(meet, 1, ranks=4, processes_per_agent=2, max_restarts=1).put_input().start_all()
     job.until_running()
@@ -215,7 +223,8 @@ def test_a_lost_pod_that_nobody_makes_again_is_not_waited_for(make_bare, options
     assert (state["state"], state["cause"], state["attempt"]) == ("failed", "lost", 0)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_pod_that_is_made_again_takes_its_place_and_all_ranks_start_again(make, how):
     job = make(meet, 1, ranks=4, processes_per_agent=2, max_restarts=1).put_input().start_all()
     job.until_running()
@@ -249,6 +258,7 @@ def test_a_pod_is_made_again_as_often_as_the_job_may_restart(make_bare):
     assert job.pods[0].end() == 1
 
 
+@pytest.mark.nightly
 def test_a_pod_that_is_lost_while_it_is_waited_for_counts(make_bare):
     job = make_bare(speak_and_sleep, ranks=3, max_restarts=1).put_input()
     for number in (0, 1, 1):
@@ -277,6 +287,7 @@ def test_what_ends_a_job_ends_its_wait_for_a_pod(make_bare):
     assert (job.state()["state"], job.state()["reason"]) == ("cancelled", "The job was cancelled")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("timeout_s", "code"), [(3.0, 1), (None, 143)])
 def test_a_pod_that_gets_sigterm_past_its_deadline_is_not_made_again(make_bare, timeout_s, code):
     waits = {"start_wait_s": 6.0, "input_wait_s": 0.1, "collect_wait_s": 0.1}

@@ -1,8 +1,6 @@
 """`breakpoint()` in ranks: what the agent gets from them and sends to them, and how a rank is left alone."""
 
 import json
-import os
-import signal
 import time
 
 import pytest
@@ -103,6 +101,7 @@ def test_the_debugger_begins_at_the_users_frame_and_steps_through_statements(job
     assert job.outcome().value == 8
 
 
+@pytest.mark.nightly
 def test_steps_past_the_users_function_end_the_debugger(jobs, debug):
     job = jobs.run(stop_in_one, 0, ranks=1)
     at = debug(job, 0)
@@ -115,6 +114,7 @@ def test_steps_past_the_users_function_end_the_debugger(jobs, debug):
     assert job.wait()["state"] == "succeeded"
 
 
+@pytest.mark.nightly
 def test_pdb_set_trace_is_the_same(jobs, debug):
     def stop():
         import pdb
@@ -153,17 +153,7 @@ def test_an_answer_to_another_prompt_does_nothing(jobs, debug):
     assert job.outcome(0).value == 6 + 6 + 4 + 4
 
 
-def test_two_ranks_wait_at_the_same_time(jobs, debug):
-    def stop():
-        breakpoint()
-        return 1
-
-    job = jobs.run(stop)
-    debug(job, 0).type("p 10", "c")
-    debug(job, 1).type("p 11", "c")
-    assert job.wait()["state"] == "succeeded"
-
-
+@pytest.mark.nightly
 def test_threads_of_a_rank_are_debugged_one_after_the_other(jobs, debug):
     def stop():
         import threading
@@ -214,6 +204,7 @@ def test_where_no_person_comes_the_rank_goes_on_and_passes_over_those_that_follo
     assert len(job.events("debug")) == 4
 
 
+@pytest.mark.nightly
 def test_a_person_who_has_come_is_waited_for(jobs, debug):
     job = jobs.run(stop_in_one, debugging=Debugging(breakpoint_wait_s=1.5))
     at = debug(job)
@@ -225,15 +216,7 @@ def test_a_person_who_has_come_is_waited_for(jobs, debug):
     assert "nothing was typed" not in job.log_text()
 
 
-def test_a_rank_is_killed_at_the_prompt(jobs, debug):
-    job = jobs.run(stop_in_one)
-    debug(job).next()
-    os.kill(job.pids()[1], signal.SIGKILL)
-    ended = job.wait()
-    assert ended["state"] == "failed"
-    assert "Rank 1 was killed by SIGKILL" in ended["reason"]
-
-
+@pytest.mark.nightly
 def test_a_worker_of_a_loader_has_no_debugger(jobs):
     def load():
         from torch.utils.data import DataLoader, Dataset
@@ -261,6 +244,7 @@ def test_pythonbreakpoint_0_switches_breakpoints_off(jobs, monkeypatch):
     assert "breakpoint()" not in job.log_text()
 
 
+@pytest.mark.nightly
 def test_what_a_command_prints_is_cut_at_64_ki_characters(jobs, debug):
     job = jobs.run(stop_in_one)
     at = debug(job)
@@ -312,6 +296,7 @@ def test_a_training_that_is_cancelled_at_a_breakpoint_is_not_asked_for_a_checkpo
     assert job.status.checkpoint_epoch is None
 
 
+@pytest.mark.nightly
 def test_a_training_that_has_left_its_breakpoint_writes_a_checkpoint_when_it_is_cancelled(training, monkeypatch):
     job = training(stop=2)
     until(lambda: job.status.at_breakpoints)

@@ -31,6 +31,14 @@ def live():
     live.delete()
 
 
+@pytest.fixture(scope="module")
+def one():
+    """Ranks that are asked for nothing."""
+    with kd.live(1) as live:
+        yield live
+    live.delete()
+
+
 @pytest.fixture
 def main(monkeypatch):
     return lambda **names: [
@@ -50,6 +58,7 @@ def test_values_of_ranks_are_folded_and_brought(live):
     assert live.pull("rank", ranks=[1]) == [1]
 
 
+@pytest.mark.nightly
 def test_a_prompt_opens_where_the_thread_that_watches_the_job_is_slow(monkeypatch):
     class Slow(queue.SimpleQueue):
         def put(self, item):
@@ -98,6 +107,7 @@ def test_the_repair_that_is_one_too_many_asks_for_a_restart_after_which_all_is_r
     assert repr(live.run(SUM)) == "ranks 0-1: 2.0"
 
 
+@pytest.mark.nightly
 @of_gloo
 def test_where_the_group_cannot_be_repaired_the_ranks_are_started_again_and_that_is_said(live):
     # In one rank: the others wait for its connections.
@@ -166,6 +176,7 @@ print(live.run("import torch.distributed as dist\\ndist.barrier()\\nmine = 5"))
 """
 
 
+@pytest.mark.nightly
 @of_gloo
 def test_another_process_attaches_and_goes_on(live, main):
     main(sent="of the notebook")
@@ -192,7 +203,7 @@ def test_a_cell_that_waits_gets_its_answers_when_another_one_follows_it(live):
 
 def test_idle_ranks_end_and_the_next_cell_says_when_and_why():
     live = kd.live(1, idle="1 s")
-    live.run("1")
+    live.run("import time; time.sleep(2)")
     until(live.done, 20)
     with pytest.raises(JobFailedError, match=r"have ended at \d\d:\d\d: The live ranks have run no cell for 1 s"):
         live.run("1")
@@ -216,8 +227,7 @@ def test_idle_ranks_end_and_the_next_cell_says_when_and_why():
         (lambda live: live.run("1", ranks=[0, "1"]), "ranks"),
     ],
 )
-def test_wrong_arguments_are_refused(call, argument):
-    with kd.live(1) as live, pytest.raises(ConfigError) as refused:
-        call(live)
+def test_wrong_arguments_are_refused(one, call, argument):
+    with pytest.raises(ConfigError) as refused:
+        call(one)
     assert refused.value.argument == argument
-    live.delete()

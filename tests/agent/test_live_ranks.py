@@ -158,6 +158,7 @@ WAITS = (
 )
 
 
+@pytest.mark.nightly
 def test_wrapped_models_and_subgroups_go_on_after_each_kind_of_wait(live):
     ranks = live(4)
     ranks.values(WRAPPED + SHARDED)
@@ -176,6 +177,7 @@ def test_wrapped_models_and_subgroups_go_on_after_each_kind_of_wait(live):
         ranks.values("sharded(torch.ones(2, 8)).sum().backward()")
 
 
+@pytest.mark.nightly
 def test_a_model_whose_first_backward_pass_was_broken_off_goes_on(live):
     ranks = live()
     for made in ("", ", find_unused_parameters=True", ", static_graph=True"):
@@ -273,14 +275,7 @@ def test_names_are_loaded_and_values_are_given(live, jobs):
     assert outcome.read_outcome(path, signer=signer, resolve=lambda _: None).value == [1, {"a": [1, 2]}]
 
 
-def test_idle_ranks_end_and_ranks_at_work_do_not(live):
-    ranks = live(idle_s=2.0)
-    ranks.values("import time; time.sleep(3.5)")
-    assert ranks.values("1") == ["1", "1"]
-    assert ranks.job.wait(20)["state"] == "succeeded"
-    assert "have run no cell for 2 s" in ranks.job.log_text()
-
-
+@pytest.mark.nightly
 def test_ranks_are_watched_only_while_a_cell_runs(live):
     ranks = live(stall_warn_s=1.0, stall_timeout_s=1.5)
     time.sleep(3)
@@ -304,6 +299,7 @@ def test_a_rank_that_dies_ends_the_job_and_a_restart_gives_new_processes(live, j
     assert ranks.job.wait(20)["state"] == "failed"
 
 
+@pytest.mark.nightly
 def test_random_interrupts_never_hurt_a_later_cell(live):
     rng = random.Random(1)
     ranks = live()
@@ -320,6 +316,7 @@ def test_random_interrupts_never_hurt_a_later_cell(live):
         assert ranks.values(SUM) == ["2.0", "2.0"]
 
 
+@pytest.mark.nightly
 def test_a_hundred_repairs_take_few_descriptors_and_none_hurts_the_next(live):
     ranks = live()
     ranks.run(SUM)

@@ -54,6 +54,7 @@ def test_however_short_a_training_is_its_curve_has_all_batches(started):
     assert epochs.points[-1] == (2.0, epochs.last)
 
 
+@pytest.mark.nightly
 def test_of_a_long_training_ever_fewer_batches_are_kept_and_none_beside_the_loader(started):
     def quick(model, data_loader, criterion, optimizer, device, args):
         criterion(torch.zeros(1), torch.ones(1))

@@ -79,6 +79,7 @@ def test_ranks_that_start_again_have_a_world_of_their_own(make):
     assert [job.outcome(rank, attempt=1).value for rank in range(2)] == [2, 2]
 
 
+@pytest.mark.nightly
 def test_without_open_mpi_the_job_says_what_to_add(make, tmp_path):
     job = make(sum_of_ranks, ranks=1, mpi=True).put_input()
     hidden = tmp_path / "hidden"

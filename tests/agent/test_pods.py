@@ -220,6 +220,7 @@ def leave_early():
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.nightly
 def test_a_rank_that_left_ranks_of_other_pods_in_a_collective(make):
     job = make(leave_early, ranks=3, processes_per_agent=2).put_input().start_all()
     assert job.end() == [1, 0]
@@ -315,6 +316,7 @@ def test_an_image_of_another_python_is_told_in_a_sentence(make_bare):
     check_that_it_does_not_fit(job, "python is 3.9 in the notebook and 3.")
 
 
+@pytest.mark.nightly
 def test_an_image_of_another_torch_is_told_in_a_sentence(make):
     job = make(add_ranks, 0, ranks=1)
     change_manifest(job, torch="1.13.1")
@@ -332,26 +334,6 @@ def check_that_it_does_not_fit(job, why):
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
-
-
-def sum_of_tensor(data):
-    import torch.distributed as dist
-
-    return float(data.sum()) + dist.get_rank()
-
-
-def large_tensor():
-    import torch
-
-    return torch.arange(5_000_000, dtype=torch.float32) % 7
-
-
-def test_streamed_bytes_reach_all_pods(make):
-    data = large_tensor()
-    job = make(sum_of_tensor, data, ranks=3, processes_per_agent=2, source=Source.STREAM).put_input().start_all()
-    upload(job)
-    assert job.end() == [0, 0]
-    assert [job.outcome(rank).value for rank in range(3)] == [float(data.sum()) + rank for rank in range(3)]
 
 
 def upload(job):
@@ -522,12 +504,7 @@ def test_the_head_keeps_results_until_they_are_fetched(make_bare, on_stdout):
 ALONE = {"ends_unfollowed": True, "outcomes_on_stdout": False, "collect_wait_s": 600.0}
 
 
-def test_without_a_notebook_small_results_are_in_the_log_and_the_head_ends(make_bare):
-    job = make_bare(rank, ranks=2, **ALONE).put_input().start_all()
-    assert job.end() == [0, 0]
-    assert [job.outcome(number).value for number in range(2)] == [0, 1]
-
-
+@pytest.mark.nightly
 def test_without_a_notebook_larger_results_are_in_a_volume_and_the_head_ends(make_bare, tmp_path):
     folder = tmp_path / "data" / ".kale-dist"
     job = make_bare(large_result, ranks=2, left_in=str(folder), **ALONE).put_input().start_all()
@@ -537,7 +514,7 @@ def test_without_a_notebook_larger_results_are_in_a_volume_and_the_head_ends(mak
         assert job.read_outcome(number, data).value == bytes([number]) * 800_000
 
 
-@pytest.mark.parametrize("fetches", [True, False])
+@pytest.mark.parametrize("fetches", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_results_are_in_the_log_of_a_connected_notebook_only_if_it_does_not_come_for_them(make_bare, fetches):
     job = make_bare(rank, ranks=1, **ALONE).put_input().start_all()
     reader = threading.Thread(target=job.pods[0].ask, args=("GET", "/stream?line=0&event=0"))

@@ -20,6 +20,7 @@ from kale_dist.wire import FailureCause
 from kale_dist.worker.training import loop
 from kale_dist.worker.training.settings import Training
 
+pytestmark = pytest.mark.nightly
 SAMPLES, BATCH, EPOCHS = 240, 12, 15
 
 FASTER = """
@@ -134,7 +135,6 @@ def test_a_pod_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, und
     assert torch.equal(weights_of(job), undisturbed)
 
 
-@pytest.mark.nightly
 def test_sigterm_to_a_pod_loses_no_step_but_the_one_that_begins_meanwhile(make, tmp_path, undisturbed):
     job, pause = train_in(make, tmp_path, ranks=2, max_restarts=1)
     job.start_all()
@@ -150,7 +150,6 @@ def test_sigterm_to_a_pod_loses_no_step_but_the_one_that_begins_meanwhile(make, 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.nightly
 def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_there(make, tmp_path, undisturbed):
     job, pause = train_in(make, tmp_path, ranks=3, pause_s=1.0, sizes=(2, 3), max_restarts=2)
     job.start(0)
@@ -176,7 +175,6 @@ def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_ther
     assert torch.allclose(weights_of(job), undisturbed, rtol=0, atol=1e-6)
 
 
-@pytest.mark.nightly
 def test_a_range_of_even_numbers_leaves_a_pod_without_ranks(make, tmp_path):
     job, pause = train_in(make, tmp_path, ranks=4, pause_s=1.0, sizes=(2, 4), max_restarts=1)
     for number in range(3):
@@ -190,7 +188,6 @@ def test_a_range_of_even_numbers_leaves_a_pod_without_ranks(make, tmp_path):
     assert sizes(job) == [2, 2]
 
 
-@pytest.mark.nightly
 def test_a_step_that_resumes_only_after_epochs_makes_the_job_larger_there(make, tmp_path):
     # An epoch takes longer than ranks have for a checkpoint that cannot wait.
     job, pause = train_in(
@@ -206,7 +203,6 @@ def test_a_step_that_resumes_only_after_epochs_makes_the_job_larger_there(make, 
     assert repeated(job) <= BATCH
 
 
-@pytest.mark.nightly
 def test_a_training_without_checkpoints_within_epochs_says_that_it_stays_as_small_as_it_began(make, tmp_path):
     job, pause = train_in(make, tmp_path, ranks=2, sizes=(1, 2), max_restarts=1, every=1)
     job.start(0)
@@ -248,7 +244,6 @@ def test_a_head_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, un
     assert torch.equal(weights_of(job), undisturbed)
 
 
-@pytest.mark.nightly
 def test_a_head_that_was_lost_more_often_than_restarts_are_left_ends_its_pods_for_good(make, tmp_path):
     job, _ = train_with_store(make, tmp_path, max_restarts=1)
     head = job.start_all().pods[0]
@@ -262,7 +257,6 @@ def test_a_head_that_was_lost_more_often_than_restarts_are_left_ends_its_pods_fo
     assert "max_restarts" in head.last_words["reason"]
 
 
-@pytest.mark.nightly
 def test_restarts_for_lost_ranks_count_for_the_next_head(make, tmp_path):
     job, _ = train_with_store(make, tmp_path, max_restarts=1)
     head = job.start_all().pods[0]
@@ -275,7 +269,6 @@ def test_restarts_for_lost_ranks_count_for_the_next_head(make, tmp_path):
     assert [job.pods[1].end(), restart(job).end()] == [wire.EXIT_LOST_HEAD, 1], job.text()
 
 
-@pytest.mark.nightly
 def test_sigterm_to_a_head_loses_no_step_and_does_not_count_where_the_training_gets_on(make, tmp_path, undisturbed):
     job, _ = train_with_store(make, tmp_path, max_restarts=1)
     head = job.start_all().pods[0]
@@ -288,7 +281,6 @@ def test_sigterm_to_a_head_loses_no_step_and_does_not_count_where_the_training_g
     assert torch.equal(weights_of(job), undisturbed)
 
 
-@pytest.mark.nightly
 def test_sigterm_to_a_head_counts_where_nothing_is_kept(make, tmp_path):
     job, _ = train_with_store(make, tmp_path, max_restarts=1, every=1000)
     head, codes = job.start_all().pods[0], []

@@ -6,7 +6,6 @@ import base64
 import os
 import pathlib
 import signal
-import socket
 import sys
 import time
 
@@ -18,18 +17,12 @@ from kale_dist import wire
 from kale_dist.wire import BlockReader
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 16])
 def test_every_rank_returns_its_value(jobs, ranks):
     job = jobs.run(add_ranks, 1, ranks=ranks)
     assert job.wait()["state"] == "succeeded"
     expected = sum(range(1, ranks + 1))
     assert [job.outcome(rank).value for rank in range(ranks)] == [expected] * ranks
-
-
-def test_sixteen_ranks_on_few_cores(jobs):
-    job = jobs.run(add_ranks, 0, ranks=16)
-    assert job.wait()["state"] == "succeeded"
-    assert job.outcome(15).value == sum(range(16))
 
 
 def test_several_jobs_at_once(jobs):
@@ -306,43 +299,6 @@ def shared_memory():
     return {file.name for file in pathlib.Path("/dev/shm").iterdir()}
 
 
-def test_names_imported_before_the_call_are_harmless(jobs):
-    from torch.distributed import all_reduce, destroy_process_group, init_process_group
-
-    def tutorial():
-        import torch
-
-        init_process_group("gloo")
-        value = torch.ones(1)
-        all_reduce(value)
-        destroy_process_group()
-        return value.item()
-
-    job = jobs.run(tutorial)
-    assert job.wait()["state"] == "succeeded"
-    assert job.outcome(1).value == 2.0
-
-
-def test_rpc_over_an_address_of_its_own(jobs):
-    def remote(port):
-        import torch
-        from torch.distributed import rpc
-
-        rank = int(os.environ["RANK"])
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-        value = rpc.rpc_sync(f"worker{1 - rank}", torch.add, args=(torch.ones(2), rank))
-        rpc.shutdown()
-        return value.tolist()
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = jobs.run(remote, port)
-    assert job.wait()["state"] == "succeeded"
-    assert job.outcome(1).value == [2.0, 2.0]
-
-
 def test_code_opens_stores_of_its_own_at_master_port_as_under_plain_torch(jobs):
     def remote():
         import torch
@@ -375,11 +331,7 @@ def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
     from torch.distributed import destroy_process_group, init_process_group
 
     def tutorial():
-        import torch
-        from torch.utils.data import DataLoader, TensorDataset
-
-        from kale_dist.worker.training.loop import train
-        from kale_dist.worker.training.settings import Training
+        from trainings import fit
 
         def step(model, loader, criterion, optimizer, device, args):
             init_process_group("gloo")
@@ -389,17 +341,7 @@ def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
                 optimizer.step()
             destroy_process_group()
 
-        model = torch.nn.Linear(2, 2)
-        return train(
-            Training(
-                model=model,
-                train_data_loader=DataLoader(TensorDataset(torch.randn(8, 2), torch.zeros(8).long()), 2),
-                criterion=torch.nn.CrossEntropyLoss(),
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                train_step=step,
-                epochs=2,
-            )
-        ).epochs
+        return fit(train_step=step, epochs=2).epochs
 
     job = jobs.run(tutorial)
     assert job.wait()["state"] == "succeeded"
@@ -408,21 +350,12 @@ def test_a_step_that_destroys_the_group_does_not_end_the_training(jobs):
 
 def test_a_training_imports_nothing_in_its_ranks(jobs):
     def imported():
-        import torch
-        from torch.utils.data import DataLoader, TensorDataset
+        from trainings import fit
 
-        from kale_dist.worker.training.loop import train
-        from kale_dist.worker.training.settings import Training
+        from kale_dist.worker.training import loop, settings  # noqa: F401
 
         before = set(sys.modules)
-        model = torch.nn.Linear(2, 2)
-        training = Training(
-            model=model,
-            train_data_loader=DataLoader(TensorDataset(torch.randn(8, 2), torch.zeros(8).long()), 2),
-            criterion=torch.nn.CrossEntropyLoss(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        )
-        train(training)
+        fit()
         return sorted(set(sys.modules) - before)
 
     job = jobs.run(imported)

@@ -112,12 +112,12 @@ def train(
 @pytest.mark.parametrize(
     ("case", "behind"),
     [
-        ({"generator": True}, 3),
+        pytest.param({"generator": True}, 3, marks=pytest.mark.nightly),
         ({"checkpoint_every": 2, "scheduling": of_plateau}, 2),
-        ({"scheduling": in_sequence, "workers": 1}, 3),
-        ({"criterion": Scaled}, 3),
-        ({"checkpoint_every": None}, 0),
-        ({"net": lazy}, 3),
+        pytest.param({"scheduling": in_sequence, "workers": 1}, 3, marks=pytest.mark.nightly),
+        pytest.param({"criterion": Scaled}, 3, marks=pytest.mark.nightly),
+        pytest.param({"checkpoint_every": None}, 0, marks=pytest.mark.nightly),
+        pytest.param({"net": lazy}, 3, marks=pytest.mark.nightly),
     ],
 )
 def test_the_end_is_that_of_an_undisturbed_training(case, behind):

@@ -48,7 +48,7 @@ def written(folder):
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.nightly)])
 def test_all_ranks_leave_at_the_same_step(jobs, tmp_path, ranks):
     job = jobs.run(loops, str(tmp_path), (0.01, 0.03, 0.02), ranks=ranks, threads=1)
     job.until(lambda: job.log_text().count("far enough") == ranks)
@@ -59,6 +59,7 @@ def test_all_ranks_leave_at_the_same_step(jobs, tmp_path, ranks):
     assert len(set(found.values())) == 1
 
 
+@pytest.mark.nightly
 def test_a_pod_that_leaves_has_all_ranks_save_and_the_next_attempt_knows_it(make, tmp_path):
     folder = tmp_path / "saved"
     folder.mkdir()
@@ -74,6 +75,7 @@ def test_a_pod_that_leaves_has_all_ranks_save_and_the_next_attempt_knows_it(make
     assert re.findall(r"begins (\d)", job.text()) == ["2", "2", "3", "3"]
 
 
+@pytest.mark.nightly
 def test_a_handler_gets_the_grace_of_the_call_and_no_more(jobs, tmp_path):
     (tmp_path / "enough").mkdir()
     (tmp_path / "less").mkdir()
@@ -87,6 +89,7 @@ def test_a_handler_gets_the_grace_of_the_call_and_no_more(jobs, tmp_path):
     assert written(tmp_path / "less") == {}
 
 
+@pytest.mark.nightly
 def test_timeout_s_leaves_a_handler_its_time(jobs, tmp_path):
     job = jobs.run(saves_when_told, str(tmp_path), 3, timeout_s=4, grace_s=60)
     assert job.wait()["cause"] == "timeout"
@@ -119,6 +122,7 @@ def trains_and_goes_on():
     time.sleep(LONG_S)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("call", [(trains_in_one_rank, 2), (trains_and_goes_on,)])
 def test_nobody_waits_for_who_does_not_train(jobs, call):
     """A trainer that has been made on some of the ranks, and one that is through."""
@@ -152,6 +156,7 @@ def begins_late(folder):
     loops(folder, (0.02,))
 
 
+@pytest.mark.nightly
 def test_a_loop_that_begins_after_the_request_saves_with_the_others(jobs, tmp_path):
     job = jobs.run(begins_late, str(tmp_path), ranks=2, threads=1)
     job.until(lambda: "prepares" in job.log_text() and "begins" in job.log_text())
@@ -180,6 +185,7 @@ def begins_when_rank_0_has_ended():
     return sum(not kd.leaving() for _ in range(10))
 
 
+@pytest.mark.nightly
 def test_a_loop_that_rank_0_never_had_waits_for_nobody(jobs):
     job = jobs.run(begins_when_rank_0_has_ended, ranks=2)
     assert job.wait(60)["state"] == "succeeded", job.log_text()
@@ -199,6 +205,7 @@ def trains_within_a_loop(folder):
     goes_on_after_a_training(folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("function", [goes_on_after_a_training, trains_within_a_loop])
 def test_a_training_that_ends_ends_no_other_ones_saves(jobs, tmp_path, function):
     job = jobs.run(function, str(tmp_path), ranks=2, threads=1)
@@ -221,6 +228,7 @@ def two_save(folder):
         trainer.saved()
 
 
+@pytest.mark.nightly
 def test_each_of_two_that_save_hears_it(jobs, tmp_path):
     job = jobs.run(two_save, str(tmp_path), ranks=2, threads=1)
     job.until(lambda: job.log_text().count("begins") == 2)
@@ -242,6 +250,7 @@ def leaves_by_an_exit_code(folder):
             sys.exit(143)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_has_saved_may_end_by_an_exit_code(jobs, tmp_path):
     job = jobs.run(leaves_by_an_exit_code, str(tmp_path), ranks=2, threads=1)
     job.until(lambda: job.log_text().count("far enough") == 2)
@@ -261,6 +270,7 @@ def one_saves_and_one_handles(folder):
             saving.saved()
 
 
+@pytest.mark.nightly
 def test_a_rank_that_does_not_save_keeps_its_grace_beside_one_that_does(jobs, tmp_path):
     job = jobs.run(one_saves_and_one_handles, str(tmp_path), ranks=2, threads=1)
     job.until(lambda: job.log_text().count("ready") == 2)
@@ -278,6 +288,7 @@ def becomes_slower(folder):
             pathlib.Path(folder, f"{kd.context().rank}").write_text(f"{step}")
 
 
+@pytest.mark.nightly
 def test_steps_that_have_become_much_slower_do_not_miss_the_grace(jobs, tmp_path):
     job = jobs.run(becomes_slower, str(tmp_path), ranks=2, threads=1)
     job.until(lambda: job.log_text().count("is slow") == 2)
@@ -287,6 +298,7 @@ def test_steps_that_have_become_much_slower_do_not_miss_the_grace(jobs, tmp_path
     assert len(written(tmp_path)) == 2
 
 
+@pytest.mark.nightly
 def test_live_ranks_save_before_a_cancel_ends_them(tmp_path, monkeypatch):
     monkeypatch.setattr("__main__.loops", loops, raising=False)
     live = kd.live(2, threads=1)

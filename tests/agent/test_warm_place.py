@@ -185,6 +185,7 @@ def test_a_cancelled_job_leaves_its_pods_and_one_beside_another_gets_others(call
     assert len(calls.sets) == 2
 
 
+@pytest.mark.nightly
 def test_with_its_head_a_set_ends_and_a_job_goes_on_in_another_where_it_may(calls):
     job = calls.call(wait_a_little, 3.0, policy=Policy(max_restarts=1, stall_warn_s=None))
     calls.until(job, lambda status: status.state is StateName.RUNNING)
@@ -199,6 +200,7 @@ def test_with_its_head_a_set_ends_and_a_job_goes_on_in_another_where_it_may(call
     assert (calls.end(lost).cause, len(calls.sets)) == (FailureCause.LOST, 3)
 
 
+@pytest.mark.nightly
 def test_a_set_with_another_key_is_left_alone(calls):
     calls.end(calls.call(rank))
     [one] = calls.sets
@@ -207,6 +209,7 @@ def test_a_set_with_another_key_is_left_alone(calls):
     assert len(calls.sets) == 2
 
 
+@pytest.mark.nightly
 def test_what_a_cancelled_set_ran_ends_with_it(calls):
     job = calls.call(speak_and_sleep)
     calls.until(job, lambda status: status.state is StateName.RUNNING)

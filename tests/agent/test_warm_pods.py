@@ -80,6 +80,7 @@ def warm(make, ranks=2, **options):
     return pods, pods.order.job
 
 
+@pytest.mark.nightly
 def test_nothing_of_a_job_is_seen_by_the_next_one_in_the_same_pods(make):
     pods, name = warm(make)
     first = WarmJob(pods, leave_traces, job_id=name)
@@ -203,6 +204,7 @@ def test_warm_pods_end_when_no_call_comes_or_the_kernels_are_gone(make_bare):
     assert released.end() == [0, 0]
 
 
+@pytest.mark.nightly
 def test_warm_pods_end_with_a_pod_that_is_lost_while_they_are_idle(make_bare):
     pods, name = warm(make_bare, ranks=2)
     job = WarmJob(pods, rank, job_id=name)
@@ -215,6 +217,7 @@ def test_warm_pods_end_with_a_pod_that_is_lost_while_they_are_idle(make_bare):
     assert (pods.state()["state"], pods.state()["cause"]) == ("failed", "lost")
 
 
+@pytest.mark.nightly
 def test_a_timeout_ends_only_its_job(make_bare):
     pods, name = warm(make_bare, ranks=1)
     job = WarmJob(pods, speak_and_sleep, job_id=name, policy=Policy(timeout_s=0.5, stall_warn_s=None))

@@ -2,8 +2,10 @@
 
 import json
 
+import pytest
 from playwright.sync_api import expect
 
+pytestmark = pytest.mark.nightly
 NAMES = """
 import torch
 from torch import nn

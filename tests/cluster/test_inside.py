@@ -182,7 +182,6 @@ def test_the_pods_ran_the_notebook_s_image_without_a_token(executed, namespace):
         assert pod["spec"]["automountServiceAccountToken"] is False
 
 
-@pytest.mark.nightly
 def test_a_claim_of_one_node_is_mounted_if_it_is_named_by_pods_on_that_node(make_namespace):
     namespace = make_namespace()
     for made in (

@@ -13,14 +13,12 @@ from on_cluster import make_claim, pods_in, run_kubectl, wait_for
 from rank_work import (
     fails_on_1,
     summed,
-    waits,
     waits_in_its_first_run,
     waits_the_first_time,
 )
-from waiting import until
 
 import kale_dist as kd
-from kale_dist.errors import JobCancelledError, JobFailedError
+from kale_dist.errors import JobFailedError
 from kale_dist.places.kubernetes import client, objects, roles
 from kale_dist.places.manifests import KINDS
 from kale_dist.wire import StateName
@@ -79,21 +77,6 @@ def test_the_first_failing_rank_s_own_exception_comes_back_with_its_line(on, wor
     assert isinstance(caught.value.__cause__, KeyError)
     assert "fails_on_1" in str(caught.value)
     job.delete()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("word", OTHERS)
-def test_cancelling_ends_the_pods_and_keeps_the_log(on, word, namespace):
-    job = started(kd.launch(waits, number_of_processes=2, on=on))
-    job.cancel()
-    with pytest.raises(JobCancelledError):
-        job.result(90)
-    running = "jsonpath={.items[*].status.containerStatuses[*].state.running}"
-    # A pod of a TrainJob stays, and its container is started again in vain.
-    until(lambda: not run_kubectl("-n", namespace, "get", "pods", "-o", running), 90)
-    assert any(line.text == "ready" for line in job.logs())
-    job.delete()
-    assert left_in(namespace, word, job.name) == []
 
 
 @pytest.mark.nightly

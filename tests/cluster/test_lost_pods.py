@@ -79,14 +79,6 @@ def test_a_job_of_workers_only_that_loses_one_resumes_in_a_run_of_its_own(on, na
 
 
 @pytest.mark.nightly
-def test_a_job_that_loses_its_head_resumes(on, namespace):
-    job = started(kd.launch(waits_in_its_first_run, number_of_processes=2, max_restarts=1, on=on))
-    delete_pod(namespace, f"{job.name}-master-0")
-    assert job.results(150) == [True, True], (job.status, told(job))
-    job.delete()
-
-
-@pytest.mark.nightly
 def test_an_evicted_pod_says_so(on, namespace):
     job = started(kd.launch(waits, number_of_processes=1, on=on))
     pod = f"{job.name}-master-0"

@@ -16,7 +16,7 @@ from rank_work import rank_and
 import kale_dist as kd
 from kale_dist.wire import StateName
 
-pytestmark = pytest.mark.usefixtures("jobs_end")
+pytestmark = [pytest.mark.usefixtures("jobs_end"), pytest.mark.nightly]
 
 ABSENT = f"{IMAGE.rpartition('/')[0]}/misspelt:1"
 
@@ -41,7 +41,6 @@ def test_a_misspelt_image_is_named_in_the_terminal_and_ends_the_job(namespace, t
     assert "pending_timeout_s of 20 s" in ended.stderr
 
 
-@pytest.mark.nightly
 def test_two_sigterms_end_a_command_and_its_pods(namespace, tmp_path):
     (tmp_path / "train.py").write_text("print('never')")
     words = ("image", ABSENT), ("namespace", namespace), ("resources", json.dumps({"cpu": 0.1, "memory": "256Mi"}))
@@ -60,7 +59,6 @@ def test_two_sigterms_end_a_command_and_its_pods(namespace, tmp_path):
     run_kubectl("-n", namespace, "wait", "--for=delete", "pods", "--all", "--timeout=90s")
 
 
-@pytest.mark.nightly
 def test_a_job_of_which_one_pod_fits_names_the_other_one_and_what_it_lacks(namespace, capsys):
     [node] = json.loads(run_kubectl("get", "nodes", "-o", "json"))["items"]
     most = float(node["status"]["allocatable"]["cpu"]) * 0.55

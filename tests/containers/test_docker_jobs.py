@@ -15,7 +15,6 @@ import pytest
 import torch
 from container_work import (
     does_much,
-    eats_memory_on_1,
     hang,
     imports_what_the_image_lacks,
     train_slowly,
@@ -34,7 +33,7 @@ from kale_dist.errors import (
 )
 from kale_dist.job import records
 from kale_dist.places.docker import containers
-from kale_dist.wire import FailureCause, StateName
+from kale_dist.wire import StateName
 
 
 @pytest.fixture
@@ -115,6 +114,7 @@ def test_much_comes_and_goes_and_no_line_is_lost(on, engine, tmp_path):
     job.delete()
 
 
+@pytest.mark.nightly
 def test_a_fast_log_that_no_notebook_has_followed_is_whole(on, engine):
     name = on.pop("name")
     in_new_process(
@@ -149,14 +149,7 @@ def test_what_only_this_machine_has_is_named_with_how_it_gets_there(on, tmp_path
     job.delete()
 
 
-def test_ranks_share_the_memory_of_their_container_and_the_one_that_is_killed_is_named(on):
-    job = flat.launch(eats_memory_on_1, number_of_processes=2, resources={"memory_gib": 0.25}, **on)
-    status = job.wait(120)
-    assert (status.state, status.cause, status.failed_rank) == (StateName.FAILED, FailureCause.DIED, 1), status
-    assert "Rank 1 was killed because memory ran out (its container has a limit of 512 MiB)" in status.reason
-    job.delete()
-
-
+@pytest.mark.nightly
 def test_training_resumes_from_its_checkpoint_after_its_container_was_killed(on_torch, engine):
     from trainings import summing
 

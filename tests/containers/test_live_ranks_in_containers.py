@@ -9,6 +9,7 @@ import kale_dist as kd
 from kale_dist.errors import CellError
 from kale_dist.job import interrupts
 
+pytestmark = pytest.mark.nightly
 SUM = "import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nx.item()"
 
 

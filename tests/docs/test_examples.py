@@ -28,8 +28,8 @@ def _script(page):
     return "\n".join(lines).rstrip() + "\n"
 
 
-FIRST = {"README": pytest.mark.newest, "first-steps": pytest.mark.newest, "training": [], "launch": []}
-"""Pages whose examples run in the gate; those of the others run in the nightly."""
+FIRST = {"README": pytest.mark.newest, "first-steps": [pytest.mark.newest, pytest.mark.nightly]}
+"""The README's examples run in the gate, those of the others in the nightly, and those of a user's first hour in `make newest`, too."""
 WITH_EXAMPLES = [
     pytest.param(page, id=page.stem, marks=FIRST.get(page.stem, pytest.mark.nightly))
     for page in PAGES

@@ -229,12 +229,13 @@ HELPERS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "source",
     [
         pytest.param(CLASSIFIER, id="classifier"),
-        pytest.param(TEXT_MODEL, id="text-model", marks=pytest.mark.nightly),
-        pytest.param(GAN, id="gan", marks=pytest.mark.nightly),
+        pytest.param(TEXT_MODEL, id="text-model"),
+        pytest.param(GAN, id="gan"),
     ],
 )
 def test_foreign_notebook_runs(source: str, tmp_path: pathlib.Path) -> None:

@@ -77,7 +77,7 @@ def gone(folder):
         path.unlink()
 
 
-@pytest.mark.parametrize(("spoil", "behind"), [(last, 1), (gone, 0)])
+@pytest.mark.parametrize(("spoil", "behind"), [(last, 1), pytest.param(gone, 0, marks=pytest.mark.nightly)])
 def test_a_restart_takes_the_newest_checkpoint_that_is_whole(spoil, behind):
     job = train(*classifying(), Lost(spoil), epochs=4, max_restarts=1, checkpoint_every=1)
     job.result()

@@ -129,6 +129,7 @@ def test_nothing_listens_to_other_machines_in_no_attempt(tmp_path):
     assert not is_open
 
 
+@pytest.mark.nightly
 def test_live_ranks_listen_to_nobody_after_a_repair_and_a_restart():
     with kd.live(number_of_processes=2) as live:
         live.push(addresses_listened_on=addresses_listened_on)
@@ -154,6 +155,7 @@ def test_an_interface_of_your_own_is_used_with_a_warning(monkeypatch):
     assert warning.startswith(f"GLOO_SOCKET_IFNAME={names[0]} lets more than this machine connect")
 
 
+@pytest.mark.nightly
 @apart
 def test_another_user_finds_no_store_and_no_file_of_the_ranks(tmp_path):
     printed = run_apart(

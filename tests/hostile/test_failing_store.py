@@ -121,7 +121,8 @@ def test_a_head_that_comes_back_waits_for_the_store_and_resumes(make_bare, store
     assert kept(job, store, "checkpoint") == REACHED
 
 
-@pytest.mark.parametrize("returns", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("returns", [True, False])
 def test_a_head_that_cannot_read_the_store_for_long_begins_nothing_over_the_checkpoint(
     make_bare, store, tmp_path, hurried, returns
 ):

@@ -53,7 +53,12 @@ def step(kernel):
 
 
 @pytest.mark.parametrize(
-    "wait", ["print(job.result())", "job.wait(); print(job.result())", "job.stream_logs(); print(job.result())"]
+    "wait",
+    [
+        "print(job.result())",
+        pytest.param("job.wait(); print(job.result())", marks=pytest.mark.nightly),
+        pytest.param("job.stream_logs(); print(job.result())", marks=pytest.mark.nightly),
+    ],
 )
 def test_the_prompt_opens_in_the_cell_that_waits_and_shows_the_cells_lines(kernel, step, wait):
     reply = Typist(kernel, f"{START}\n{wait}").type("p x", "!x.mul_(100)", "l", "c").end()
@@ -66,6 +71,7 @@ def test_the_prompt_opens_in_the_cell_that_waits_and_shows_the_cells_lines(kerne
     assert "Debugger of rank 1" in reply.err
 
 
+@pytest.mark.nightly
 def test_the_pages_first_session_shows_what_the_page_shows(kernel):
     page = PAGE.read_text()
     cell, shown = (re.search(f"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("py", "text"))
@@ -87,6 +93,7 @@ def test_the_pages_first_session_shows_what_the_page_shows(kernel):
     assert kernel.good("print(job.status.state.value, model.weight.isfinite().all().item())") == "succeeded True"
 
 
+@pytest.mark.nightly
 def test_a_distributed_cell_asks_in_itself(kernel, step):
     cell = "%%distribute -n 2\nz = rank\nif rank == 1:\n    breakpoint()\n    z += 1\nz"
     kernel.good("%load_ext kale_dist")
@@ -123,6 +130,7 @@ def test_the_stop_button_leaves_the_prompt_and_debug_opens_it_again(kernel, step
     assert kernel.good("print(job.result())").splitlines()[-1] == "28.0"
 
 
+@pytest.mark.nightly
 def test_the_cell_goes_on_when_the_job_ends_at_the_prompt(kernel, step):
     kernel.good(START)
     ref = kernel.good("print(job.ref)")
@@ -134,6 +142,7 @@ def test_the_cell_goes_on_when_the_job_ends_at_the_prompt(kernel, step):
     assert reply.out.split()[-1] == "cancelled"
 
 
+@pytest.mark.nightly
 def test_of_two_debuggers_of_a_rank_the_first_line_counts(kernel, step, new_kernel):
     kernel.good(START)
     ref = kernel.good("print(job.ref)")
@@ -151,6 +160,7 @@ def test_of_two_debuggers_of_a_rank_the_first_line_counts(kernel, step, new_kern
     assert not first.end().error
 
 
+@pytest.mark.nightly
 def test_without_a_person_at_the_front_end_breakpoints_are_passed_over(kernel, step):
     reply = kernel(f"{START}\nprint(job.result())", allow_stdin=False)
     assert reply.out.splitlines()[-1] == "28.0"

@@ -141,7 +141,10 @@ def test_launch_debugs_a_rank_in_its_terminal(terminal):
     assert shell.text.count("sum 1216.0") == 2
 
 
-@pytest.mark.parametrize(("words", "code"), [(LAUNCH, 128 + signal.SIGINT), (("notebook.py",), -signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(LAUNCH, 128 + signal.SIGINT), pytest.param(("notebook.py",), -signal.SIGINT, marks=pytest.mark.nightly)],
+)
 def test_ctrl_c_at_the_prompt_of_a_script_ends_the_job(terminal, words, code):
     shell = terminal(*words)
     shell.expect(r"\(rank \d\) ")
@@ -152,6 +155,7 @@ def test_ctrl_c_at_the_prompt_of_a_script_ends_the_job(terminal, words, code):
     assert len(re.findall(r"\(rank \d\) ", shell.text)) == 1
 
 
+@pytest.mark.nightly
 def test_ctrl_d_is_q(terminal):
     shell = terminal(*LAUNCH)
     shell.expect(r"\(rank 1\) ")
@@ -181,6 +185,7 @@ def test_debug_opens_a_job_of_another_terminal_and_ctrl_c_leaves_it(terminal, tm
     assert "result 7" in first.text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("lines", "result"),
     [("p k\nk = 6\n", 7), ("", 3), ("for _ in range(2):\n    k += 10", 23), ("k = 8\nc\nk = 90\n", 9), ("k = (\n", 3)],
@@ -206,6 +211,7 @@ def _at_breakpoint(ref):
     until(lambda: job.status.at_breakpoints)
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_cancelled_elsewhere_ends_the_prompt(terminal):
     shell = terminal(*LAUNCH, "--name", "debugged")
     shell.expect(r"\(rank 1\) ")
@@ -215,6 +221,7 @@ def test_a_job_that_is_cancelled_elsewhere_ends_the_prompt(terminal):
     assert "cancelled" in shell.text
 
 
+@pytest.mark.nightly
 def test_without_a_terminal_launch_passes_breakpoints_over(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     found = subprocess.run(

@@ -32,10 +32,10 @@ def interrupted(kernel, code, **options):
     return kernel.finish(message, timeout=60)
 
 
-WAITS = ("job.wait()", "job.result()", "list(job.logs(follow=True))", "job.stream_logs()", "job.exception()")
+WAITS = ("job.wait()", "list(job.logs(follow=True))", "job.stream_logs()", "job.exception()")
 
 
-@pytest.mark.parametrize("code", WAITS)
+@pytest.mark.parametrize("code", ["job.result()", *(pytest.param(wait, marks=pytest.mark.nightly) for wait in WAITS)])
 def test_the_first_interrupt_ends_the_wait_and_says_how_to_cancel(kernel, job, code):
     reply = interrupted(kernel, code)
     assert reply.error.startswith("KeyboardInterrupt")
@@ -55,7 +55,7 @@ def test_a_second_interrupt_in_any_wait_cancels(kernel, job):
     assert said.splitlines()[-1] == "user"
 
 
-@pytest.mark.parametrize("distance_s", [0.4, 2.5])
+@pytest.mark.parametrize("distance_s", [0.4, pytest.param(2.5, marks=pytest.mark.nightly)])
 def test_a_second_interrupt_after_the_cell_cancels(kernel, job, distance_s):
     message = kernel.send("job.wait()")
     time.sleep(0.5)
@@ -73,6 +73,7 @@ def test_a_second_interrupt_after_the_cell_cancels(kernel, job, distance_s):
     assert interrupted(kernel, "time.sleep(60)").error.startswith("KeyboardInterrupt")
 
 
+@pytest.mark.nightly
 def test_an_interrupt_of_another_cell_cancels_nothing(kernel, job):
     interrupted(kernel, "job.wait()")
     assert interrupted(kernel, "time.sleep(60)").error.startswith("KeyboardInterrupt")
@@ -84,6 +85,7 @@ def test_an_interrupt_of_another_cell_cancels_nothing(kernel, job):
     assert kernel.good("print(job.status.state.value)") == "running"
 
 
+@pytest.mark.nightly
 def test_a_second_interrupt_of_an_idle_kernel_long_after_cancels_nothing(kernel, job):
     interrupted(kernel, "job.wait()")
     time.sleep(10.2)
@@ -108,7 +110,7 @@ def test_where_nobody_can_type_the_first_interrupt_cancels(kernel, job):
     assert kernel.good("print(job.wait(100).state.value)").splitlines()[-1] == "cancelled"
 
 
-@pytest.mark.parametrize("wait", ["job.wait()", "job.stream_logs()"])
+@pytest.mark.parametrize("wait", ["job.wait()", pytest.param("job.stream_logs()", marks=pytest.mark.nightly)])
 def test_in_a_script_the_first_interrupt_cancels(tmp_path, wait):
     script = tmp_path / "script.py"
     script.write_text(

@@ -95,10 +95,12 @@ def test_an_error_within_a_second_has_its_card_and_the_sentence_once(kernel):
     assert status["text/plain"].count("such thing") < 10
 
 
+@pytest.mark.nightly
 def test_in_an_executed_notebook_only_what_is_asked_for_is_shown(kernel):
     assert not kernel("kd.launch(chatter, 2, number_of_processes=1).result()", allow_stdin=False).shown
 
 
+@pytest.mark.nightly
 def test_a_cell_that_waits_for_a_job_shown_before_does_not_show_it_again(kernel):
     kernel("job = kd.launch(chatter, 2, number_of_processes=1)\njob")
     assert not kernel("job.result()").shown
@@ -116,6 +118,7 @@ def job_name(kernel):
     return kernel.good("print(job.name)")
 
 
+@pytest.mark.nightly
 def test_a_cell_that_runs_again_says_that_its_first_job_still_runs_and_how_to_cancel_it(kernel):
     cell = "job = kd.launch(chatter, 30, number_of_processes=1)"
     assert not kernel(cell).err
@@ -129,6 +132,7 @@ def test_a_cell_that_runs_again_says_that_its_first_job_still_runs_and_how_to_ca
     assert not kernel(cell + "; job.cancel()").err
 
 
+@pytest.mark.nightly
 def test_jobs_of_a_loop_in_one_cell_are_no_mistake(kernel):
     assert not kernel("jobs = [kd.launch(chatter, 30, number_of_processes=1) for _ in range(2)]").err
     kernel.good("for job in jobs: job.cancel(); job.wait()")

@@ -36,6 +36,7 @@ def test_variables_stay_and_equal_values_are_folded(kernel):
     assert cell(kernel, "k;\nNone").out == ""
 
 
+@pytest.mark.nightly
 def test_output_comes_while_the_cell_runs(kernel):
     message = kernel.send("%%distribute\nimport time\nprint('first')\ntime.sleep(3)\nprint('last')")
     began = time.monotonic()
@@ -45,6 +46,7 @@ def test_output_comes_while_the_cell_runs(kernel):
     kernel.finish(message)
 
 
+@pytest.mark.nightly
 def test_figures_and_tables_are_shown_and_bars_are_lines(kernel):
     pytest.importorskip("pandas")
     pytest.importorskip("matplotlib")
@@ -111,7 +113,12 @@ def test_an_error_shows_the_cells_lines_and_the_next_cell_works(kernel):
 
 
 @pytest.mark.parametrize(
-    "wait", ["time.sleep(60)", "while True: pass", "dist.all_reduce(x) if rank else time.sleep(60)"]
+    "wait",
+    [
+        pytest.param("time.sleep(60)", marks=pytest.mark.nightly),
+        pytest.param("while True: pass", marks=pytest.mark.nightly),
+        "dist.all_reduce(x) if rank else time.sleep(60)",
+    ],
 )
 def test_the_stop_button_interrupts_the_cell_and_not_the_ranks(kernel, wait):
     cell(kernel, "import time, torch.distributed as dist\nkept = 8\nx = torch.ones(1)")
@@ -143,6 +150,7 @@ def test_a_breakpoint_opens_its_prompt_in_the_cell(kernel):
     assert "Cell In[" in reply.out
 
 
+@pytest.mark.nightly
 def test_the_stop_button_at_a_breakpoint_ends_the_cell(kernel):
     message = kernel.send("%%distribute\nif rank == 2: breakpoint()\ntorch.distributed.barrier()")
     assert kernel.client.get_stdin_msg(timeout=30)["content"]["prompt"] == "(rank 2) "
@@ -171,16 +179,11 @@ def test_mistakes_are_refused_in_one_line(kernel, code, said):
     assert len(reply.err.strip().splitlines()) == 1
 
 
+@pytest.mark.nightly
 def test_a_cell_with_options_is_a_job_of_its_own_and_a_line_says_so(kernel):
     reply = cell(kernel, "rank", " -n 2")
     assert "runs as a job of its own, not in local://live-" in reply.out
     assert reply.shown[-1]["text/plain"] == "[0, 1]"
-
-
-def test_a_restart_gives_new_processes(kernel):
-    cell(kernel, "gone = 1")
-    assert "is ready: new processes, without variables" in kernel("%distribute restart").out
-    assert cell(kernel, "'gone' in globals()").out.endswith("ranks 0-3: False\n")
 
 
 def test_ranks_that_have_died_say_so_and_restart_as_another_job(kernel):
@@ -193,6 +196,7 @@ def test_ranks_that_have_died_say_so_and_restart_as_another_job(kernel):
     assert cell(kernel, "1").out == "ranks 0-3: 1\n"
 
 
+@pytest.mark.nightly
 def test_c_code_that_never_returns_is_named_and_a_second_stop_ends_the_ranks(kernel):
     message = kernel.send("%%distribute\nimport ctypes\nprint('runs')\nctypes.PyDLL(None).sleep(300)")
     for said in ("runs", "C code cannot be interrupted"):
@@ -206,6 +210,7 @@ def test_c_code_that_never_returns_is_named_and_a_second_stop_ends_the_ranks(ker
     assert cell(kernel, "1").out == "ranks 0-3: 1\n"
 
 
+@pytest.mark.nightly
 def test_before_an_idle_end_a_line_comes_into_the_last_cell_and_short_cells_keep_the_ranks(kernel):
     kernel.good("%distribute stop")
     assert not kernel("%distribute start -n 1 --idle 5s --set threads=1").error

@@ -26,7 +26,7 @@ class Closed:
 INSTALLED = ("site-packages", "lib/python")
 
 
-@pytest.fixture(scope="module", params=["installed", "6"])
+@pytest.fixture(scope="module", params=["installed", pytest.param("6", marks=pytest.mark.nightly)])
 def notebook(request, kernel, tmp_path_factory):
     """A kernel of either version of ipykernel."""
     if request.param == "installed":

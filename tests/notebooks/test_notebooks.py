@@ -22,17 +22,18 @@ NOTEBOOKS = sorted(
 )
 ON_A_CLUSTER = {"cluster", "data", "finetune_llm on pods"}
 CLAIMS = {"data": "datasets", "finetune_llm on pods": "finetune"}
-NIGHTLY = {"data", "finetune_llm on pods", "gan", "hugging_face", "images", "packages", "resuming", "sounds", "sweep"}
 IN_CONTAINERS = {"packages"}
 
 
 def listed():
-    marks = {**dict.fromkeys(NIGHTLY, pytest.mark.nightly), "digits": pytest.mark.newest}
     runs = [
         *((path.stem, path) for path in NOTEBOOKS),
         ("finetune_llm on pods", ROOT / "notebooks" / "finetune_llm.ipynb"),
     ]
-    return [pytest.param((name, path), id=name, marks=marks.get(name, [])) for name, path in runs]
+    return [
+        pytest.param((name, path), id=name, marks=pytest.mark.newest if name == "digits" else pytest.mark.nightly)
+        for name, path in runs
+    ]
 
 
 @pytest.fixture(scope="module", params=listed())

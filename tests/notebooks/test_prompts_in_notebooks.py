@@ -29,6 +29,7 @@ def test_what_the_one_on_debugging_says_to_type_shows_the_bug(typed):
     assert "hidden = Tensor (3, 4) float32 cpu, 12 not finite" in error
 
 
+@pytest.mark.nightly
 def test_the_one_on_live_ranks_teaches_what_it_says(typed):
     notebook = nbformat.read(LIVE, as_version=4)
     lines = lines_to_type(notebook)
@@ -50,7 +51,8 @@ def test_the_one_on_live_ranks_teaches_what_it_says(typed):
     assert "has ended" in outputs[11]
 
 
-@pytest.mark.parametrize("path", [DEBUGGING, pytest.param(LIVE, marks=pytest.mark.nightly)], ids=["debugging", "live"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", [DEBUGGING, LIVE], ids=["debugging", "live"])
 def test_without_a_person_it_runs_to_its_end(tmp_path, path):
     found = subprocess.run(
         [sys.executable, "-m", "kale_dist.cli", "run", str(path), "-o", str(tmp_path / "executed.ipynb")],

@@ -10,6 +10,7 @@ import pytest
 
 import kale_dist as kd
 
+pytestmark = pytest.mark.nightly
 STRATEGIES = pathlib.Path(__file__).parents[2] / "notebooks" / "strategies.ipynb"
 
 
@@ -44,7 +45,6 @@ def test_a_quick_run_gives_what_the_repositorys_copy_has(tmp_path):
     assert all(f'"{one.word}"' in source or f"{one.__name__}(" in source for one in kd.strategies.ALL)
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_all_learn_the_digits(tmp_path):
     notebook = executed(tmp_path)

@@ -29,9 +29,9 @@ class Run:
 
 
 RUNS = [
-    Run("the rules of the simulation", ("tests/simcuda/rules.py",), 2),
-    Run("what a real GPU runs with two ranks", ("--group", "C"), 1),
-    Run("each strategy equals one process", ("tests/strategies/test_equality.py", "tests/strategies/test_larger.py")),
+    Run("the rules of the simulation", ("tests/simcuda/rules.py",), 2, is_nightly=True),
+    Run("what a real GPU runs with two ranks", ("--group", "C"), 1, is_nightly=True),
+    Run("DDP and FSDP equal one process", ("tests/strategies/test_equality.py", "tests/strategies/test_fsdp.py", "-k", "equal")),
     Run("live ranks, launch, and tied weights", ("tests/simcuda/uses.py",), 2, is_nightly=True),
     Run("waits of the host in a step", ("tests/simcuda/waits.py",), 2),
     Run("what a real GPU runs with one rank", ("--group", "A", "--group", "B"), 1, is_nightly=True),

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from one_process import WithLoss
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -89,11 +90,16 @@ def leave_early(model, loader, criterion, optimizer, device, args):
         optimizer.step()
 
 
+def call(strategy, ranks=2, *, model=None, optimizer=torch.optim.SGD, features=6, **options):
+    """A call that is refused before anything starts; `optimizer` gets the model's parameters."""
+    model = model or WithLoss()
+    loader = DataLoader(TensorDataset(torch.zeros(8, features), torch.zeros(8).long()), 4)
+    given = (model, loader, nn.CrossEntropyLoss(), optimizer(model.parameters()))
+    return kd.render(*given, strategy=strategy, number_of_processes=ranks, **{"on": "local", **options})
+
+
 def _digits(strategies, epochs, step, optimizer):
     """Runs in each rank: accuracy and the strategy's numbers of each, by name."""
-    from kale_dist.worker.training.loop import train
-    from kale_dist.worker.training.settings import Training
-
     x, y = load_digits(return_X_y=True)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = torch.tensor(x, dtype=torch.float32)[order] / 16, torch.tensor(y)[order]
@@ -105,19 +111,9 @@ def _digits(strategies, epochs, step, optimizer):
         loader = DataLoader(
             TensorDataset(x[:1400], y[:1400]), 16, shuffle=True, generator=torch.Generator().manual_seed(2)
         )
-        result = train(
-            Training(
-                model=model,
-                train_data_loader=loader,
-                eval_data_loader=DataLoader(TensorDataset(x[1400:], y[1400:]), 64),
-                criterion=nn.CrossEntropyLoss(),
-                optimizer=own,
-                scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(own, epochs),
-                train_step=step,
-                epochs=epochs,
-                strategy=strategy,
-            )
-        )
+        options = {"eval_data_loader": DataLoader(TensorDataset(x[1400:], y[1400:]), 64), "train_step": step}
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(own, epochs)
+        result = fit(model, loader, own, scheduler=scheduler, epochs=epochs, strategy=strategy, **options)
         found[name] = result.metrics.get("eval_accuracy", result.metrics.get("accuracy")), result.strategy
     return found
 

@@ -5,7 +5,9 @@ import time
 
 import pytest
 import torch
+import trainings
 from one_process import Case, WithLoss, compare, compare_in_notebook
+from strategy_jobs import call
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -128,10 +130,12 @@ def test_two_ranks_equal_one_process_and_send_what_the_formula_says():
     assert numbers["PlainSgd"]["bytes_sent"] == 50 * 2 * 2 * PLAIN_BYTES / 2
 
 
+@pytest.mark.nightly
 def test_a_forward_that_calls_a_method_of_its_model_equals_one_process():
     compare(FSDP(), names=("Encoded",), cases=UNITS)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", [FSDP(), FSDP(units=("scales.*",))], ids=repr)
 def test_a_forward_that_returns_weights_or_views_of_them_equals_one_process(strategy):
     compare(strategy, names=("Policies",), cases=UNITS)
@@ -168,21 +172,7 @@ def loader(samples=22):
 
 def fit(step, strategy, model=None, **options):
     """In a rank: train a model by a step."""
-    from kale_dist.worker.training.loop import train
-    from kale_dist.worker.training.settings import Training
-
-    model = model or Stack(spare=True)
-    return train(
-        Training(
-            model=model,
-            train_data_loader=loader(),
-            criterion=nn.CrossEntropyLoss(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            train_step=step,
-            strategy=strategy,
-            **options,
-        )
-    )
+    return trainings.fit(model or Stack(spare=True), loader(), train_step=step, strategy=strategy, **options)
 
 
 def launched(function, *args, ranks=2):
@@ -290,21 +280,12 @@ def in_a_rank_reading_numbers(strategy):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     if strategy is None:
         return reads_numbers_and_clips(model, data, nn.CrossEntropyLoss(), optimizer, None, None), model.state_dict()
-    from kale_dist.worker.training.loop import train
-    from kale_dist.worker.training.settings import Training
-
     seen = {}
 
     def step(*given):
         seen.update(reads_numbers_and_clips(*given))
 
-    result = train(
-        Training(
-            model=model, train_data_loader=data, criterion=nn.CrossEntropyLoss(), optimizer=optimizer,
-            train_step=step, strategy=strategy,
-        )
-    )  # fmt: skip
-    return seen, result.model_state
+    return seen, trainings.fit(model, data, optimizer, train_step=step, strategy=strategy).model_state
 
 
 def test_numbers_that_a_step_reads_are_those_of_the_whole_model():
@@ -338,12 +319,13 @@ def differ(kind):
     fit(step, FSDP(units=("layers.*",)), Stack())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("layer", "layers.1"),
-        pytest.param("no backward", "no backward pass", marks=pytest.mark.nightly),
-        pytest.param("left", "left the loop", marks=pytest.mark.nightly),
+        ("no backward", "no backward pass"),
+        ("left", "left the loop"),
     ],
 )
 def test_ranks_that_differ_get_an_error_in_words(kind, words):
@@ -404,6 +386,7 @@ def fit_caching():
     return fit(None, FSDP(), Caching())
 
 
+@pytest.mark.nightly
 def test_a_model_whose_structure_changes_comes_back():
     first, _ = launched(fit_caching)
     assert type(first.model) is Caching
@@ -416,6 +399,7 @@ def fit_with_whole_numbers():
     return fit(None, FSDP(), model)
 
 
+@pytest.mark.nightly
 def test_a_parameter_of_whole_numbers_comes_back():
     first, _ = launched(fit_with_whole_numbers)
     assert first.model_state["table"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -454,6 +438,7 @@ def averages(model, data, criterion, optimizer, *_):
         model.average()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("make", "step", "said"),
     [
@@ -468,6 +453,7 @@ def test_a_model_that_changes_its_weights_is_told_that_they_would_be_lost(make, 
     assert f"The model's {said}" in str(caught.value)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("step", "remedy"),
     [
@@ -513,6 +499,7 @@ def reads_parts_by_the_way(model, data, criterion, optimizer, *_):
         time.sleep(random.SystemRandom().uniform(0, 0.1))
 
 
+@pytest.mark.nightly
 def test_notices_of_a_rank_wait_for_no_other_rank():
     job = kd.launch(fit, reads_parts_by_the_way, FSDP(), epochs=20, number_of_processes=2, threads=1, timeout_s=60)
     job.result()
@@ -525,27 +512,11 @@ def averages_by_callback():
     return averaged and {name: value.shape for name, value in averaged.items()}
 
 
+@pytest.mark.nightly
 def test_the_remedies_train():
     first, _ = launched(averages_by_callback)
     assert first == {name: value.shape for name, value in Stack().state_dict().items()}
     assert launched(fit, reads_whole_arrays, FSDP())[0].epochs == 1
-
-
-def call(model=None, strategy=None, **options):
-    """A call that is refused before anything starts."""
-    model = model or WithLoss()
-    options.setdefault(
-        "optimizer", torch.optim.SGD(model.parameters(), lr=0.1) if isinstance(model, nn.Module) else None
-    )
-    return kd.distribute(
-        model,
-        loader(),
-        nn.CrossEntropyLoss(),
-        strategy=strategy or FSDP(),
-        number_of_processes=2,
-        on="local",
-        **options,
-    )
 
 
 class Lamb(torch.optim.SGD):
@@ -579,21 +550,21 @@ def tied():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: call(with_scalar()),
-        lambda: call(with_two_dtypes()),
-        lambda: call(with_hook()),
-        lambda: call(nn.Sequential(nn.LazyLinear(4))),
-        lambda: call(strategy=FSDP(units=("boody.*",))),
-        lambda: call(tied(), FSDP(units=("0",))),
-        lambda: call(precision="fp16"),
-        lambda: call(model := WithLoss(), optimizer=torch.optim.Adafactor(model.parameters())),
-        lambda: call(nn.Sequential(nn.EmbeddingBag(6, 4, sparse=True))),
+        lambda: call(FSDP(), model=with_scalar()),
+        lambda: call(FSDP(), model=with_two_dtypes()),
+        lambda: call(FSDP(), model=with_hook()),
+        lambda: call(FSDP(), model=nn.Sequential(nn.LazyLinear(4))),
+        lambda: call(FSDP(units=("boody.*",))),
+        lambda: call(FSDP(units=("0",)), model=tied()),
+        lambda: call(FSDP(), precision="fp16"),
+        lambda: call(FSDP(), optimizer=torch.optim.Adafactor),
+        lambda: call(FSDP(), model=nn.Sequential(nn.EmbeddingBag(6, 4, sparse=True))),
         lambda: FSDP(units="block"),
         lambda: FSDP(units=()),
         lambda: FSDP(compile="yes"),
         lambda: FSDP(plan={}),
-        lambda: call(model := WithLoss(), optimizer=Lamb(model.parameters())),
-        lambda: call(nn.ModuleList([WithLoss()])),
+        lambda: call(FSDP(), optimizer=Lamb),
+        lambda: call(FSDP(), model=nn.ModuleList([WithLoss()])),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_at_the_call(make, refusal):

@@ -154,6 +154,7 @@ def lines(job):
     return "\n".join(line.text for line in job.logs())
 
 
+@pytest.mark.nightly
 def test_a_worker_of_asynchronous_servers_may_be_lost():
     job = train(ParameterServer(mode="async"), 4, lost=1)
     try:
@@ -177,7 +178,8 @@ def test_a_worker_of_asynchronous_servers_may_be_lost():
         job.delete()
 
 
-@pytest.mark.parametrize("unseen_s", [pytest.param(0.0, marks=pytest.mark.nightly), 0.1])
+@pytest.mark.nightly
+@pytest.mark.parametrize("unseen_s", [0.0, 0.1])
 def test_rank_0_ends_the_attempt_and_the_job_resumes(unseen_s):
     """Also where the others' errors, that they miss it, are told before its end."""
     job = train(ParameterServer(mode="async"), 3, lost=0, unseen_s=unseen_s)
@@ -188,6 +190,7 @@ def test_rank_0_ends_the_attempt_and_the_job_resumes(unseen_s):
         job.delete()
 
 
+@pytest.mark.nightly
 def test_a_server_and_its_backup_lost_resumes_from_the_checkpoint():
     expected = train(ParameterServer(backup=True), 4)
     job = train(ParameterServer(backup=True), 4, deaths=((PRIMARY, 9), (BACKUP, 15)))

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from one_process import WithLoss, compare
+from one_process import compare
+from strategy_jobs import call
 from test_tensor import ATTENTION, PLAN, PLANNED
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import kale_dist as kd
 from kale_dist.strategies import Mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*processes share:UserWarning")
@@ -23,6 +21,7 @@ def test_ranks_form_a_table():
     assert (stages.peers, stages.replicas, stages.part) == ((2, 3), (1, 3, 5), "shard 1 of 3, stage 1 of 2")
 
 
+@pytest.mark.nightly
 def test_two_pipelines_equal_one_process_and_send_what_the_formula_says():
     numbers = compare(Mesh(data=2, pipeline=2, micro_batches=3), 4, names=("MomentumAccumulatedClipped",))
     samples, passes, number = 10 * (2 * (4 * 4 + 3) + 1), 10 * 2, 8
@@ -72,22 +71,6 @@ def test_a_compiled_mesh_equals_one_process():
 @pytest.mark.real("Triton")
 def test_compiled_pipelines_equal_one_process():
     compare(Mesh(data=2, pipeline=2, micro_batches=2, compile=True), 4, names=("MomentumAccumulatedClipped",))
-
-
-def call(strategy, processes):
-    """A call that is refused before anything starts."""
-    model = WithLoss()
-    data = TensorDataset(torch.randn(8, 6), torch.zeros(8, dtype=torch.int64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return kd.distribute(
-        model,
-        DataLoader(data, 4),
-        nn.CrossEntropyLoss(),
-        optimizer,
-        strategy=strategy,
-        number_of_processes=processes,
-        on="local",
-    )
 
 
 @pytest.mark.parametrize(

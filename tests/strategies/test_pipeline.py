@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from one_process import CASES, Case, compare, compare_in_notebook
+from strategy_jobs import call
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -103,6 +104,7 @@ class TwoCalls(GptAdamClippedInStep):
 GPTS = {case.__name__: case for case in (GptAdamClippedInStep, GptAccumulated, TwoCalls)}
 
 
+@pytest.mark.nightly
 def test_two_stages_equal_one_process_and_send_what_the_formula_says():
     names = ("MomentumAccumulatedClipped", "GptAdamClippedInStep")
     numbers = compare(Pipeline(micro_batches=3), names=names, cases={**CASES, **GPTS})
@@ -445,7 +447,7 @@ class Caching(nn.Linear):
 
 
 @pytest.mark.filterwarnings("ignore:.*gives a new model object")
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_buffers_that_a_stages_forward_adds_come_back_with_all_weights(persistent):
     torch.manual_seed(0)
     model = nn.Sequential(Caching(persistent), Caching(persistent))
@@ -463,6 +465,7 @@ def test_buffers_that_a_stages_forward_adds_come_back_with_all_weights(persisten
     torch.testing.assert_close(found, expected.state_dict())
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*has never run on GPUs")
 def test_a_skip_connection_ends_the_job_with_its_name():
     torch.manual_seed(0)
@@ -498,6 +501,7 @@ def hand_made_sgd(model, data_loader, criterion, optimizer, device, args):
             p.data.add_(p.grad, alpha=-0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*has never run on GPUs")
 @pytest.mark.parametrize(
     ("step", "said"),
@@ -550,11 +554,7 @@ def sequence(*modules):
     ],
 )
 def test_what_cannot_be_cut_is_refused_at_the_call(settings, model, ranks, refusal):
-    parameters = [p for p in model.parameters() if not torch.nn.parameter.is_lazy(p)]
-    loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 4)), 4)
-    given = (model, loader, nn.MSELoss(), torch.optim.SGD(parameters, lr=0.1))
-    where = {"number_of_processes": ranks, "on": "local"}
-    assert refusal(lambda: kd.distribute(*given, strategy=Pipeline(**settings), **where)).argument == "strategy"
+    assert refusal(lambda: call(Pipeline(**settings), ranks, model=model, features=4)).argument == "strategy"
 
 
 def own_step(model, data_loader, criterion, optimizer, device, args):
@@ -569,11 +569,7 @@ def own_step(model, data_loader, criterion, optimizer, device, args):
     ],
 )
 def test_trainings_that_need_the_whole_model_are_refused_at_the_call(options, refusal):
-    model = sequence()
-    optimizer = options.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 4)), 4)
-    given, where = (model, loader, nn.MSELoss(), optimizer), {"number_of_processes": 2, "on": "local"}
-    refusal(lambda: kd.distribute(*given, strategy="pipeline", **where, **options))
+    refusal(lambda: call("pipeline", model=sequence(), features=4, **options))
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,21 @@
 """What a call refuses before anything starts, because of its strategy."""
 
+import math
+
 import pytest
 import torch
+from strategy_jobs import call
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kale_dist as kd
-from kale_dist.errors import JobFailedError
-from kale_dist.strategies import Gossip, LocalSGD, ParameterServer
+from kale_dist.errors import ConfigError, JobFailedError
+from kale_dist.strategies import DDP, Gossip, LocalSGD, ParameterServer
 from kale_dist.worker.training import supervised
 
 
 def own_step(model, data_loader, criterion, optimizer, device, args):
     """Never runs: the ready-made one takes no LBFGS."""
-
-
-def call(strategy, number_of_processes, *, make=lambda p: torch.optim.SGD(p, lr=0.1), model=None, **options):
-    model = model or nn.Linear(3, 2)
-    loader = DataLoader(TensorDataset(torch.zeros(8, 3), torch.zeros(8).long()), 4)
-    return kd.render(
-        model,
-        loader,
-        nn.CrossEntropyLoss(),
-        make(model.parameters()),
-        strategy=strategy,
-        number_of_processes=number_of_processes,
-        on="local",
-        **options,
-    )
 
 
 @pytest.mark.parametrize(
@@ -48,7 +36,7 @@ def test_worlds_that_cannot_be_are_refused_with_a_remedy(strategy, processes, ar
 
 @pytest.mark.parametrize("strategy", [LocalSGD(), Gossip(), ParameterServer()], ids=repr)
 def test_a_line_search_needs_all_ranks(strategy, refusal):
-    refusal(lambda: call(strategy, 2, make=torch.optim.LBFGS, train_step=own_step))
+    refusal(lambda: call(strategy, 2, optimizer=torch.optim.LBFGS, train_step=own_step))
 
 
 class TwoSteps(torch.optim.SGD):
@@ -63,8 +51,8 @@ class TwoSteps(torch.optim.SGD):
 @pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
 def test_a_norm_of_all_gradients_needs_all_of_them(strategy, refusal):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    refusal(lambda: call(strategy, 2, make=TwoSteps, model=model))
-    call("fsdp", 2, make=TwoSteps, model=nn.Linear(3, 2))
+    refusal(lambda: call(strategy, 2, optimizer=TwoSteps, model=model))
+    call("fsdp", 2, optimizer=TwoSteps, model=nn.Linear(3, 2))
 
 
 class ClippingSgd(torch.optim.SGD):
@@ -94,9 +82,9 @@ class OwnDistance(torch.optim.SGD):
 @pytest.mark.parametrize("make", [ClippingSgd, ProdigyOfOurs], ids=lambda make: make.__name__)
 def test_optimizers_that_look_at_all_weights_are_refused(strategy, make, refusal):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    refusal(lambda: call(strategy, 2, make=make, model=model))
-    call(strategy, 2, make=lambda p: ClippingSgd(p, max_grad_norm=0), model=model)
-    call("ddp", 2, make=make, model=nn.Linear(3, 2))
+    refusal(lambda: call(strategy, 2, optimizer=make, model=model))
+    call(strategy, 2, optimizer=lambda p: ClippingSgd(p, max_grad_norm=0), model=model)
+    call("ddp", 2, optimizer=make, model=nn.Linear(3, 2))
 
 
 def trained_by_distance(strategy, frozen=0):
@@ -121,6 +109,7 @@ def trained_by_distance(strategy, frozen=0):
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("strategy", "frozen"), [("tensor", 0), ("pipeline", 0), ("pipeline", 1)])
 def test_an_unknown_optimizer_that_looks_at_all_weights_fails_in_its_first_steps(strategy, frozen):
     with pytest.raises(JobFailedError, match=r"OwnDistance computes 'distance' of all weights.*strategy='ddp'"):
@@ -155,6 +144,7 @@ def test_of_several_optimizers_the_one_is_named_that_does():
     job.delete()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_trains_where_its_numbers_are_those_of_all_weights(strategy):
     for found, expected in zip(trained_by_distance(strategy), trained_by_distance(None), strict=True):
@@ -168,3 +158,46 @@ def test_servers_do_not_leave_out_steps(refusal):
 def test_servers_take_no_sparse_gradients(refusal):
     model = nn.Sequential(nn.Embedding(8, 3, sparse=True), nn.Linear(3, 2))
     refusal(lambda: call("parameter-server", 2, model=model))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: DDP(exchange="rnig"), "Did you mean 'ring'?"),
+        (lambda: DDP(compress="fp32"), "Use one of: None, 'fp16', 'bf16', 'powersgd'"),
+        (lambda: DDP(compress="fp16", exchange="ring"), "Leave out one of them"),
+        (lambda: DDP(bucket_mb=3), "Did you mean 'bucket_mib'?"),
+        (lambda: DDP(bucket_mib=0), "Give a number of MiB such as 25.0"),
+        (lambda: DDP(bucket_mib=math.nan), "Give a number of MiB such as 25.0"),
+        (lambda: DDP("ring"), "without names"),
+        (lambda: LocalSGD(sync_every=0), "sync_every=0 is neither"),
+        (lambda: LocalSGD(sync_every=True), "sync_every=True is neither"),
+        (lambda: LocalSGD(sync_every=2.5), "sync_every=2.5 is neither"),
+        (lambda: LocalSGD(sync_every="epochs"), "sync_every='epochs' is neither"),
+        (lambda: LocalSGD(sync_every=float("nan")), "sync_every=nan is neither"),
+        (lambda: LocalSGD(outer="dilco"), "Did you mean 'diloco'"),
+        (lambda: LocalSGD(outer=True), "there is no outer=True"),
+        (lambda: LocalSGD(every=3), "has no setting 'every'"),
+        (lambda: LocalSGD(sync_evry=3), "Did you mean 'sync_every'"),
+        (lambda: Gossip(graph="rings"), "Did you mean 'ring'"),
+        (lambda: Gossip(graph=3), "there is no graph=3"),
+        (lambda: Gossip(mode="asynchronous"), "there is no mode='asynchronous'"),
+        (lambda: Gossip(send="change"), "Did you mean 'changed'"),
+        (lambda: Gossip(send="changed", mode="async"), "needs neighbours that meet after every step"),
+        (lambda: Gossip(sync_every=3), "has no setting 'sync_every'"),
+        (lambda: ParameterServer(servers=0), "servers=0"),
+        (lambda: ParameterServer(servers=1.5), "servers=1.5"),
+        (lambda: ParameterServer(mode="asynch"), "Did you mean 'async'"),
+        (lambda: ParameterServer(staleness=4), "staleness=4 is given, and with mode='sync'"),
+        (lambda: ParameterServer(staleness=0, mode="sync"), "staleness=0 is given"),
+        (lambda: ParameterServer(staleness=-1, mode="async"), "staleness=-1"),
+        (lambda: ParameterServer(staleness=True, mode="async"), "staleness=True"),
+        (lambda: ParameterServer(backup=True, mode="async"), "backup=True is given, and with mode='async'"),
+        (lambda: ParameterServer(backup=1), "backup=1 is neither"),
+        (lambda: ParameterServer(backups=True), "Did you mean 'backup'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_when_they_are_made(make, said):
+    with pytest.raises(ConfigError, match="strategy") as caught:
+        make()
+    assert said in str(caught.value)

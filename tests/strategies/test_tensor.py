@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
-from one_process import Case, TiedAdamClippedInStep, WithLoss, compare, compare_in_notebook
+import trainings
+from one_process import Case, TiedAdamClippedInStep, compare, compare_in_notebook
+from strategy_jobs import call
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -164,6 +166,7 @@ PLAN = {
 }
 
 
+@pytest.mark.nightly
 def test_two_ranks_equal_one_process_and_send_what_the_formula_says():
     numbers = compare(Tensor(), names=("PlainSgd", "MomentumAccumulatedClipped", "TiedAdamClippedInStep"))
     # Outputs joined: 1/2 of 10 + 8 + 4 numbers a sample; gradients of the inputs of the last two layers summed: 10 + 8.
@@ -171,16 +174,19 @@ def test_two_ranks_equal_one_process_and_send_what_the_formula_says():
     assert numbers["PlainSgd"]["bytes_sent"] == 2 * samples * 8 * (22 / 2 + 18)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [{}, {"0": "columns", "2": "rows"}], ids=repr)
 def test_losses_of_gradients_and_of_copies_equal_one_process(plan):
     compare(Tensor(plan=plan), names=("Penalised", "Copied"), cases={"Penalised": Penalised, "Copied": Copied})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [{}, {"up": "columns", "down": "rows", "again": "rows"}], ids=repr)
 def test_layers_that_share_a_weight_of_a_layer_before_them_equal_one_process(plan):
     compare(Tensor(plan=plan), names=("SharedThrice",), cases={"SharedThrice": SharedThrice})
 
 
+@pytest.mark.nightly
 def test_a_layer_whose_outputs_the_ranks_do_not_divide_stays_whole_and_the_log_says_so():
     compare(Tensor(), names=("Odd",), cases={"Odd": Odd})
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
@@ -201,6 +207,7 @@ def test_a_compiled_model_equals_one_process():
     compare(Tensor(), names=("Compiled",), cases={"Compiled": Compiled})
 
 
+@pytest.mark.nightly
 def test_a_plan_for_attention_equals_one_process():
     compare(Tensor(plan=PLAN), names=("AttentiveAccumulated",), cases=ATTENTION)
 
@@ -231,9 +238,6 @@ def test_the_notebooks_own_objects_come_back_equal():
 
 def fit(plan, misuse):
     """Runs in a rank: trains a Transformer; a plan that does not fit its forward is misused."""
-    from kale_dist.worker.training.loop import train
-    from kale_dist.worker.training.settings import Training
-
     torch.manual_seed(7)
     model = Transformer()
     teacher = copy.deepcopy(model)
@@ -252,29 +256,17 @@ def fit(plan, misuse):
                 if misuse == "average":
                     mean.data.mul_(0.9).add_(weight.data, alpha=0.1)
 
-    train(
-        Training(
-            model=model,
-            train_data_loader=DataLoader(TensorDataset(data), 4),
-            criterion=nn.CrossEntropyLoss(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            train_step=step,
-            strategy=Tensor(plan=plan),
-        )
-    )
+    loader = DataLoader(TensorDataset(data), 4)
+    trainings.fit(model, loader, train_step=step, strategy=Tensor(plan=plan))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("plan", "misuse", "words"),
     [
         ({}, "average", "callbacks=[kd.callbacks.EMA()]"),
         ({"blocks.*.down": "rows"}, None, "blocks.0.down is planned as 'rows' and got an input of width 16, not 8"),
-        pytest.param(
-            {},
-            "noise",
-            "blocks.0.norm.bias is on every rank, and its gradients were not equal",
-            marks=pytest.mark.nightly,
-        ),
+        ({}, "noise", "blocks.0.norm.bias is on every rank, and its gradients were not equal"),
     ],
 )
 def test_a_plan_that_does_not_fit_the_forward_is_an_error_in_words(plan, misuse, words):
@@ -291,22 +283,6 @@ def own_step(model, data_loader, criterion, optimizer, device, args):
     """Never runs: the ready-made one takes no LBFGS."""
 
 
-def call(model=None, strategy=None, processes=2, optimizer=torch.optim.AdamW, **options):
-    """A call that is refused before anything starts."""
-    model = model or WithLoss()
-    data = TensorDataset(torch.randn(8, 6), torch.zeros(8, dtype=torch.int64))
-    return kd.distribute(
-        model,
-        DataLoader(data, 4),
-        nn.CrossEntropyLoss(),
-        optimizer(model.parameters()),
-        strategy=strategy or Tensor(),
-        number_of_processes=processes,
-        on="local",
-        **options,
-    )
-
-
 def two_ways():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight
@@ -316,16 +292,16 @@ def two_ways():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: call(strategy=Tensor(plan={"body.0": "columns"}), processes=4),
-        lambda: call(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3))),
-        lambda: call(processes=1),
-        lambda: call(nn.Sequential(nn.Conv2d(1, 2, 3))),
-        lambda: call(strategy=Tensor(plan={"boddy.0": "rows"})),
-        lambda: call(strategy=Tensor(plan={"body.1": "rows"})),
-        lambda: call(two_ways(), Tensor(plan={"1": "rows"})),
-        lambda: call(nn.Sequential(nn.Embedding(4, 4)), Tensor(plan={"0": "rows"})),
-        lambda: call(optimizer=torch.optim.LBFGS, train_step=own_step),
-        lambda: call(precision="fp16"),
+        lambda: call(Tensor(plan={"body.0": "columns"}), 4),
+        lambda: call(Tensor(), model=nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3))),
+        lambda: call(Tensor(), 1),
+        lambda: call(Tensor(), model=nn.Sequential(nn.Conv2d(1, 2, 3))),
+        lambda: call(Tensor(plan={"boddy.0": "rows"})),
+        lambda: call(Tensor(plan={"body.1": "rows"})),
+        lambda: call(Tensor(plan={"1": "rows"}), model=two_ways()),
+        lambda: call(Tensor(plan={"0": "rows"}), model=nn.Sequential(nn.Embedding(4, 4))),
+        lambda: call(Tensor(), optimizer=torch.optim.LBFGS, train_step=own_step),
+        lambda: call(Tensor(), precision="fp16"),
         lambda: Tensor(plan={"0": "column"}),
         lambda: Tensor(plan=["0"]),
     ],

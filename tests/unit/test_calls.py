@@ -168,6 +168,7 @@ def test_an_attached_job_is_the_one_this_process_has():
     job.wait()
 
 
+@pytest.mark.nightly
 def test_elsewhere_a_model_is_built_from_the_snapshot():
     model, *rest = objects()
     job = kd.distribute(model, *rest, number_of_processes=1, name="attached-elsewhere")
@@ -203,6 +204,7 @@ def test_a_mistake_of_a_step_is_told_once_without_frames_of_ours():
     assert "File" not in str(error)
 
 
+@pytest.mark.nightly
 def test_without_its_snapshot_an_attached_job_has_weights_but_no_model():
     model, *rest = objects()
     kd.distribute(model, *rest, number_of_processes=1, name="snapshot-gone").wait()

@@ -138,6 +138,7 @@ def call():
     )
 
 
+@pytest.mark.nightly
 def test_an_optimizer_around_another_that_skips_torchs_constructor_steps(tmp_path):
     play(
         tmp_path,
@@ -229,6 +230,7 @@ def call():
     )
 
 
+@pytest.mark.nightly
 def test_a_function_that_was_compiled_in_a_cell_is_compiled_in_the_rank(tmp_path):
     play(
         tmp_path,
@@ -341,6 +343,7 @@ def test_a_memory_store_counts_without_writing(tmp_path):
     assert names_in(tmp_path) == []
 
 
+@pytest.mark.nightly
 def test_a_snapshot_of_a_large_model_takes_almost_no_memory():
     benchmark = pathlib.Path(__file__).parents[2] / "benchmarks" / "snapshot.py"
     command = [sys.executable, str(benchmark), "measure", "kale_dist", "400"]

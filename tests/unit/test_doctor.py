@@ -94,8 +94,8 @@ def test_a_machine_without_interpreter_or_home_is_examined_to_the_end(monkeypatc
     ("source", "words"),
     [
         ("raise ImportError('libtorch is broken')", "libtorch is broken"),
-        ("import os; os._exit(3)", "import torch fails"),
-        ("print('noise'); __version__ = '1.9.1+cpu'", "import torch fails"),
+        pytest.param("import os; os._exit(3)", "import torch fails", marks=pytest.mark.nightly),
+        pytest.param("print('noise'); __version__ = '1.9.1+cpu'", "import torch fails", marks=pytest.mark.nightly),
     ],
 )
 def test_a_broken_torch_is_a_failure_and_the_exit_code_says_so(tmp_path, source, words):

@@ -73,6 +73,7 @@ def test_a_failing_cell_ends_it_with_1_and_its_traceback_comes_last(story):
     assert "out.ipynb" in errors.splitlines()[-1]
 
 
+@pytest.mark.nightly
 def test_a_mistake_in_a_call_ends_with_the_users_line_and_one_sentence(tmp_path):
     path = write(tmp_path / "a.ipynb", "import kale_dist as kd\nkd.launch(print, number_of_processes=-1)")
     running = start(path, "-o", tmp_path / "out.ipynb")
@@ -113,7 +114,9 @@ def test_the_executed_notebook_is_kept_with_the_jobs_last_state(story):
     assert cells[5].execution_count is None
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.nightly)]
+)
 def test_a_signal_ends_the_cell_and_its_job_and_keeps_the_notebook(tmp_path, number, code):
     path = write(
         tmp_path / "a.ipynb",
@@ -142,6 +145,7 @@ print('the end')
 """
 
 
+@pytest.mark.nightly
 def test_a_log_that_a_cell_streams_is_shown_once_and_a_job_that_nobody_waits_for_ends_with_the_notebook(tmp_path):
     cells = (
         STORY[0],

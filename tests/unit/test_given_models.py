@@ -105,7 +105,9 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [by_data, *(pytest.param(change, marks=pytest.mark.nightly) for change in list(CHANGES)[1:])]
+)
 def test_what_has_changed_comes_back_and_the_rest_stays(jobs, change):
     model, twin = net(), net()
     for each in (model, twin):
@@ -194,7 +196,7 @@ def test_a_model_that_has_changed_meanwhile_gets_the_jobs_values_all_of_them(job
     assert not same(model.state_dict(), twin.state_dict())
 
 
-@pytest.mark.parametrize("how", ["missing", "damaged"])
+@pytest.mark.parametrize("how", [pytest.param("missing", marks=pytest.mark.nightly), "damaged"])
 def test_weights_whose_bytes_are_gone_are_refused_and_the_value_is_not(jobs, how):
     model = net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -254,6 +256,7 @@ def shapes_one(model, both):
     return "value"
 
 
+@pytest.mark.nightly
 def test_models_that_cannot_come_back_say_why(jobs):
     jobs += [kd.launch(shapes_one, Lazy(), False, number_of_processes=1)]
     with pytest.warns(KaleDistWarning, match="did not come back, because unseen.weight is a UninitializedParameter"):
@@ -275,6 +278,7 @@ def divides(model):
     optimizer.step()
 
 
+@pytest.mark.nightly
 def test_what_was_divided_comes_back_whole_and_only_what_has_changed(jobs):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 30_000), nn.Linear(30_000, 2))
@@ -349,6 +353,7 @@ def name_themselves(parent, *names):
     return [kd.Folder(pathlib.Path(parent, name)) for name in names]
 
 
+@pytest.mark.nightly
 def test_folders_of_all_names_come_back_apart(jobs, tmp_path):
     names = ["step-2", "step", "inner/step", "x" * 255]
     jobs.append(kd.launch(name_themselves, tmp_path, *names, number_of_processes=1))
@@ -375,6 +380,7 @@ def logs(folder):
     return kd.Folder(folder), CutsLog(folder / "log")
 
 
+@pytest.mark.nightly
 def test_a_log_that_is_cut_meanwhile_does_not_cost_the_result(jobs, tmp_path):
     jobs.append(kd.launch(logs, tmp_path, number_of_processes=1))
     assert files_of(jobs[0].result()[0]) == {"log": 50_000, "large": 20 << 20}
@@ -437,6 +443,7 @@ def makes_odd_files(folder):
     os.mkfifo(folder / "pipe")
 
 
+@pytest.mark.nightly
 def test_odd_files_stay_and_the_log_says_so(jobs, tmp_path):
     jobs.append(kd.launch(writes, tmp_path / "there", makes_odd_files, number_of_processes=1))
     assert files_of(jobs[0].result()["folder"]) == {"inner/weights.bin": 100_000, "inner/empty": 0, "last": 100_000}
@@ -470,6 +477,7 @@ def is_gone(folder):
     shutil.rmtree(folder.parent)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
@@ -494,6 +502,7 @@ def shards(model):
     return "value"
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_shards_of_fsdp_1_are_not_taken_for_the_weights(jobs):
@@ -527,6 +536,7 @@ def predicts(model):
         return model(torch.ones(1, 2)).shape[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [Extra, Raising, "quantised"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")
@@ -543,6 +553,7 @@ def test_an_evaluation_leaves_a_model_as_it_is_whatever_it_is_made_of(jobs, kind
         assert (model.weight == 7).all()
 
 
+@pytest.mark.nightly
 def test_an_expanded_buffer_is_no_half_loaded_model(jobs):
     model = nn.Linear(2, 2)
     model.register_buffer("wide", torch.ones(1).expand(4))
@@ -581,6 +592,7 @@ def wraps(model, loss):
             value.add_(1)
 
 
+@pytest.mark.nightly
 def test_a_part_in_ddp_comes_back_by_its_own_names(jobs):
     model = nn.Linear(2, 2)
     loss, before = Loss(model), model.weight.detach().clone()

@@ -58,6 +58,7 @@ def run(script, **environment):
 # -- the notebook's default device and switches ------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_default_device_does_not_crash_the_snapshot_of_a_tensor_on_a_gpu():
     run("""
         import torch
@@ -89,6 +90,7 @@ def test_every_tensor_that_the_library_makes_says_on_which_device():
     assert not silent
 
 
+@pytest.mark.nightly
 def test_a_training_in_a_notebook_with_a_default_device_is_as_any_other(tmp_path):
     """The ranks of a job on the CPU make their tensors there."""
     printed = run(
@@ -154,6 +156,7 @@ def test_each_switch_of_precision_is_taken_over(switch):
     """)
 
 
+@pytest.mark.nightly
 def test_an_accelerator_as_default_device_becomes_the_ranks_own():
     flags = run("""
         import json, torch
@@ -355,6 +358,7 @@ def test_functions_on_several_gpus_have_a_limit_for_stalls(machine, given, limit
 # -- ranks that connect, and ranks that wait ---------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_ranks_that_do_not_connect_give_up_in_time():
     """Here the second rank comes as far as the store, and no further; the group is gloo's, as there is no NCCL."""
     run("""
@@ -392,6 +396,7 @@ def test_small_shared_memory_is_said(monkeypatch, ranks, mib, is_small):
     assert ("--shm-size" in group.small_shm(ranks)) is is_small
 
 
+@pytest.mark.nightly
 def test_a_rank_that_burns_time_in_a_collective_that_another_left_is_found(tmp_path, monkeypatch):
     """On a GPU the wait for a collective is a busy one, in the user's own frame."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

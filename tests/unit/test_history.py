@@ -53,7 +53,7 @@ def looked(ranks, seconds):
         (64, 86_400, 300, 400),
         (2, 365 * 86_400, 500, 600),
         # As many numbers as 64 ranks have.
-        (1024, 86_400, 10, 40),
+        pytest.param(1024, 86_400, 10, 40, marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_has_at_most_600_moments_however_long_its_job_is(ranks, seconds, fewest, most):

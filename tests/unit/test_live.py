@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import kale_dist as kd
 from kale_dist.notebook import live
 
@@ -45,6 +47,7 @@ def test_a_deleted_job_says_so(capsys):
     assert capsys.readouterr().out == f"<Job {job.ref} deleted>\n"
 
 
+@pytest.mark.nightly
 def test_an_ipython_terminal_prints_text(tmp_path):
     command = [
         sys.executable,

@@ -186,7 +186,9 @@ def collate(items):
 """
 
 
-@pytest.mark.parametrize("method", [pytest.param("forkserver", marks=pytest.mark.nightly), "spawn", "fork"])
+@pytest.mark.parametrize(
+    "method", [*(pytest.param(one, marks=pytest.mark.nightly) for one in ("forkserver", "spawn")), "fork"]
+)
 def test_dataloader_workers_of_every_start_method_know_the_notebooks_classes(tmp_path, method):
     play(
         tmp_path,

@@ -50,7 +50,7 @@ def test_jobs_of_one_process_share_one_agent():
     assert not any(job.status.notes for job in jobs)
 
 
-@pytest.mark.parametrize("has_person", [True, False])
+@pytest.mark.parametrize("has_person", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_job_that_is_long_in_coming_tells_a_person_what_it_waits_for(monkeypatch, capfd, has_person):
     monkeypatch.setattr(local, "_LONG_S", 0.0)
     monkeypatch.setattr(interrupts, "has_person", lambda: has_person)
@@ -130,6 +130,7 @@ def seen(name):
     return os.environ.get(name)
 
 
+@pytest.mark.nightly
 def test_a_changed_variable_that_is_read_at_load_gets_a_new_agent_and_the_job_says_why(monkeypatch):
     before = run()
     before.wait()

@@ -36,6 +36,7 @@ answer = Answer()
 """
 
 
+@pytest.mark.nightly
 def test_a_process_that_ends_while_it_connects_is_not_aborted(tmp_path):
     command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "config")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -13,6 +13,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 import kale_dist as kd
 from kale_dist import wording
+from kale_dist.cli import main
 from kale_dist.errors import ConfigError
 from kale_dist.job import records
 from kale_dist.runner import documents
@@ -77,6 +78,7 @@ def test_a_run_with_everything(tmp_path):
     records.delete("scripted")
 
 
+@pytest.mark.nightly
 def test_a_failure_is_in_the_summaries_with_its_traceback(tmp_path):
     notebook = write(
         tmp_path / "n.ipynb",
@@ -159,14 +161,17 @@ def test_a_notebook_without_parameters_says_how_it_would_have_some():
         (["--in-cluster", "-p", "x", "1"], "no cell of parameters"),
     ],
 )
-def test_mistakes_in_the_command_start_nothing(tmp_path, words, said):
-    code, out, err = run(write(tmp_path / "n.ipynb", cell("print('ran')")), *words, cwd=tmp_path)
-    assert code == 2
+def test_mistakes_in_the_command_start_nothing(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "n.ipynb", cell("print('ran')"))
+    assert main(["run", "n.ipynb", *words]) == 2
+    out, err = capsys.readouterr()
     assert said in err
     assert "ran" not in out
     assert [path.name for path in tmp_path.iterdir()] == ["n.ipynb"]
 
 
+@pytest.mark.nightly
 def test_notebooks_of_other_times_and_without_metadata(tmp_path):
     old = v3.new_notebook(worksheets=[v3.new_worksheet(cells=[v3.new_code_cell("print('from nbformat', 3)")])])
     (tmp_path / "old.ipynb").write_text(v3.writes_json(old))
@@ -182,6 +187,7 @@ def test_notebooks_of_other_times_and_without_metadata(tmp_path):
 CODE = {"cell_type": "code", "source": "print('ran')", "metadata": {}, "outputs": [], "execution_count": None}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("metadata", "cell"),
     [
@@ -229,6 +235,7 @@ def test_cells_as_people_write_them(tmp_path, capsys):
     assert "slept" in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("source", "error"),
     [

@@ -94,10 +94,10 @@ def test_output_and_exit_code_are_those_of_torchrun(folder):
     ("ending", "code", "said"),
     [
         ("sys.exit(3)", 3, ""),
-        ("sys.exit(256)", 1, ""),
-        ("sys.exit('too few samples')", 1, "too few samples"),
-        ("sys.exit()", 0, ""),
-        ("os._exit(5)", 5, ""),
+        pytest.param("sys.exit(256)", 1, "", marks=pytest.mark.nightly),
+        pytest.param("sys.exit('too few samples')", 1, "too few samples", marks=pytest.mark.nightly),
+        pytest.param("sys.exit()", 0, "", marks=pytest.mark.nightly),
+        pytest.param("os._exit(5)", 5, "", marks=pytest.mark.nightly),
         ("os.kill(os.getpid(), 9)", 137, ""),
         ("raise KeyError('x')", 1, "line 5, in <module>"),
     ],
@@ -111,7 +111,9 @@ def test_exit_codes(folder, capsys, ending, code, said):
     assert ("Traceback" in out.err) == ("KeyError" in ending)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.nightly)]
+)
 def test_a_signal_ends_all_ranks(folder, number, code):
     write(folder, "waits.py", """
         import os, signal, sys, time
@@ -144,6 +146,7 @@ WAITS = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("numbers", "code", "cleaned", "said"),
     [
@@ -196,6 +199,7 @@ def test_a_second_ctrl_c_in_the_submission_says_where_to_look(folder, monkeypatc
     assert "`kale-dist jobs` lists it" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_script_may_spawn_ranks_of_its_own(folder, capfd):
     write(folder, "spawns.py", """
         import os, sys
@@ -217,6 +221,7 @@ def test_a_script_may_spawn_ranks_of_its_own(folder, capfd):
     assert capfd.readouterr().out == "[0, 1]\n[0, 1]\n"
 
 
+@pytest.mark.nightly
 def test_a_detached_job_outlives_the_command_that_ends_at_once(folder):
     write(folder, "slow.py", "import time\ntime.sleep(1)\nprint('done')\n")
     ended = program("slow.py", "-n", "1", "--detach", "--json")

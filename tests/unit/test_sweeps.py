@@ -84,7 +84,10 @@ def test_a_trial_that_does_badly_is_pruned_and_its_job_cancelled():
     assert found.best.params == {"x": 2.0}
 
 
-@pytest.mark.parametrize(("options", "at_once"), [({"parallel": 2}, 2), ({"parallel": 4, "processes": 2}, 2)])
+@pytest.mark.parametrize(
+    ("options", "at_once"),
+    [pytest.param({"parallel": 2}, 2, marks=pytest.mark.nightly), ({"parallel": 4, "processes": 2}, 2)],
+)
 def test_jobs_run_in_parallel_within_the_budget(options, at_once):
     found = sweep(functools.partial(job_of, steps=5, pause_s=0.1), **options)
     found.wait(120)
@@ -123,6 +126,7 @@ def test_a_range_of_processes_is_refused_before_a_job_is_submitted():
     assert not kd.jobs()
 
 
+@pytest.mark.nightly
 def test_three_failures_in_a_row_end_the_sweep_and_one_does_not():
     def fail(x):
         if x > 0:
@@ -185,6 +189,7 @@ def test_a_second_sweep_of_a_storage_is_refused_and_one_whose_storage_fails_ends
     assert first.done()
 
 
+@pytest.mark.nightly
 def test_a_sweep_whose_process_is_killed_loses_no_trial(tmp_path, capsys):
     script = tmp_path / "search.py"
     script.write_text(

@@ -71,6 +71,7 @@ def test_tensorboard_has_every_metric_when_wait_returns(tmp_path):
     assert all(rate > 0 for _, rate in found["pace/samples_per_s"])
 
 
+@pytest.mark.nightly
 def test_event_files_grow_while_the_job_runs(tmp_path):
     job = kd.launch(count_down, 400, 0.05, number_of_processes=2, track=TensorBoard(folder=str(tmp_path)))
     deadline = time.monotonic() + 60

@@ -228,6 +228,7 @@ def test_links_too_deep_for_pickle():
     assert "nested too deeply" in error.problem
 
 
+@pytest.mark.nightly
 def test_the_search_is_quick_beside_large_data(log):
     data = [list(range(100)) for _ in range(4_000)]
     tensors = [torch.zeros(1000) for _ in range(1000)]

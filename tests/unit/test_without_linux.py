@@ -19,6 +19,7 @@ def run(script, tmp_path):
     return ended.stdout
 
 
+@pytest.mark.nightly
 def test_what_is_taken_away_is_gone(tmp_path):
     said = run(
         "import ctypes, os, pathlib, select, sys\n"
@@ -29,6 +30,7 @@ def test_what_is_taken_away_is_gone(tmp_path):
     assert said.split() == ["darwin", "False", "False", "False", "False"]
 
 
+@pytest.mark.nightly
 def test_a_job_is_submitted_followed_shown_and_found_again(tmp_path):
     said = run(
         """
@@ -53,6 +55,7 @@ print(job.result(), [line.text for line in job.logs()], "succeeded" in JobWidget
     assert said == "{'a': 1} ['hello'] True\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("place", ["Kubernetes", "Docker"])
 def test_a_call_for_another_machine_is_specified_whole(tmp_path, place):
     pytest.importorskip(place.lower())

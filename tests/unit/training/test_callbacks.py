@@ -106,9 +106,9 @@ def averaged_by_torch(after_step, batch, epochs=4):
 STRATEGIES = [
     pytest.param(DDP(), 2, 8, id="ddp"),
     pytest.param(FSDP(), 2, 8, id="fsdp"),
-    pytest.param(Pipeline(cut=["2"], micro_batches=2), 2, 4, id="pipeline"),
-    pytest.param(Tensor(plan={"0": "columns", "2": "rows"}), 2, 4, id="tensor"),
-    pytest.param(ParameterServer(), 3, 8, id="parameter-server"),
+    pytest.param(Pipeline(cut=["2"], micro_batches=2), 2, 4, id="pipeline", marks=pytest.mark.nightly),
+    pytest.param(Tensor(plan={"0": "columns", "2": "rows"}), 2, 4, id="tensor", marks=pytest.mark.nightly),
+    pytest.param(ParameterServer(), 3, 8, id="parameter-server", marks=pytest.mark.nightly),
 ]
 
 

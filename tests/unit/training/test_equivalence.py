@@ -4,15 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainings import fit
 
-from kale_dist.worker.training.loop import train
-from kale_dist.worker.training.settings import Training
 
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-}
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 def make(samples):
@@ -33,7 +29,7 @@ def train_step(model, data_loader, criterion, optimizer, device, args):
     return total / len(data_loader.sampler)
 
 
-def run_ranks(samples, batch, kind, epochs, accumulate):
+def run_ranks(samples, batch, epochs, accumulate):
     model, data = make(samples)
     loader = DataLoader(data, batch, shuffle=True, generator=torch.Generator().manual_seed(3))
     losses = []
@@ -42,24 +38,15 @@ def run_ranks(samples, batch, kind, epochs, accumulate):
         losses.append(train_step(*args))
         return losses[-1]
 
-    result = train(
-        Training(
-            model=model,
-            train_data_loader=loader,
-            criterion=nn.CrossEntropyLoss(),
-            optimizer=OPTIMIZERS[kind](model.parameters()),
-            train_step=step,
-            epochs=epochs,
-            accumulate=accumulate,
-        )
-    )
+    options = {"train_step": step, "epochs": epochs, "accumulate": accumulate}
+    result = fit(model, loader, momentum(model.parameters()), **options)
     return result.metrics, [p.detach().clone() for p in model.parameters()]
 
 
-def run_plain(samples, batch, kind, epochs):
+def run_plain(samples, batch, epochs):
     """Plain PyTorch with the global batch; knows nothing of kale_dist."""
     model, data = make(samples)
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    optimizer = momentum(model.parameters())
     loader = DataLoader(data, batch, shuffle=True, generator=torch.Generator().manual_seed(3))
     for _ in range(epochs):
         total = 0.0
@@ -72,7 +59,6 @@ def run_plain(samples, batch, kind, epochs):
     return total / samples, [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
 @pytest.mark.parametrize(
     ("world", "samples", "batch", "accumulate"),
     [
@@ -87,9 +73,9 @@ def run_plain(samples, batch, kind, epochs):
         (1, 61, 8, 3),
     ],
 )
-def test_ranks_equal_one_process(ranks, kind, world, samples, batch, accumulate):
-    results = ranks(world, run_ranks, samples, batch, kind, 3, accumulate)
-    loss, weights = run_plain(samples, batch * world * accumulate, kind, 3)
+def test_ranks_equal_one_process(ranks, world, samples, batch, accumulate):
+    results = ranks(world, run_ranks, samples, batch, 3, accumulate)
+    loss, weights = run_plain(samples, batch * world * accumulate, 3)
     for metrics, own in results:
         for mine, theirs in zip(own, weights, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

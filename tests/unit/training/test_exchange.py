@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainings import fit
 
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import DDP, Tensor
 from kale_dist.worker.parallel.buckets import average_sparse
 from kale_dist.worker.parallel.data_parallel import DataParallel
-from kale_dist.worker.training.loop import train
 from kale_dist.worker.training.rank_group import Group
-from kale_dist.worker.training.settings import Training
 
 
 class Net(nn.Module):
@@ -52,17 +51,7 @@ def run(body, samples=22, batch=4, model=None, epochs=2, make_optimizer=None, tr
             body(model, x, y, optimizer)
 
     loader = DataLoader(data(samples), batch, shuffle=True, generator=torch.Generator().manual_seed(2))
-    train(
-        Training(
-            model=model,
-            train_data_loader=loader,
-            criterion=None,
-            optimizer=optimizer,
-            train_step=train_step or step,
-            epochs=epochs,
-            **options,
-        )
-    )
+    fit(model, loader, optimizer, criterion=None, train_step=train_step or step, epochs=epochs, **options)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -466,16 +455,8 @@ def test_everything_is_as_before_afterwards(ranks):
         loader = DataLoader(data(), 2, shuffle=True)
         before = (dict(loader.__dict__), set(optimizer.__dict__), type(loader.dataset))
         step = nn.Module.zero_grad, torch.optim.lr_scheduler.LRScheduler.step, torch.amp.GradScaler.step
-        train(
-            Training(
-                model=model,
-                train_data_loader=loader,
-                criterion=nn.MSELoss(),
-                optimizer=optimizer,
-                train_step=lambda m, d, c, o, *_: [by_method(m, x, y, o) for x, y in d] and None,
-                accumulate=2,
-            )
-        )
+        train_step = lambda m, d, c, o, *_: [by_method(m, x, y, o) for x, y in d] and None  # noqa: E731
+        fit(model, loader, optimizer, criterion=nn.MSELoss(), train_step=train_step, accumulate=2)
         assert dict(loader.__dict__) == before[0]
         assert {"step", "zero_grad"}.isdisjoint(optimizer.__dict__)
         assert step == (nn.Module.zero_grad, torch.optim.lr_scheduler.LRScheduler.step, torch.amp.GradScaler.step)
@@ -562,10 +543,8 @@ def adversaries():
         losses.append(len(losses))
 
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return train(Training(
-        model=models, train_data_loader=DataLoader(data(24), 12 // world), criterion=None, optimizer=optimizers,
-        train_step=step, epochs=3, state=[average, losses],
-    ))  # fmt: skip
+    options = {"criterion": None, "train_step": step, "epochs": 3, "state": [average, losses]}
+    return fit(models, DataLoader(data(24), 12 // world), optimizers, **options)
 
 
 def test_two_models_with_two_optimizers_train_as_in_one_process(ranks):

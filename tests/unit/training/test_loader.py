@@ -22,10 +22,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
+from trainings import fit
 
 from kale_dist.errors import ConfigError
-from kale_dist.worker.training.loop import train
-from kale_dist.worker.training.settings import Training
 
 
 class Numbers(Dataset):
@@ -124,18 +123,18 @@ def observe(make_loader, epochs=2, stop_after=None, use="train", **options):
 
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
-        train(
-            Training(
-                model=model,
-                train_data_loader=loader if use == "train" else DataLoader(Numbers(4)),
-                criterion=None,
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.001),
-                train_step=train_step,
-                eval_data_loader=loader if use == "eval" else None,
-                eval_step=eval_step if use == "eval" else None,
-                epochs=epochs,
-                **options,
-            )
+        evaluation = {"eval_data_loader": loader, "eval_step": eval_step} if use == "eval" else {}
+        train_loader = loader if use == "train" else DataLoader(Numbers(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        fit(
+            model,
+            train_loader,
+            optimizer,
+            criterion=None,
+            train_step=train_step,
+            epochs=epochs,
+            **evaluation,
+            **options,
         )
     return seen, lengths, steps, log.getvalue()
 
@@ -173,7 +172,7 @@ EACH_ONCE = {
 }
 
 
-@pytest.mark.parametrize("use", ["train", "eval"])
+@pytest.mark.parametrize("use", ["train", pytest.param("eval", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", list(EACH_ONCE))
 def test_each_sample_once_an_epoch(ranks, kind, use):
     results = ranks(2, observe, EACH_ONCE[kind], 2, None, use)
@@ -328,16 +327,7 @@ def test_a_loader_stays_what_it_is(ranks):
                 )
             )
 
-        model = nn.Linear(1, 1)
-        train(
-            Training(
-                model=model,
-                train_data_loader=loader,
-                criterion=None,
-                optimizer=torch.optim.SGD(model.parameters()),
-                train_step=step,
-            )
-        )
+        fit(nn.Linear(1, 1), loader, criterion=None, train_step=step)
         return found[0]
 
     same = (True, True, True, True, True, "numbers", 7.0, 2)
@@ -353,16 +343,7 @@ def test_spawned_workers_get_the_dataset(ranks):
         def step(model, loader, *_):
             seen.extend(int(v) for (batch,) in loader for v in batch.flatten())
 
-        model = nn.Linear(1, 1)
-        train(
-            Training(
-                model=model,
-                train_data_loader=loader,
-                criterion=None,
-                optimizer=torch.optim.SGD(model.parameters()),
-                train_step=step,
-            )
-        )
+        fit(nn.Linear(1, 1), loader, criterion=None, train_step=step)
         return seen
 
     assert ranks(2, job) == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
@@ -403,18 +384,8 @@ def test_a_sampler_with_a_huge_length_is_drawn_in_pieces(ranks):
                 if number == 2:
                     break
 
-        model = nn.Linear(1, 1)
-        train(
-            Training(
-                model=model,
-                train_data_loader=DataLoader(
-                    TensorDataset(torch.arange(12.0)[:, None]), 2, sampler=Huge(), drop_last=True
-                ),
-                criterion=None,
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-                train_step=step,
-            )
-        )
+        loader = DataLoader(TensorDataset(torch.arange(12.0)[:, None]), 2, sampler=Huge(), drop_last=True)
+        fit(nn.Linear(1, 1), loader, criterion=None, train_step=step)
         return taken
 
     first, second = ranks(2, job)
@@ -424,18 +395,10 @@ def test_a_sampler_with_a_huge_length_is_drawn_in_pieces(ranks):
 
 def test_single_items_on_several_ranks_are_said_to_alternate(ranks):
     def job():
-        model = nn.Linear(1, 1)
-        said = io.StringIO()
+        said, loader = io.StringIO(), DataLoader(TensorDataset(torch.ones(6, 1)), batch_size=None)
+        step = lambda model, loader, *_: [model(x).sum().backward() for (x,) in loader] and 0.0  # noqa: E731
         with contextlib.redirect_stdout(said):
-            train(
-                Training(
-                    model=model,
-                    train_data_loader=DataLoader(TensorDataset(torch.ones(6, 1)), batch_size=None),
-                    criterion=None,
-                    optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-                    train_step=lambda model, loader, *_: [model(x).sum().backward() for (x,) in loader] and 0.0,
-                )
-            )
+            fit(nn.Linear(1, 1), loader, criterion=None, train_step=step)
         return said.getvalue()
 
     assert "each rank gets every second item" in ranks(2, job)[0]

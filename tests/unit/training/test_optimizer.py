@@ -356,6 +356,7 @@ def test_a_users_scaler_and_clip_norm_are_refused():
         fit(scaling, clip_norm=1.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "strategy", [FSDP(), Tensor(), Pipeline(cut=("1",), micro_batches=1)], ids=["fsdp", "tensor", "pipeline"]
 )

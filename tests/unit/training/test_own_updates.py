@@ -250,6 +250,7 @@ def test_norms_of_all_gradients_are_right_where_gradients_are_whole(ranks, strat
     assert_equal(on_ranks(ranks, body, strategy, make)[0], plain(body, make=make))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", [Tensor(), Pipeline()], ids=repr)
 @pytest.mark.parametrize("body", [sharpness_aware, clipping_by_hand], ids=lambda f: f.__name__)
 def test_norms_of_a_ranks_part_are_refused_in_the_first_steps(ranks, strategy, body):
@@ -258,17 +259,20 @@ def test_norms_of_a_ranks_part_are_refused_in_the_first_steps(ranks, strategy, b
         on_ranks(ranks, body, strategy, make, epochs=1)
 
 
+@pytest.mark.nightly
 def test_a_norm_of_one_weight_is_right_in_a_stage_and_refused_for_a_part(ranks):
     assert_equal(on_ranks(ranks, perturbing_one_weight, Pipeline())[0], plain(perturbing_one_weight))
     with pytest.raises(KaleDistError, match="by a number that is not the same on all ranks"):
         on_ranks(ranks, perturbing_one_weight, Tensor(), epochs=1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", [Tensor(), Pipeline()], ids=repr)
 def test_torchs_clipping_and_factors_of_a_layer_are_right_where_gradients_are_divided(ranks, strategy):
     assert_equal(on_ranks(ranks, clipping, strategy)[0], plain(clipping))
 
 
+@pytest.mark.nightly
 def test_a_penalty_on_divided_weights_is_refused_and_weight_decay_is_right(ranks):
     with pytest.raises(KaleDistError, match="computed different losses"):
         on_ranks(ranks, penalised, Tensor(), epochs=1)

@@ -4,12 +4,11 @@ import itertools
 
 import pytest
 import torch
+import trainings
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from kale_dist.errors import KaleDistError
-from kale_dist.worker.training.loop import train
-from kale_dist.worker.training.settings import Training
 
 
 class Stream(IterableDataset):
@@ -27,16 +26,8 @@ def fit(step, *, world, stream=False, workers=0, epochs=2):
     torch.manual_seed(2)
     model = nn.Linear(3, 2)
     loader = DataLoader(Stream() if stream else data(), 4 // world, num_workers=workers)
-    result = train(
-        Training(
-            model=model,
-            train_data_loader=loader,
-            criterion=nn.MSELoss(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            train_step=step,
-            epochs=epochs,
-        )
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    result = trainings.fit(model, loader, optimizer, criterion=nn.MSELoss(), train_step=step, epochs=epochs)
     return result.metrics, [p.detach().clone() for p in model.parameters()]
 
 
@@ -98,7 +89,7 @@ def leave_on_one(model, loader, criterion, optimizer, device, args):
         learn(model, criterion, optimizer, batch)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("way", ["one in another", "two in step", "broken off", "kept"])
 def test_all_ways_to_iterate_equal_one_process(ranks, way, stream, workers):
@@ -134,15 +125,7 @@ def test_ranks_that_do_different_things_are_told(ranks, way):
                     continue
                 learn(model, nn.MSELoss(), optimizer, (x, y))
 
-        train(
-            Training(
-                model=model,
-                train_data_loader=DataLoader(data(), 2),
-                criterion=None,
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                train_step=step,
-            )
-        )
+        trainings.fit(model, DataLoader(data(), 2), criterion=None, train_step=step)
 
     problem = "left the loop over its loader" if way == "leave" else "made no backward pass in batch 2"
     with pytest.raises(KaleDistError, match=problem):
@@ -162,16 +145,7 @@ def test_all_ranks_may_skip_or_leave_together(ranks):
                 learn(model, nn.MSELoss(), optimizer, (x, y))
             return {"loss": 1.0}
 
-        result = train(
-            Training(
-                model=model,
-                train_data_loader=DataLoader(data(), 2),
-                criterion=None,
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                train_step=step,
-                epochs=2,
-            )
-        )
+        result = trainings.fit(model, DataLoader(data(), 2), criterion=None, train_step=step, epochs=2)
         return result.metrics, model.weight.detach().clone()
 
     (metrics, first), (_, second) = ranks(2, job)

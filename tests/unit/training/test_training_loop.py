@@ -357,9 +357,9 @@ def events_of_rank(folder, **options):
     ("world", "strategy", "readers"),
     [
         (2, DDP(), [0, 1]),
-        (2, Tensor(), [0]),
-        (2, Pipeline(micro_batches=2), [0]),
-        (4, Mesh(data=2, tensor=2), [0, 2]),
+        pytest.param(2, Tensor(), [0], marks=pytest.mark.nightly),
+        pytest.param(2, Pipeline(micro_batches=2), [0], marks=pytest.mark.nightly),
+        pytest.param(4, Mesh(data=2, tensor=2), [0, 2], marks=pytest.mark.nightly),
     ],
     ids=["ddp", "tensor", "pipeline", "mesh"],
 )
@@ -1007,7 +1007,13 @@ def test_no_checkpoint_is_written_once_weights_are_nan(options, ranks, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"checkpoint_every": "auto"}, {"checkpoint_every": None}, {"strategy": LocalSGD(sync_every=3)}]
+    "options",
+    [
+        {},
+        pytest.param({"checkpoint_every": "auto"}, marks=pytest.mark.nightly),
+        pytest.param({"checkpoint_every": None}, marks=pytest.mark.nightly),
+        pytest.param({"strategy": LocalSGD(sync_every=3)}, marks=pytest.mark.nightly),
+    ],
 )
 def test_stop_on_nan_ends_all_ranks_at_the_same_step_and_leaves_the_good_checkpoint(options, ranks, tmp_path):
     everyone = ranks(2, lambda: events_of_nan(tmp_path, stop_on_nan=True, **options), keep=False)
@@ -1018,6 +1024,7 @@ def test_stop_on_nan_ends_all_ranks_at_the_same_step_and_leaves_the_good_checkpo
         assert not any(value.isnan().any() for value in checkpoint.read(tmp_path / "checkpoint").model.values())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", [DDP(), Pipeline(micro_batches=1)], ids=["ddp", "pipeline"])
 def test_a_nan_whose_step_is_skipped_neither_stops_the_training_nor_its_checkpoints(strategy, ranks, tmp_path):
     model = nn.Sequential(net(), nn.Tanh(), nn.Linear(2, 2))
