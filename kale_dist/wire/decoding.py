@@ -9,7 +9,7 @@ import json
 import pathlib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def decode(kind: type[T], data: Mapping[str, Any]) -> T:
         TypeError, ValueError: These are not its fields, or a field is not what its annotation says.
     """
     if not isinstance(data, Mapping):
-        raise TypeError(f"{data!r} are no fields of {kind.__name__}")
+        raise TypeError(f"{type(data).__name__} is no {kind.__name__}")
     readers = readers_of(kind)
     return kind(**{name: readers.get(name, _tuples)(value) for name, value in data.items()})
 
@@ -97,8 +97,10 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return _plain_reader(hint, sum((_PLAIN[one] for one in several), ()))
     if origin is types.UnionType:
         return _union_reader(hint, tuple(map(_reader, several)))
-    if origin is tuple:
-        return _tuple_reader(hint, tuple(_reader(one) for one in inner if one is not ...), is_long=inner[-1] is ...)
+    if origin in (tuple, Sequence):
+        return _tuple_reader(
+            hint, tuple(_reader(one) for one in inner if one is not ...), is_long=origin is Sequence or inner[-1] is ...
+        )
     if origin is Mapping:
         return _mapping_reader(hint, _reader(inner[1]))
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -112,7 +114,7 @@ def _plain_reader(hint: Any, allowed: tuple[type, ...]) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
         if isinstance(value, allowed):
             return value
-        raise TypeError(f"{value!r} is no {hint}")
+        raise TypeError(f"{type(value).__name__} is no {hint}")
 
     return read
 
@@ -124,7 +126,7 @@ def _union_reader(hint: Any, readers: tuple[Callable[[Any], Any], ...]) -> Calla
                 return reader(value)
             except (TypeError, ValueError):
                 continue
-        raise ValueError(f"{value!r} is no {hint}")
+        raise TypeError(f"{type(value).__name__} is no {hint}")
 
     return read
 
@@ -132,7 +134,7 @@ def _union_reader(hint: Any, readers: tuple[Callable[[Any], Any], ...]) -> Calla
 def _tuple_reader(hint: Any, readers: tuple[Callable[[Any], Any], ...], *, is_long: bool) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
         if not isinstance(value, list | tuple) or not (is_long or len(value) == len(readers)):
-            raise TypeError(f"{value!r} is no {hint}")
+            raise TypeError(f"{type(value).__name__} is no {hint}")
         return tuple(
             map(readers[0], value) if is_long else (reader(one) for reader, one in zip(readers, value, strict=True))
         )
@@ -142,9 +144,11 @@ def _tuple_reader(hint: Any, readers: tuple[Callable[[Any], Any], ...], *, is_lo
 
 def _mapping_reader(hint: Any, reader: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: reader(one) for name, one in value.items()}
-        raise TypeError(f"{value!r} is no {hint}")
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{type(value).__name__} is no {hint}")
+        for one in value.values():
+            reader(one)
+        return value
 
     return read
 

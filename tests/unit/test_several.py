@@ -28,7 +28,7 @@ def trains(loss):
         run.event("state", state=StateName.RUNNING)
         for epoch in (1, 2):
             for source in ("train", "eval"):
-                values = {"loss": loss / epoch}
+                values = [["loss", loss / epoch]]
                 run.event("metrics", rank=None, values=values, epoch=epoch, source=source)
         run.returns(0, None)
 
