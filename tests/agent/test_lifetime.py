@@ -50,7 +50,7 @@ def read_job(root):
 
 def test_a_detached_job_can_be_cancelled_from_elsewhere(bare_python, tmp_path):
     here = pathlib.Path(__file__)
-    text = SCRIPT.format(root=str(tmp_path), path=[str(here.parent), str(here.parents[2])])
+    text = SCRIPT.format(root=str(tmp_path), path=[str(here.parents[number]) for number in range(3)])
     kernel = subprocess.Popen([bare_python, "-c", textwrap.dedent(text)], stdout=subprocess.PIPE, text=True)
     agent, path, *ranks, _, _ = kernel.stdout.readline().split()
     there = named(map(int, [agent, *ranks]))

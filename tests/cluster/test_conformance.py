@@ -13,8 +13,6 @@ from kale_dist.places.kubernetes.kubernetes_place import KubernetesPlace
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire.blobs import FolderStore
 
-# What other files of this folder prove of jobs with the notebook's own calls, too.
-pytestmark = pytest.mark.nightly
 FUNCTIONS = {"succeed": succeed, "fail": fail, "exit": exit_with_3, "hang": hang}
 _numbers = itertools.count()
 
@@ -47,3 +45,24 @@ class TestKubernetesBackend(BackendConformance):
             )  # fmt: skip
 
         return make
+
+    # What other files of this folder prove of jobs with the notebook's own calls, too.
+    @pytest.mark.nightly
+    def test_a_job_goes_from_submit_to_success(self, backend, spec_for):
+        super().test_a_job_goes_from_submit_to_success(backend, spec_for)
+
+    @pytest.mark.nightly
+    def test_logs_hold_every_rank_and_end_with_the_job(self, backend, spec_for):
+        super().test_logs_hold_every_rank_and_end_with_the_job(backend, spec_for)
+
+    @pytest.mark.nightly
+    def test_cancelling_twice_is_fine_and_after_the_end_too(self, backend, spec_for):
+        super().test_cancelling_twice_is_fine_and_after_the_end_too(backend, spec_for)
+
+    @pytest.mark.nightly
+    def test_a_name_is_taken_until_its_job_is_deleted(self, backend, spec_for):
+        super().test_a_name_is_taken_until_its_job_is_deleted(backend, spec_for)
+
+    @pytest.mark.nightly
+    def test_jobs_are_listed_oldest_first(self, backend, spec_for):
+        super().test_jobs_are_listed_oldest_first(backend, spec_for)

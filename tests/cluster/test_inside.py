@@ -10,6 +10,9 @@ import pytest
 from on_cluster import IMAGE, grant, run_kubectl
 from waiting import until
 
+# tests/cluster/test_jobs.py trains in two pods, test_rights.py has the role.
+pytestmark = pytest.mark.nightly
+
 REPOSITORY = pathlib.Path(__file__).parents[2]
 PACKAGES = pathlib.Path(kubernetes.__file__).parents[1]
 HOME = "/home/me"

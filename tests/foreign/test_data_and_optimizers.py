@@ -109,6 +109,7 @@ def fits(strategy):
     return trainer.world_size
 
 
+@pytest.mark.nightly
 def test_lightnings_strategy_for_notebooks_is_refused_and_the_remedy_trains():
     pytest.importorskip("lightning")
     job = kd.launch(fits, "ddp_notebook", number_of_processes=2, threads=1, on="local", timeout_s=60)

@@ -93,7 +93,7 @@ def check(expected, found):
     assert is_equal(expected[1:], found[1:])
 
 
-DEFAULT = {"running_loss", "plain"}
+DEFAULT = {"running_loss"}
 """Cases of the gate; `make nightly` runs all."""
 
 
