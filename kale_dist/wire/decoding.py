@@ -87,6 +87,7 @@ def readers_of(kind: type[Any]) -> Mapping[str, Callable[[Any], Any]]:
     return {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}
 
 
+_MAX_BITS = 64
 _PLAIN: dict[Any, tuple[type, ...]] = {float: (float, int), **{one: (one,) for one in (int, str, bool, type(None))}}
 
 
@@ -112,7 +113,8 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
 
 def _plain_reader(hint: Any, allowed: tuple[type, ...]) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
-        if isinstance(value, allowed):
+        # Larger integers are no numbers of ours, and no float can hold them.
+        if isinstance(value, allowed) and not (isinstance(value, int) and value.bit_length() > _MAX_BITS):
             return value
         raise TypeError(f"{type(value).__name__} is no {hint}")
 

@@ -156,6 +156,7 @@ def test_each_attempt_says_which_ranks_there_are_and_who_runs_them():
         {"event": "rank", "rank": 30_000_000, "state": "running"},
         {"event": "progress", "rank": 0, "epoch": "x"},
         {"event": "usage", "rank": 0, "memory_bytes": math.inf},
+        {"event": "usage", "rank": 0, "gpu_percent": 10**400},
         {"event": "metrics", "rank": 0, "values": [["loss", "x"]]},
         {"event": "metrics", "rank": 0, "values": [1]},
         {"event": "waiting", "waiting": 5},
