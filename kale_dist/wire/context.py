@@ -88,7 +88,7 @@ class _Channel:
     def send(self, what: Any, *, is_of_job: bool = False) -> None:
         if os.getpid() != self._pid:
             return
-        event = events.Event(what, rank=None if is_of_job else self._rank, attempt=self._attempt)
+        event = events.Event(what, time.time(), None if is_of_job else self._rank, self._attempt)
         with self._lock:
             if isinstance(what, RankProgress) and not self._is_due(what):
                 self._held = event
@@ -103,7 +103,7 @@ class _Channel:
         if now - self._last_moved >= self._interval_s and os.getpid() == self._pid:
             self._last_moved = now
             with self._lock:
-                self._write(events.Event(events.Alive()))
+                self._write(events.Event(events.Alive(), time.time()))
 
     def flush(self) -> None:
         if os.getpid() == self._pid:

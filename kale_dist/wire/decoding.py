@@ -81,10 +81,12 @@ def fields_of(one: Any, kind: type[Any] | None = None) -> dict[str, Any]:
     return {field.name: getattr(one, field.name) for field in dataclasses.fields(kind or one)}
 
 
-@functools.cache
-def readers_of(kind: type[Any]) -> Mapping[str, Callable[[Any], Any]]:
-    """For each field of a dataclass a function that makes its value from one of JSON. What may be slow is done here, once."""
+def _readers_of(kind: Any) -> Mapping[str, Callable[[Any], Any]]:
     return {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}
+
+
+readers_of: Callable[[Any], Mapping[str, Callable[[Any], Any]]] = functools.cache(_readers_of)
+"""For each field of a dataclass a function that makes its value from one of JSON. What may be slow is done once."""
 
 
 _MAX_BITS = 64

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -434,7 +433,8 @@ class Event:
 
     what: Any
     """One of the classes above."""
-    time: float = dataclasses.field(default_factory=time.time)
+    time: float
+    """Seconds since 1970."""
     rank: int | None = None
     attempt: int = 0
 

@@ -130,7 +130,7 @@ def test_odd_progress_of_a_rank_stops_nothing(name, odd):
     record = record | {name: odd} if name == "time" else record | {"counters": record["counters"] | {name: odd}}
     if (event := Event.read(json.loads(json.dumps(record)))) is not None:
         history.take_progress(0, event.what)
-    if (event := Event.read(Event(usage()).record() | {"gpu_percent": odd, "gpu_memory_bytes": odd})) is not None:
+    if (event := Event.read(Event(usage(), 1.0).record() | {"gpu_percent": odd, "gpu_memory_bytes": odd})) is not None:
         history.take_usage(0, event.what)
     assert values(history.moment(2.0))["memory_gib"] == (1.0,)
     assert history.bottleneck() == ""

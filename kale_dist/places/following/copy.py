@@ -158,7 +158,7 @@ class HeadCopy:
         """
         held = self._held if events is None else [wire.encode_json(event) for event in events]
         if note:
-            held.append(wire.encode_json(Event(Note(text=note), attempt=self.last_attempt).record()))
+            held.append(wire.encode_json(Event(Note(text=note), time.time(), attempt=self.last_attempt).record()))
         self._held = []
         self.flush()
         with _writable(self._files):

@@ -179,7 +179,7 @@ class JobWriter:
 
     def event(self, what: Any, rank: int | None = None) -> None:
         """Record an event of the agent's own, of one of the classes of `wire.events`."""
-        event = Event(what, rank=rank, attempt=self.attempt)
+        event = Event(what, time.time(), rank, self.attempt)
         self.record(event.record(), event)
 
     def record(self, record: dict[str, Any], event: Event | None) -> None:

@@ -226,7 +226,7 @@ class Relay:
         return {one.process.pid: rank for rank, one in self._ranks.items() if one.process.pid and not one.is_over}
 
     def _send_usage(self, head: Channel, rank: int, usage: Usage) -> None:
-        event = Event(usage, rank=rank, attempt=self._ranks[rank].attempt)
+        event = Event(usage, time.time(), rank, self._ranks[rank].attempt)
         head.send(b"E", rank, wire.encode_json(event.record()))
 
 
