@@ -22,6 +22,11 @@ KNOWN = (
         "the page of parameter servers says that a step's own clipping comes before the mean over workers",
     ),
     Found(
+        "step=gathers strategy=server|server-2|server-backup",
+        "the page of parameter servers says that a step's own collectives would wait for the servers; the error names the lines",
+        is_certain=False,
+    ),
+    Found(
         "optimizer=distance strategy=server|server-2|server-backup",
         "the page of parameter servers says that optimizers have to work tensor by tensor; known ones are refused by name",
     ),
