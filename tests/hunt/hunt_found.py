@@ -76,10 +76,6 @@ KNOWN = (
         is_certain=False,
     ),
     Found(
-        "step=penalizes-weights strategy=mesh-fsdp-tensor|fsdp|fsdp-whole",
-        "the page of FSDP says that parts do not mix with ordinary tensors; torch complains in its own words",
-    ),
-    Found(
         "model=sparse-embedding fault=within|between",
         "checkpoints hold no sparse tensors, here of the optimizer's momentum, and the log says so",
         is_certain=False,
@@ -88,6 +84,11 @@ KNOWN = (
 """Wrong, and why. The nightly tells when one is right: then it goes to `MENDED`."""
 
 MENDED = (
+    Found("step=penalizes-weights strategy=fsdp", "torch complained in its own words of parts and ordinary tensors"),
+    Found(
+        "step=sets-gradients strategy=fsdp",
+        "gradients of torch.autograd.grad were not refused, and trained other weights",
+    ),
     Found("model=tied-3 strategy=tensor", "a layer read the shape of a shared weight that was divided before"),
     Found("model=tied-head-first strategy=tensor ranks=4", "the same, with the Linear before its Embedding"),
     Found("thing=coo", "a notice asked a sparse tensor for its address"),

@@ -160,7 +160,7 @@ class FullySharded(Replica):
         for number, name in enumerate(names):
             self._units.append(_Unit(self, number, name, modules[name], largest))
         super().prepare(parts, stack)
-        refuse_gradients(model.parameters(), "fsdp", stack)
+        refuse_gradients(model, "fsdp", stack)
 
     def _restore(self, modules: dict[str, Any], before: list[Any], classes: dict[Any, type]) -> None:
         """Put the old parameters back; in rank 0 with the trained values."""

@@ -186,7 +186,7 @@ class PipelineParallel(DataParallel):
         )
         self._ghosts = Ghosts(model, self._units, self.stage, self.stages, row.device, stack)
         alter(model, stack, forward=self._forward)
-        refuse_gradients(model.parameters(), "pipeline", stack)
+        refuse_gradients(model, "pipeline", stack)
         count = sum(p.numel() for p in self.parameters.values())
         total = sum(p.numel() for p in named.values())
         if not self.layout.shard:

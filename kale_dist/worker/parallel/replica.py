@@ -336,19 +336,20 @@ def _version_of(gradient: Tensor) -> int:
     return times_changed(local_part(gradient))
 
 
-def refuse_gradients(parameters: Iterable[Tensor], word: str, stack: contextlib.ExitStack) -> None:
+def refuse_gradients(model: torch.nn.Module, word: str, stack: contextlib.ExitStack) -> None:
     """Refuse `torch.autograd.grad` of weights that are divided over ranks: the engine does not reach them, and returns None.
 
     Args:
-        parameters: The weights.
+        model: Has the weights, in a step perhaps whole ones in their place.
         word: The strategy's.
         stack: Undoes it.
     """
-    divided = {id(parameter) for parameter in parameters}
+    divided = {id(parameter) for parameter in model.parameters()}
     run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # noqa: SLF001 - both `grad`, by any name, and `backward` call it
 
     def checked(outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
-        if options.get("accumulate_grad") is False and any(id(one) in divided for one in inputs):
+        refused = divided.union(map(id, model.parameters())) if options.get("accumulate_grad") is False else ()
+        if any(id(one) in refused for one in inputs):
             raise KaleDistError(
                 f"train_step takes gradients of weights by torch.autograd.grad, and with strategy={word!r} ranks have parts of"
                 " them. Call loss.backward(), which sets p.grad, or use strategy='ddp'"
