@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from kale_dist import places
@@ -107,8 +107,12 @@ def _ranks(job: _Listed) -> str:
     return str(job.record.spec.topology.number_of_processes if job.record else len(job.status.replicas) or "")
 
 
+def _created_at(job: _Listed) -> float | None:
+    return job.record.created if job.record else job.status.created
+
+
 def _created(job: _Listed) -> str:
-    created = job.record.created if job.record else job.status.created
+    created = _created_at(job)
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(created)) if created is not None else ""
 
 
@@ -139,13 +143,15 @@ _COLUMNS: tuple[tuple[str, Callable[[_Listed], str], bool], ...] = (
 
 
 def _jobs(options: argparse.Namespace) -> int:
-    on = options.on or "local"
-    limit = None if options.all else _NEWEST
-    found, left_out = _look(on, options.namespace, options.labels, limit)
-    elsewhere = [] if options.on else list(_last_seen())
-    left_out += max(0, len(elsewhere) - _NEWEST) if limit else 0
-    jobs = [_listed(status, is_now=True) for status in found]
-    jobs += [_listed(status, is_now=False) for status in (elsewhere[-_NEWEST:] if limit else elsewhere)]
+    backend = places.get(options.on or "local")
+    known = [
+        _listed(status, is_now=True) for status in backend.survey(namespace=options.namespace, labels=options.labels)
+    ]
+    if options.on is None:
+        known += [_listed(status, is_now=False) for status in _last_seen()]
+    known.sort(key=lambda job: _created_at(job) or 0.0)
+    left_out = 0 if options.all else max(0, len(known) - _NEWEST)
+    jobs = [_better(backend, job) for job in known[left_out:]]
     if options.json:
         print(job_commands.to_json([_listed_facts(job) for job in jobs]))
         return 0
@@ -154,9 +160,9 @@ def _jobs(options: argparse.Namespace) -> int:
     table = plain.table([title for title, _, _ in _COLUMNS], rows, right=right)
     parts = ["\n".join(table) if rows else "There are no jobs."]
     if left_out:
-        parts.append(f"and {left_out:,} older. All: kale-dist jobs --all{f' --on {on}' if options.on else ''}")
+        parts.append(f"and {left_out:,} older. All: kale-dist jobs --all{f' --on {options.on}' if options.on else ''}")
     if options.on is None:
-        asks = [name for name in _ELSEWHERE if any(status.ref.startswith(f"{name}://") for status in elsewhere)]
+        asks = [name for name in _ELSEWHERE if any(job.status.ref.startswith(f"{name}://") for job in known)]
         text = " or ".join(f"kale-dist jobs --on {name}" for name in asks or _ELSEWHERE)
         parts.append(
             f"Jobs elsewhere are listed as this machine last saw them. As they are now: {text}"
@@ -186,24 +192,14 @@ def _listed(status: JobStatus, *, is_now: bool) -> _Listed:
     return _Listed(status=status, record=record, is_now=is_now)
 
 
-def _look(
-    on: str, namespace: str | None, labels: Mapping[str, str] | None, limit: int | None
-) -> tuple[list[JobStatus], int]:
-    """The current status of the newest jobs of a place, oldest first, and how many jobs were left out."""
-    backend = places.get(on)
-    known = list(backend.survey(namespace=namespace, labels=labels))
-    statuses = known[-limit:] if limit else known
-    return [_better(backend, status) for status in statuses], len(known) - len(statuses)
-
-
-def _better(backend: Backend, status: JobStatus) -> JobStatus:
-    """A job's status, for the user's own jobs with what only this machine knows: progress, and a cancellation."""
-    ref = JobRef.parse(status.ref)
-    if _is_mine(ref):
+def _better(backend: Backend, job: _Listed) -> _Listed:
+    """For the user's own jobs of the place that was asked, with what only this machine knows: progress, and a cancellation."""
+    status, ref = job.status, JobRef.parse(job.status.ref)
+    if job.is_now and _is_mine(ref):
         with contextlib.suppress(JobNotFoundError):
             seen = backend.status(ref) if not status.is_final else _seen(ref)
-            return seen if seen.is_final or not status.is_final else status
-    return status
+            return dataclasses.replace(job, status=seen) if seen.is_final or not status.is_final else job
+    return job
 
 
 def _seen(ref: JobRef) -> JobStatus:

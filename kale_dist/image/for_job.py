@@ -100,9 +100,9 @@ def make(
         raise ConfigError(
             "image",
             "none is named, and there is no registry to make one in",
-            f"Name any image with Python {python} and torch: image='registry/name:tag', `image = ...` in the configuration "
-            "file, or the variable KALE_DIST_IMAGE. Or configure `registry` (KALE_DIST_REGISTRY), for an image like this "
-            "Python",
+            f"Name any image with Python {python}, torch and NumPy: on=kd.{'Docker' if in_engine else 'Kubernetes'}"
+            "(image='registry/name:tag'), `image = ...` in the configuration file, or the variable KALE_DIST_IMAGE. Or "
+            "configure `registry` (KALE_DIST_REGISTRY), for an image like this Python",
         )
     if recipe is None and image:
         return image

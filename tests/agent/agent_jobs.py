@@ -52,7 +52,7 @@ class RunningJob:
         raise AssertionError(f"not in {timeout_s} s; events: {self.events()}; log: {self.log_text()}")
 
     def log(self) -> list[LogLine]:
-        if not self.files.log.exists():
+        if not self.files.log.is_file():
             return []
         return list(LogReader(self.files).read())
 

@@ -174,33 +174,26 @@ def test_a_disk_that_hangs_stops_the_ranks_and_costs_no_line(jobs, tmp_path):
     def talk(folder):
         from kale_dist.wire import context
 
-        rank = context.context().rank
         for number in range(100_000):
             print(f"{number:07d} {'x' * 100}")
-            if number % 1000 == 0:
-                (folder / f"{rank}").write_text(f"{number}")
+            if number % 5000 == 0:
+                (folder / f"{context.context().rank}").write_text(f"{number}")
 
     def at():
         return [int((tmp_path / f"{rank}").read_text() or 0) for rank in (0, 1)]
 
-    def wait_for(condition):
-        deadline = time.monotonic() + 100
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    order = jobs.order(talk, tmp_path, stall_timeout_s=2.0)
+    # Below the five seconds after which a disk is called slow and the four of the look behind it, and enough for a busy machine's own disk.
+    order = jobs.order(talk, tmp_path, stall_timeout_s=6.0)
     job = RunningJob(order)
     # A disk whose cache is full: it takes what fits into a pipe.
     os.mkfifo(job.files.log)
     disk = os.open(job.files.log, os.O_RDWR)
     jobs.client.take(order)
-    wait_for(lambda: jobs.client.disk_problems.get(order.job))
+    job.until(lambda: jobs.client.disk_problems.get(order.job))
     stopped_at = at()
-    time.sleep(3)
+    time.sleep(4)
     assert at() == stopped_at
-    assert max(stopped_at) < 99_000
-    assert job.state()["state"] in ("starting", "running")
+    assert max(stopped_at) < 95_000
     blocks, numbers = BlockReader(), {0: [], 1: [], None: []}
     while min(map(len, (numbers[0], numbers[1]))) < 100_000:
         for block in blocks.feed(os.read(disk, 1 << 20)):

@@ -80,7 +80,7 @@ def crowded(monkeypatch):
     """A cluster with 25 jobs of other users, which have ended in different ways."""
     kinds = ("Succeeded", "Failed", "Running")
     made = Cluster(*(pytorch_job(f"job-{number:02}", kinds[number % 3], number=number) for number in range(25)))
-    monkeypatch.setattr(places, "get", {"kubernetes": made}.__getitem__)
+    monkeypatch.setattr(places, "get", lambda _: made)
     return made
 
 
@@ -89,12 +89,19 @@ def test_jobs_of_others_are_listed_with_their_state_and_only_the_newest(crowded,
     out = capsys.readouterr().out
     assert crowded.asked == [("*", {"team": "a", "stage": "test"})]
     rows = [line.split()[:3] for line in out.splitlines() if line.startswith("kubernetes://")]
-    assert rows[-1] == ["kubernetes://team/job-24", "succeeded", "3"]
     assert [row[1] for row in rows[-3:]] == ["failed", "running", "succeeded"]
-    assert len(rows) == 20
+    assert (len(rows), rows[-1]) == (20, ["kubernetes://team/job-24", "succeeded", "3"])
     assert "and 5 older. All: kale-dist jobs --all --on kubernetes" in out
     assert main(["jobs", "--on", "kubernetes", "--all"]) == 0
     assert capsys.readouterr().out.count("kubernetes://team/") == 25
+
+
+def test_the_newest_jobs_are_listed_wherever_they_ran(crowded, monkeypatch, capsys):
+    old = look.statuses([(PYTORCH, pytorch_job("old", "Failed"))]) * 20
+    monkeypatch.setattr(list_commands, "_last_seen", lambda: old)
+    assert main(["jobs"]) == 0
+    out = capsys.readouterr().out
+    assert (out.count("/job-"), out.count("/old"), "and 25 older" in out) == (20, 0, True)
 
 
 def test_a_list_says_where_a_job_stands_in_its_queue(monkeypatch, capsys):
