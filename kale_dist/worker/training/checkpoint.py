@@ -127,7 +127,9 @@ def read(file: Any) -> Checkpoint:
             raise ValueError("it is of another version")  # noqa: TRY301 - one place words the error
         if (stored := found["resume"]) is not None:
             # Objects of the user's keep their lists.
-            found["resume"] = dataclasses.replace(decode(Resume, stored), state=stored["state"])
+            found["resume"] = dataclasses.replace(
+                decode(Resume, stored), state=stored["state"], changes=stored["changes"]
+            )
         return Checkpoint(**found)
     # What torch raises for a damaged file depends on where the damage is.
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, EOFError, pickle.UnpicklingError) as error:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
-import inspect
 import math
 import operator
 import time
 import traceback
-import types
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kale_dist.snapshot.identity import times_changed
 from kale_dist.wire import context
 from kale_dist.worker.training.data.loader import Loaders
-from kale_dist.worker.training.rank_group import Group, fingerprint, own_part
-from kale_dist.worker.training.settings import Training, can_be_state
-from kale_dist.worker.training.trained import Trained
+from kale_dist.worker.training.rank_group import Group, own_part
 
 _NAMED = 5
 """At most this many names are listed."""
@@ -60,112 +53,6 @@ class _Harmless(contextlib.suppress, contextlib.ContextDecorator):
 
 _harmless = _Harmless(Exception)
 _differ = _harmless(operator.ne)
-
-
-class Captured:
-    """The names outside of their own bodies that the functions of a training use, and may change.
-
-    Only counts of changes, addresses and lengths are kept, so that ten million numbers cost no more than ten.
-
-    Args:
-        training: Has the steps, and what they get.
-        trained: The objects that come back.
-    """
-
-    def __init__(self, training: Training, trained: Trained) -> None:
-        self._functions = training.train_step, training.eval_step
-        self._given = {"train_args": training.train_args, "eval_args": training.eval_args}
-        self._known = {id(value) for value in (*trained.parts(), *trained.loaders, trained.criterion)}
-        self._before = self._marks()
-
-    @_harmless
-    def changed(self) -> dict[str, bool]:
-        """Names of what has changed since this object was made, each with whether `state=` takes it."""
-        now, found = self._marks(), self._found()
-        names = sorted(name for name, mark in self._before.items() if name in now and _differ(mark, now[name]))
-        return {name: can_be_state(found[name]) for name in names}
-
-    @_harmless
-    def _marks(self) -> dict[str, Any]:
-        return {name: _mark(value, 2, self._known) for name, value in self._found().items()}
-
-    def _found(self) -> dict[str, Any]:
-        return {name: value for function in self._functions for name, value in used(function)} | self._given
-
-
-@_harmless
-def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
-    """Return a mark of a value that changes when the value is changed in place; the same for all objects of `known`."""
-    if id(value) in known:
-        return ()
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, Tensor):
-        # Those without a shape have no address, and those of inference mode do not count their changes: the guard gives None.
-        address = value.data_ptr() if value.layout is torch.strided else id(value)
-        return address, times_changed(value)
-    if isinstance(value, torch.nn.Module):
-        return [_mark(tensor, 0, known) for tensor in (*value.parameters(), *value.buffers())]
-    if isinstance(value, collections.deque):
-        # A full one keeps its length.
-        return id(value), len(value), id(value[-1]) if value else 0
-    if hasattr(type(value), "__array_interface__"):
-        return id(value), zlib.crc32(value.tobytes()) if value.nbytes <= _COMPARED_BYTES else 0
-    if isinstance(value, list | dict | set):
-        parts = value.items() if isinstance(value, dict) else enumerate(value)
-        is_looked_into = depth and not isinstance(value, set) and len(value) <= _LOOKED_INTO
-        return (
-            id(value),
-            len(value),
-            [(name, _mark(part, depth - 1, known)) for name, part in parts] if is_looked_into else (),
-        )
-    mark: list[Any] = [id(value), getattr(value, "shape", ())]
-    if isinstance(value, type | types.ModuleType):
-        return mark
-    if callable(getattr(value, "load_state_dict", None)):
-        mark.append(_contents(value.state_dict()))
-    if type(value).__module__.partition(".")[0] not in _OF_NO_INTEREST:
-        mark.append(_mark(dict(getattr(value, "__dict__", {})), depth, known)[1:] if depth else ())
-    return mark
-
-
-@_harmless
-def _contents(value: Any) -> Any:
-    """Return a mark of what a state dict contains, whose tensors may be new copies in each call."""
-    if isinstance(value, Tensor):
-        return fingerprint([own_part(value)])
-    if isinstance(value, dict | list | tuple):
-        return [_contents(one) for one in (value.values() if isinstance(value, dict) else value)]
-    return value if isinstance(value, _PLAIN) else None
-
-
-def used(function: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """Names and values that a function and the notebook's functions that it calls find outside their own bodies.
-
-    Args:
-        function: The function.
-        depth: How far functions that call each other are followed.
-    """
-    if not isinstance(function, types.FunctionType) or not depth:
-        return
-    try:
-        names = inspect.getclosurevars(function)
-    except ValueError:  # a name of the enclosing function that is not bound yet
-        return
-    for name, value in {**names.globals, **names.nonlocals}.items():
-        if type(value) is not types.FunctionType:
-            yield name, value
-        elif value.__module__ in ("__main__", function.__module__):
-            yield from used(value, depth - 1)
-
-
-def used_beside_arguments(function: Any) -> dict[str, Any]:
-    """What a call's function uses beside its arguments, by name; of a method also its object, and what that has."""
-    if not isinstance(function, types.MethodType):
-        return dict(used(function))
-    owner, kind = function.__self__, type(function.__self__).__name__
-    own = {f"{kind}.{name}": value for name, value in getattr(owner, "__dict__", {}).items()}
-    return {kind: owner, **own, **dict(used(function.__func__))}
 
 
 class OwnLosses:

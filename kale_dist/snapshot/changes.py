@@ -1,0 +1,602 @@
+"""What a job's ranks have changed of the objects that its call was given or uses, besides weights: it comes back by paths.
+
+Notebook and ranks walk over the same objects and give each the same path, such as `model.blocks[0].alpha`. What differs from what
+arrived is packed into plain values and tensors, which results and checkpoints hold, and is written in place where that can be.
+The snapshot has the bytes of what arrived: tensors and arrays are compared with it, and no copy is made.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+import sys
+import types
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from kale_dist.snapshot.identity import has_same_bytes, times_changed
+from kale_dist.snapshot.origin import Origin, Range, Stayed, is_own
+
+Path: TypeAlias = tuple[Any, ...]
+"""The name of an object of the call, then names of attributes, keys and positions."""
+
+Change: TypeAlias = tuple[Path, bool, Any]
+"""Where something has changed, whether another object stands there now, and what it contains, packed."""
+
+_MANY = 10_000
+"""Longer lists and dicts are not looked into: they count as changed by their length alone."""
+
+_CALLED = 3
+"""How far functions that call each other are followed."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+_LISTS = (list, collections.deque)
+_OF_PARTS, _OF_VALUES, _OF_ATTRIBUTES = (
+    ("list", "deque", "tuple", "dict"),
+    ("set", "frozenset"),
+    ("module", "optimizer", "own"),
+)
+_OF_STATE, _CONTAINERS = ("state", "optimizer"), (*_OF_PARTS, *_OF_VALUES)
+_DICTS = {kind.__name__: kind for kind in (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)}
+_NEW: dict[str, Any] = {"list": list, "set": set, **_DICTS}
+
+
+class _Plain(NamedTuple):
+    """A value in the place of an object's path."""
+
+    kind: type
+    value: Any
+
+
+class _Array(NamedTuple):
+    """An array as it arrived."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    bytes: Range
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Met:
+    """An object that a walk has met, and its parts by name, key or position."""
+
+    value: Any
+    parts: dict[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Was:
+    """An object as it arrived."""
+
+    get: Callable[[], Any]
+    """Gives it; None where it is gone."""
+    kind: type
+    mark: Any
+    """Its own contents, beside its parts."""
+    parts: dict[Any, _Plain | Path | None]
+
+
+class _Stays(Exception):  # noqa: N818 - it ends no call
+    """An object cannot be sent."""
+
+
+class Arrived:
+    """Objects of a call as they arrived.
+
+    Args:
+        roots: Gives the objects by the names of the call's arguments, and those that its functions use by their names.
+        covered: What comes back by its own `state_dict`: modules, whose attributes are looked at all the same, and others.
+        left_out: Objects that are not looked into, such as the dataset.
+        origin: Where the snapshot has their bytes; None outside of a job.
+        rank: Of the process.
+    """
+
+    def __init__(
+        self,
+        roots: Callable[[], Mapping[str, Any]],
+        *,
+        covered: Collection[int] = (),
+        left_out: Collection[int] = (),
+        origin: Origin | None = None,
+        rank: int = 0,
+    ) -> None:
+        self._roots, self._covered, self._left_out = roots, covered, left_out
+        self._origin, self._rank = origin, rank
+        met = self._walk()
+        self._paths = {id(one.value): path for path, one in met.items()}
+        self._before = {
+            path: _Was(
+                _holding(one.value),
+                type(one.value),
+                self._mark(one.value),
+                {name: self._token(part, self._paths) for name, part in one.parts.items()},
+            )
+            for path, one in met.items()
+        }
+        self._passed_over: set[tuple[Path, bool]] = set()
+
+    @contextlib.contextmanager
+    def passing_over(self) -> Iterator[None]:
+        """Pass over what is put into the objects in this block, such as the marks of FSDP."""
+        before = self._differing(leaves=False)[0].keys()
+        yield
+        self._passed_over |= self._differing(leaves=False)[0].keys() - before
+
+    def changes(self) -> tuple[list[Change], list[str]]:
+        """What differs from what arrived; and the paths, as code, of what differs and cannot be sent."""
+        found, stands = self._differing()
+        packer, changes, stay = _Packer(stands, self._rank), [], []
+        for (path, is_new), value in found.items():
+            try:
+                if not is_new:
+                    changes.append((path, False, packer.contents(value)))
+                elif len(path) > 1:
+                    changes.append((path, True, packer.pack(value)))
+                else:
+                    # A name of the notebook's that means another object now.
+                    stay.append(shown(path))
+            except Exception:  # noqa: BLE001 - of the user's objects
+                stay.append(shown(path))
+        return changes, stay
+
+    def differing(self) -> list[tuple[Path, Any]]:
+        """What differs from what arrived: where, and what is there now."""
+        return [(path, value) for (path, _), value in self._differing()[0].items()]
+
+    def _differing(self, *, leaves: bool = True) -> tuple[dict[tuple[Path, bool], Any], dict[int, Path]]:
+        """What differs, by its path on arrival and whether another object stands there; and the path that each object stands for."""
+        met = self._walk()
+        reached = {id(one.value) for one in met.values()}
+        stands: dict[int, Path] = {}
+        found: dict[tuple[Path, bool], Any] = {}
+        for at, one in met.items():
+            # A name that means another object is told from an object that has changed.
+            owner = stands[id(met[at[:-1]].value)] if len(at) > 1 and id(met[at[:-1]].value) in stands else None
+            if (known := self._known(one.value, owner, at[-1:], reached) if at else ()) is not None:
+                stands[id(one.value)] = known
+        for one in met.values():
+            with contextlib.suppress(Exception):
+                if (path := stands.get(id(one.value))) is not None:
+                    found |= dict(self._compared(path, one, stands, leaves=leaves))
+        return {key: value for key, value in found.items() if key not in self._passed_over}, stands
+
+    def _compared(
+        self, path: Path, one: _Met, stands: Mapping[int, Path], *, leaves: bool
+    ) -> Iterator[tuple[tuple[Path, bool], Any]]:
+        was, nature = self._before[path], _nature_of(one.value)
+        parts = {name: self._token(part, stands) for name, part in one.parts.items()}
+        if path and nature in _OF_PARTS:
+            is_other = [*parts.items()] != [*was.parts.items()] or len(one.value) != was.mark
+        else:
+            is_other = leaves and nature != "dict" and self._is_other(one.value, was.mark)
+            for name, token in parts.items():
+                if (name in was.parts or path) and (token is None or was.parts.get(name) != token):
+                    yield ((*path, name), True), one.parts[name]
+        if is_other:
+            yield (path, False), one.value
+
+    def _known(self, value: Any, owner: Path | None, name: Path, reached: Collection[int]) -> Path | None:
+        """The path on arrival of an object, or of the one in whose place it is, and which is gone, as after `x.mean = x.mean * 0.9`."""
+        known = self._paths.get(id(value))
+        if known is not None and self._before[known].get() is value:
+            return known
+        old = None if owner is None else self._before[owner].parts.get(name[0])
+        if old is None or isinstance(old, _Plain) or id((was := self._before[old]).get()) in reached:
+            return None
+        is_container = _nature_of(value) in _CONTAINERS and type(value) is was.kind
+        return old if is_container or _fits(value, was.mark) else None
+
+    def _walk(self) -> dict[Path, _Met]:
+        """All objects by their paths, each once, owners before what they own."""
+        found: dict[Path, _Met] = {}
+        seen: set[int] = set()
+        # A stack of its own: models may be nested more deeply than Python's.
+        left: list[tuple[Path, Any]] = [((), self._roots())]
+        while left:
+            path, value = left.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            parts: dict[Any, Any] = {}
+            # Objects of the user's may raise whatever is asked of them: those are passed over.
+            with contextlib.suppress(Exception):
+                parts = dict(self._parts(path, value))
+            found[path] = _Met(value, parts)
+            left += [((*path, name), part) for name, part in reversed(parts.items()) if not self._is_value(part)]
+        return found
+
+    def _parts(self, path: Path, value: Any) -> Iterator[tuple[Any, Any]]:
+        if _nature_of(value) in _OF_PARTS:
+            is_dict = _nature_of(value) == "dict"
+            if not path or (len(value) <= _MANY and not (is_dict and not all(map(_is_plain, value)))):
+                yield from value.items() if is_dict else enumerate(value)
+        elif _nature_of(value) in _OF_ATTRIBUTES:
+            for name, part in _attributes(value, is_covered=id(value) in self._covered):
+                # All others, such as functions, are passed over.
+                if (nature := _nature_of(part)) not in ("other", "tensor") or (nature == "tensor" and is_tensor(part)):
+                    yield name, part
+
+    def _is_value(self, part: Any) -> bool:
+        """Whether a part is plain, or is not looked at: it is what it is."""
+        is_covered = id(part) in self._covered and _nature_of(part) not in ("module", "optimizer")
+        return is_covered or id(part) in self._left_out or _is_plain(part)
+
+    def _token(self, part: Any, paths: Mapping[int, Path]) -> _Plain | Path | None:
+        """What a part is: a value, an object that arrived, or a new one."""
+        if not self._is_value(part):
+            return paths.get(id(part))
+        if not _is_plain(part):
+            return _Plain(object, id(part))
+        return _Plain(type(part), part if type(part) in (str, bytes, int, bool) else repr(part))
+
+    def _mark(self, value: Any) -> Any:
+        with contextlib.suppress(Exception):
+            if is_tensor(value):
+                # Torch's reducers copy what is small, and outside of a job nothing has arrived.
+                return (self._origin and self._origin.place(value)) or value.detach().clone()
+            if _is_array(value):
+                place = self._origin and self._origin.buffers.get(value.ctypes.data)
+                if place and place[2] == value.nbytes:
+                    return _Array(value.dtype, value.shape, value.strides, place)
+                return value.copy()
+            if _nature_of(value) in _OF_VALUES:
+                return frozenset(value) if len(value) <= _MANY else len(value)
+            if _nature_of(value) in _OF_PARTS:
+                return len(value)
+            if _nature_of(value) == "tensor":
+                # Sparse, expanded or of another class: it stays in the ranks, and is named.
+                return times_changed(value)
+            if _nature_of(value) in _OF_STATE and id(value) not in self._covered:
+                return digest(_Packer({}, 0).pack(value.state_dict()))
+        return None
+
+    def _is_other(self, value: Any, mark: Any) -> bool:
+        """Whether an object's own contents differ from those that arrived."""
+        if is_tensor(value):
+            was = mark.tensor(self._origin.memory) if isinstance(mark, Stayed) and self._origin else mark
+            return not has_same_bytes(value.detach().cpu(), was.detach().cpu())
+        if isinstance(mark, _Array) and self._origin:
+            import numpy as np
+
+            mark = np.ndarray(mark.shape, mark.dtype, self._origin.memory.view(*mark.bytes), strides=mark.strides)
+        if _is_array(value):
+            return value.shape != mark.shape or value.dtype != mark.dtype or bool(value.tobytes() != mark.tobytes())
+        return mark is not None and self._mark(value) != mark
+
+
+class _Packer:
+    """Turns objects into plain values and tensors on the CPU, which `unpacked` turns into objects again.
+
+    Args:
+        stands: The path of each object that arrived, which is named by it.
+        rank: Of the process: numbers of new objects differ between ranks.
+    """
+
+    def __init__(self, stands: Mapping[int, Path], rank: int) -> None:
+        self._stands = stands
+        self._next = itertools.count(rank << 32)
+        self._new: dict[int, tuple[int, Any]] = {}
+
+    def pack(self, value: Any) -> Any:
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if (path := self._stands.get(id(value))) is not None:
+            return "same", path
+        if id(value) in self._new:
+            return "again", self._new[id(value)][0]
+        return self.contents(value)
+
+    def contents(self, value: Any) -> Any:
+        """What an object contains, also one that arrived."""
+        kind: Any = type(value)
+        number = next(self._next)
+        if kind is complex or kind is bytes:
+            return kind.__name__, number, str(value) if kind is complex else value.hex()
+        if _nature(kind) == "number":
+            return "number", number, _array_packed(value)
+        # With the object, so that no other one gets its id meanwhile.
+        self._new[id(value)] = number, value
+        if is_tensor(value):
+            return "tensor", number, value.detach().cpu().resolve_conj().resolve_neg()
+        if _is_array(value):
+            return "array", number, _array_packed(value)
+        if _nature(kind) == "tuple" and not hasattr(kind, "_fields"):
+            return "tuple", number, [self.pack(one) for one in value]
+        if kind is list or (kind in (set, frozenset) and all(map(_is_plain, value))):
+            return kind.__name__, number, [self.pack(one) for one in value]
+        if kind is collections.deque:
+            return "deque", number, ([self.pack(one) for one in value], value.maxlen)
+        if kind in _DICTS.values():
+            return kind.__name__, number, [(self.pack(key), self.pack(one)) for key, one in value.items()]
+        if _nature_of(value) in _OF_STATE and id(value) in self._stands:
+            return "state", number, self.pack(value.state_dict())
+        raise _Stays
+
+
+def put(roots: Mapping[str, Any], changes: Sequence[Change]) -> list[str]:
+    """Write what came back into this process's own objects, in place where that can be.
+
+    Args:
+        roots: The objects by the names that the walk has given them.
+        changes: What came back. Parts of a root that is not there any more are passed over.
+
+    Returns:
+        A clause for each part that could not be written, and why.
+    """
+    problems = []
+    unpacking = _Unpacking(roots, changes)
+    for path, is_new, packed in changes:
+        if path[0] in roots:
+            try:
+                unpacking.write(path, packed, is_new=is_new)
+            except Exception as error:  # noqa: BLE001 - of the user's objects
+                problems.append(f"{shown(path)} ({type(error).__name__}: {error})")
+    return problems
+
+
+class _Unpacking:
+    """Makes objects of packed ones. All paths lead to what is there before anything is written."""
+
+    def __init__(self, roots: Mapping[str, Any], changes: Sequence[Change]) -> None:
+        self._made: dict[int, Any] = {}
+        self._own: dict[Path, Any] = {(): roots}
+        for path in itertools.chain(*((path[:-1], path, *_paths_in(packed)) for path, _, packed in changes)):
+            with contextlib.suppress(LookupError, AttributeError, TypeError):
+                self._own[path] = functools.reduce(_part, path, roots)
+
+    def write(self, path: Path, packed: Any, *, is_new: bool) -> None:
+        own = None if is_new else self._own.get(path)
+        value = self._unpacked(packed, own)
+        if value is own and not is_new:
+            return
+        owner: Any = self._own[path[:-1]]
+        name = path[-1]
+        if _nature_of(owner) in _OF_PARTS:
+            owner[name] = value
+        elif hasattr(type(owner), "named_parameters"):
+            setattr(owner, str(name), value)
+        else:
+            vars(owner)[name] = value
+
+    def _unpacked(self, packed: Any, own: Any = None) -> Any:
+        if not isinstance(packed, tuple):
+            return packed
+        if packed[0] == "same":
+            return self._own[tuple(packed[1])]
+        if packed[0] == "again":
+            return self._made[packed[1]]
+        kind, number, given = packed
+        if kind == "state":
+            own.load_state_dict(self._unpacked(given))
+        elif kind in ("tensor", "array", "number"):
+            made = given if kind == "tensor" else _array_unpacked(given)
+            if not _fits(own, made):
+                own = (
+                    made.to(own.device)
+                    if is_tensor(own) and is_tensor(made)
+                    else made[()]
+                    if kind == "number"
+                    else made
+                )
+            else:
+                _fill(own, made)
+        elif kind in ("complex", "bytes"):
+            own = complex(given) if kind == "complex" else bytes.fromhex(given)
+        elif kind in ("tuple", "frozenset"):
+            own = (tuple if kind == "tuple" else frozenset)(self._unpacked(one) for one in given)
+        else:
+            if type(own).__name__ != kind:
+                own = collections.deque(maxlen=given[1]) if kind == "deque" else _NEW[kind]()
+            self._made[number] = own
+            if kind in _DICTS:
+                items: Any = {self._unpacked(key): self._unpacked(one) for key, one in given}
+            else:
+                items = [self._unpacked(one) for one in (given[0] if kind == "deque" else given)]
+            own.clear()
+            (own.extend if isinstance(own, _LISTS) else own.update)(items)
+        self._made[number] = own
+        return own
+
+
+def _fill(own: Any, value: Any) -> None:
+    if not is_tensor(own):
+        own[...] = value
+        return
+    import torch
+
+    with torch.no_grad():
+        own.copy_(value)
+
+
+def _paths_in(packed: Any) -> Iterator[Path]:
+    """The paths that a packed object names."""
+    if isinstance(packed, tuple) and packed[:1] == ("same",):
+        yield tuple(packed[1])
+    elif isinstance(packed, tuple | list):
+        for one in packed:
+            yield from _paths_in(one)
+
+
+def shown(path: Path) -> str:
+    """A path as code."""
+    return str(path[0]) + "".join(
+        f".{one}" if isinstance(one, str) and one.isidentifier() else f"[{one!r}]" for one in path[1:]
+    )
+
+
+def digest(packed: Any) -> int:
+    """A number that is equal for what is packed alike, in any rank."""
+    if is_tensor(packed):
+        whole = packed.contiguous().reshape(-1).view(_torch().uint8).numpy() if packed.numel() else b""
+        return zlib.crc32(whole, len(packed.shape))
+    if isinstance(packed, tuple) and len(packed) == 3 and isinstance(packed[1], int):  # noqa: PLR2004 - kind, number, contents
+        packed = packed[0], packed[2]
+    if isinstance(packed, tuple | list):
+        return zlib.crc32(repr([digest(one) for one in packed]).encode())
+    return zlib.crc32(repr(packed).encode())
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def used(function: Any, depth: int = _CALLED) -> Iterator[tuple[str, Any]]:
+    """Names and values that a function and the notebook's functions that it calls find outside their own bodies.
+
+    Args:
+        function: The function.
+        depth: How far functions that call each other are followed.
+    """
+    if not isinstance(function, types.FunctionType) or not depth or not _is_users(function.__module__):
+        return
+    try:
+        names = inspect.getclosurevars(function)
+    except ValueError:  # a name of the enclosing function that is not bound yet
+        return
+    for name, value in {**names.globals, **names.nonlocals}.items():
+        if type(value) is not types.FunctionType:
+            yield name, value
+        elif value.__module__ in ("__main__", function.__module__):
+            yield from used(value, depth - 1)
+
+
+def roots_of_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The objects that a call of a function may change: its arguments, those that it uses by name, and of a method its object."""
+    roots = dict(used(getattr(function, "__func__", function)))
+    if isinstance(function, types.MethodType):
+        roots[type(function.__self__).__name__] = function.__self__
+    with contextlib.suppress(TypeError, ValueError):
+        return roots | inspect.signature(function).bind(*args, **kwargs).arguments
+    return roots | {f"argument {number}": value for number, value in enumerate(args, 1)} | dict(kwargs)
+
+
+def held(objects: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """A function that gives objects by their names, as long as they are there: it keeps only those that it must."""
+    holders = {name: _holding(value) for name, value in objects.items() if not _is_plain(value)}
+    return lambda: {name: value for name, get in holders.items() if (value := get()) is not None}
+
+
+# -- kinds of objects --------------------------------------------------------------------------------------------------
+
+
+def _torch() -> Any:
+    """Torch, if this process has imported it: without it there are no tensors."""
+    return sys.modules.get("torch")
+
+
+def _nature_of(value: Any) -> str:
+    kind: Any = type(value)
+    return _nature(kind)
+
+
+@functools.cache
+def _nature(kind: type) -> str:
+    """What the objects of a class are here. The class is asked, because an object of the user's may raise whatever it is asked."""
+    torch, numpy = _torch(), sys.modules.get("numpy")
+    for base in (*_PLAIN, tuple, list, collections.deque, set, frozenset, dict):
+        if issubclass(kind, base):
+            return (
+                "plain"
+                if base in _PLAIN and not hasattr(kind, "dtype")
+                else "number"
+                if base in _PLAIN
+                else base.__name__
+            )
+    if numpy is not None and (kind is numpy.ndarray or issubclass(kind, numpy.number | numpy.bool_)):
+        return "array" if kind is numpy.ndarray else "number"
+    if torch is not None:
+        if issubclass(kind, torch.nn.Module | torch.optim.Optimizer):
+            return "module" if issubclass(kind, torch.nn.Module) else "optimizer"
+        if issubclass(kind, torch.Tensor | torch.utils.data.Dataset | torch.utils.data.DataLoader):
+            return "tensor" if issubclass(kind, torch.Tensor) else "other"
+    if issubclass(kind, type | types.ModuleType | types.FunctionType | types.MethodType | types.BuiltinFunctionType):
+        return "other"
+    if callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None)):
+        return "state"
+    return "own" if _is_users(kind.__module__) or kind.__module__ in ("types", "argparse") else "other"
+
+
+def _is_users(module: str) -> bool:
+    """Whether a module belongs to the user, and not to an installed package. One that is not imported was sent by value."""
+    if module == "__main__" or module not in sys.modules:
+        return True
+    file = getattr(sys.modules[module], "__file__", None) or "/lib/python"
+    is_installed = any(part in file for part in ("site-packages", "dist-packages", "/lib/python"))
+    return not is_installed and module.partition(".")[0] != "kale_dist"
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor that can be compared by its bytes."""
+    return is_own(value) and str(value.layout) == "torch.strided" and not (value.is_quantized or 0 in value.stride())
+
+
+def _is_array(value: Any) -> bool:
+    return _nature_of(value) == "array" and not (value.dtype.hasobject or value.dtype.fields)
+
+
+def _is_plain(value: Any) -> bool:
+    nature = _nature_of(value)
+    return nature in ("plain", "number") or (nature == "tuple" and all(map(_is_plain, value)))
+
+
+def _attributes(value: Any, *, is_covered: bool) -> Iterator[tuple[str, Any]]:
+    torch, own, nature = _torch(), vars(value), _nature_of(value)
+    base: Collection[str] = ()
+    if nature == "module":
+        base, lasting = _of_base(torch.nn.Module), own["_buffers"].keys() - own["_non_persistent_buffers_set"]
+        yield from own["_modules"].items()
+        yield from ((name, part) for name, part in own["_buffers"].items() if not (is_covered and name in lasting))
+        yield from () if is_covered else own["_parameters"].items()
+    elif nature == "optimizer":
+        base = _of_base(torch.optim.Optimizer)
+    yield from ((name, part) for name, part in own.items() if name not in base)
+
+
+@functools.cache
+def _of_base(kind: type) -> frozenset[str]:
+    """The attributes that torch's own classes keep for themselves; a scheduler adds the last three to an optimizer."""
+    torch = _torch()
+    one = torch.nn.Module() if kind is torch.nn.Module else torch.optim.SGD([torch.zeros(1)], 0.1)
+    return frozenset(vars(one)) | {"step", "_opt_called", "_step_count"}
+
+
+def _holding(value: Any) -> Callable[[], Any]:
+    """A function that gives an object, which it keeps only if there is no other way."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+def _fits(value: Any, other: Any) -> bool:
+    """Whether a value is a tensor or an array like another one, or like one that arrived."""
+    is_alike = (is_tensor(value) or _is_array(value)) and getattr(other, "dtype", None) == value.dtype
+    return bool(is_alike) and tuple(other.shape) == tuple(value.shape)
+
+
+def _part(owner: Any, name: str | int) -> Any:
+    is_container = isinstance(owner, Mapping | list | tuple | collections.deque)
+    return owner[name] if is_container else getattr(owner, str(name))
+
+
+def _array_packed(value: Any) -> tuple[str, tuple[int, ...], Any]:
+    import numpy as np
+
+    # Writable: torch warns of a tensor of other memory.
+    array, torch = np.array(value, order="C"), _torch()
+    flat = array.reshape(-1).view(np.uint8)
+    return array.dtype.str, array.shape, flat.tobytes() if torch is None else torch.from_numpy(flat)
+
+
+def _array_unpacked(packed: tuple[str, tuple[int, ...], Any]) -> Any:
+    import numpy as np
+
+    dtype, shape, flat = packed
+    return np.frombuffer(flat if isinstance(flat, bytes) else flat.numpy(), np.dtype(dtype)).reshape(shape).copy()
