@@ -136,13 +136,11 @@ class Arrived:
         packer, changes, stay = _Packer(stands, self._rank), [], []
         for (path, is_new), value in found.items():
             try:
-                if not is_new:
-                    changes.append((path, False, packer.contents(value)))
-                elif len(path) > 1:
-                    changes.append((path, True, packer.pack(value)))
-                else:
-                    # A name of the notebook's that means another object now.
+                if (is_new and len(path) == 1) or "." in path[0]:
+                    # A name of the notebook's that means another object now, or one of a module.
                     stay.append(shown(path))
+                else:
+                    changes.append((path, is_new, packer.pack(value) if is_new else packer.contents(value)))
             except Exception:  # noqa: BLE001 - of the user's objects
                 stay.append(shown(path))
         return changes, stay
@@ -432,6 +430,17 @@ def shown(path: Path) -> str:
     )
 
 
+def plain_attributes(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and texts that objects have as attributes, by their paths as code."""
+    found: dict[str, Any] = {}
+    for name, value in objects.items():
+        with contextlib.suppress(Exception):
+            found |= {
+                f"{name}.{one}": part for one, part in vars(value).items() if type(part) in (bool, int, float, str)
+            }
+    return found
+
+
 def digest(packed: Any) -> int:
     """A number that is equal for what is packed alike, in any rank."""
     if is_tensor(packed):
@@ -451,7 +460,8 @@ def used(function: Any, depth: int = _CALLED) -> Iterator[tuple[str, Any]]:
     """Names and values that a function and the notebook's functions that it calls find outside their own bodies.
 
     Args:
-        function: The function.
+        function: The function. One that ranks import from a module finds what they have there, and not what the notebook has: such
+            names have the module's in front.
         depth: How far functions that call each other are followed.
     """
     if not isinstance(function, types.FunctionType) or not depth or not _is_users(function.__module__):
@@ -460,11 +470,20 @@ def used(function: Any, depth: int = _CALLED) -> Iterator[tuple[str, Any]]:
         names = inspect.getclosurevars(function)
     except ValueError:  # a name of the enclosing function that is not bound yet
         return
+    prefix = f"{function.__module__}." if _is_imported(function) else ""
     for name, value in {**names.globals, **names.nonlocals}.items():
         if type(value) is not types.FunctionType:
-            yield name, value
+            yield f"{prefix}{name}", value
         elif value.__module__ in ("__main__", function.__module__):
             yield from used(value, depth - 1)
+
+
+def _is_imported(function: types.FunctionType) -> bool:
+    """Whether a function is the one that its module has by its name: then it is sent by that name."""
+    found: Any = None if function.__module__ == "__main__" else sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function
 
 
 def roots_of_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,13 @@ import dataclasses
 import json
 import math
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kale_dist.errors import SnapshotDamagedError, StoreError
 from kale_dist.snapshot.changes import Change
-from kale_dist.snapshot.identity import has_same_bytes
+from kale_dist.snapshot.identity import has_same_bytes, sum_of_bits
 from kale_dist.snapshot.loading import Loaded
 from kale_dist.snapshot.origin import Origin, Stayed, is_own
 from kale_dist.wire import context
@@ -96,6 +97,8 @@ class GivenModels:
     def __init__(self, loaded: Loaded, rank: int) -> None:
         models = models_in(loaded.args, loaded.kwargs)
         self._is_first = not rank
+        self.fingerprint = ""
+        """Of the weights that `with_weights` has found changed in this rank; empty if there are none."""
         self._given = _Arrived(together(models), loaded.origin) if models else None
 
     def with_weights(self, value: Any, *, has_trained: bool) -> Any:
@@ -108,13 +111,15 @@ class GivenModels:
         if self._given is None:
             return value
         state: dict[str, Any] = {}
-        is_changed = False
+        is_changed, prints = False, list[tuple[str, int]]()
         try:
             given = self._given.model.state_dict()
             # With what it has beside its entries: the versions of its parts.
             state = copy.copy(given)
             state.clear()
             own = dict(_tensors(self._given.model))
+            # Buffers are each rank's own also where weights are not.
+            weights = {name for name, _ in self._given.model.named_parameters(remove_duplicate=False)}
             problem, wrapped = self._given.problem(), self._given.wrapped()
             for its_name, one in {} if problem else given.items():
                 start = next(filter(its_name.startswith, wrapped), "")
@@ -126,15 +131,18 @@ class GivenModels:
                 elif not is_own(whole):
                     problem = f"{name} is a {type(whole).__name__} {'without values' if whole.is_meta else ''}".rstrip()
                     break
-                elif self._is_first:
+                else:
                     context.mark_progress()
                     whole = whole.detach().cpu()
                     place = self._given.place(name, own.get(its_name))
                     state[name] = place if place is not None and self._given.is_at(place, whole) else whole
+                    if state[name] is whole and its_name in weights:
+                        prints.append((name, sum_of_bits(whole)))
                     is_new = its_name in own and not self._given.has_met(name, own[its_name])
                     is_changed = is_changed or (state[name] is whole and (place is not None or is_new or has_trained))
         except Exception as error:  # noqa: BLE001 - what the function returned is not lost for this
             problem = f"its state_dict cannot be had: {type(error).__name__}: {error}"
+        self.fingerprint = str(zlib.crc32(repr(prints).encode())) if prints and not problem else ""
         if not self._is_first:
             return value
         is_trained = is_changed or (bool(problem) and (has_trained or self._given.has_changed()))

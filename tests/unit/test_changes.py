@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from kale_dist.snapshot import changes
 from kale_dist.snapshot.changes import Arrived, put, shown
 
 

@@ -142,7 +142,8 @@ class _Report:
             }  # fmt: skip
         exchanges = joined.exchanges() if joined is not None and self._order.cuda else ()
         shown = "\n".join(map(str, self._shown.values()))
-        self._control.send(Done(locals=shown, exchanges=tuple(exchanges), **failure))
+        weights, copies = joined.report if joined is not None else ("", "")
+        self._control.send(Done(locals=shown, exchanges=tuple(exchanges), weights=weights, copies=copies, **failure))
         self._control.wait_for_go()
         return 0 if self._error is None else 1
 
@@ -200,7 +201,9 @@ def _run(loaded: Loaded, joined: KeptGroup | None, control: Control, assignment:
         returned = value if isinstance(value, Returned) else Returned(value=value)
         value = dataclasses.replace(returned, changes=tuple(changes))
     if joined is not None:
-        joined.advise(trained=isinstance(value, Returned) and value.is_trained)
+        is_trained = any(isinstance(packed, tuple) and packed[0] == "tensor" for *_, packed in changes)
+        is_trained = is_trained or (isinstance(value, Returned) and value.is_trained)
+        joined.advise(trained=is_trained, weights=models.fingerprint)
     if stay:
         context.log(f"Changed by the function, and left behind in the ranks: {listed(stay, 5)}. Return what you need.")
     return value

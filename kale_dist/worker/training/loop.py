@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kale_dist.errors import ConfigError, KaleDistError
-from kale_dist.snapshot.changes import Arrived, Change, digest, shown
+from kale_dist.snapshot.changes import Arrived, Change, digest, plain_attributes, shown
 from kale_dist.snapshot.origin import Origin
 from kale_dist.strategies import Layout
 from kale_dist.wire import MetricRow, context, events
@@ -120,6 +120,9 @@ class Setup:
     trained: Trained
     arrived: Arrived
     """The objects of the call as they were then."""
+    datasets: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+    """Their plain attributes, as they were then."""
     given: Given
     structure: Structure
     """The model's, as it was at the call."""
@@ -149,7 +152,8 @@ class Setup:
         if training.seed is not None:
             seed_generators(training.seed + (group.rank if layout.shard is None else layout.shard))
         trained = Trained.of(training)
-        data = [id(value) for value in training.data.values()]
+        datasets = training.datasets
+        data = {*map(id, (*trained.loaders, *datasets.values()))}
         arrived = Arrived(training.objects, covered=training.covered, left_out=data, origin=origin, rank=group.rank)
         given = Given.of(training, trained, group.world_size, origin.digest if origin else "")
         structure = Structure.of(trained.model)
@@ -192,6 +196,8 @@ class Setup:
             training=training,
             trained=trained,
             arrived=arrived,
+            datasets=datasets,
+            attributes=plain_attributes(datasets),
             given=given,
             structure=structure,
             layouts=layouts,
@@ -349,14 +355,18 @@ class Session:
         names = [name for name in first if any(one.get(name, first[name]) != first[name] for one in everyone)]
         if names:
             self.group.log(
-                f"Changed on each rank in its own way: {listed(names, _NAMED)}. Rank 0's comes back. Make it a floating-point"
-                " buffer (register_buffer) of the model or the criterion, which is averaged after each epoch, or average it by"
-                " torch.distributed.all_reduce."
+                f"Changed on each rank in its own way: {listed(names, _NAMED)}. Rank 0's comes back. Floating-point buffers of the"
+                " model and the criterion are averaged after each epoch; average others by torch.distributed.all_reduce."
             )
+        stay += [
+            name
+            for name, value in plain_attributes(self.setup.datasets).items()
+            if self.setup.attributes.get(name) != value
+        ]
         if stay:
             self.group.log(
-                f"Changed by a step, and left behind in the ranks: {listed(stay, _NAMED)}. A tensor, a number, a list or a dict"
-                " comes back where an object had one before the call: keep it there."
+                f"Changed by a step, and left behind in the ranks: {listed(stay, _NAMED)}. What an object, a list or a dict that is"
+                " there before the call holds comes back, if it is a tensor, an array or a plain value."
             )
 
     def changes(self) -> list[Change]:

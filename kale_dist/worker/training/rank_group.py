@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kale_dist.errors import KaleDistError
+from kale_dist.snapshot.identity import sum_of_bits
 from kale_dist.wire import context, events
 from kale_dist.wording import listed
 
@@ -23,9 +24,6 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 _AS_BYTES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 """Dtypes that neither NCCL nor gloo sends."""
-
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Dtypes of whole numbers by their bytes. Their sums wrap around."""
 
 _NAMED = 3
 """At most so many weights that differ are named."""
@@ -249,14 +247,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 def bits_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return for each tensor, of a divided one this rank's part, the sum of its bits as whole numbers: any change shows."""
-    sums = []
-    for tensor in tensors:
-        if not torch.nn.parameter.is_lazy(tensor):
-            own = own_part(tensor.detach())
-            real = torch.view_as_real(own) if own.is_complex() else own
-            dtype = _WHOLE[real.element_size()]
-            sums.append(int(real.view(dtype).sum(dtype=dtype)))
-    return sums
+    return [sum_of_bits(own_part(tensor.detach())) for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)]
 
 
 def differing(fingerprints: Sequence[Sequence[float]], *, tolerance: float = _TOLERANCE) -> list[int]:

@@ -76,11 +76,10 @@ class Training:
         return set(map(id, (*modules, *optimizers, self.scheduler, *self.state)))
 
     @property
-    def data(self) -> dict[str, Any]:
-        """The loaders and what they read, which stays in the ranks."""
-        loaders = {name: getattr(self, name) for name in ("train_data_loader", "eval_data_loader")}
-        datasets = {f"{name}.dataset": getattr(one, "dataset", None) for name, one in loaders.items()}
-        return loaders | datasets
+    def datasets(self) -> dict[str, Any]:
+        """What the loaders read, by name; changes of it stay in the ranks."""
+        loaders = {"train_data_loader": self.train_data_loader, "eval_data_loader": self.eval_data_loader}
+        return {f"{name}.dataset": one.dataset for name, one in loaders.items() if hasattr(one, "dataset")}
 
     def arguments(self) -> list[tuple[str, Any]]:
         """Names and values."""
