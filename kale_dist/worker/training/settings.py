@@ -8,6 +8,9 @@ from typing import Any
 
 from kale_dist import strategies
 
+SPLIT_BY_NODE = "_distributed"
+"""Where a stream of the package `datasets` keeps of which rank it is the part."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
