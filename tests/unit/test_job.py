@@ -5,11 +5,8 @@ import threading
 import time
 
 import pytest
-import torch
 import trainings
 from fake_backend import FakeBackend
-from torch import nn
-from torch.utils.data import DataLoader
 from waiting import until
 
 import kale_dist as kd

@@ -5,6 +5,7 @@ import copy
 import io
 import itertools
 import re
+import types
 
 import pytest
 import torch
@@ -18,29 +19,20 @@ from kale_dist.errors import ConfigError
 
 
 def numbers(count):
-    return TensorDataset(torch.arange(count).double()[:, None] / count)
+    return TensorDataset(torch.arange(count).double()[:, None])
 
 
 class Stream(IterableDataset):
-    def __init__(self, count):
-        self.count = count
-
     def __iter__(self):
-        return iter(torch.arange(self.count).double()[:, None] / self.count)
+        return iter(torch.arange(23).double()[:, None])
 
 
-class DividedStream(Stream):
+class DividedStream(IterableDataset):
     def __iter__(self):
-        return iter(torch.arange(torch.distributed.get_rank(), self.count, 2).double()[:, None] / self.count)
+        return iter(torch.arange(torch.distributed.get_rank(), 24, 2).double()[:, None])
 
 
-class Holder:
-    loader = None
-
-
-unlabelled, holder = DataLoader(numbers(24), 4), Holder()
-holder.loader = unlabelled_too = DataLoader(numbers(24), 4)
-hidden = [holder]
+unlabelled, holder = DataLoader(numbers(24), 4), types.SimpleNamespace(loader=DataLoader(numbers(24), 4))
 
 
 def train(model, loader, criterion, optimizer):
@@ -89,7 +81,7 @@ def evaluating(model, loader, criterion, device, args):
 
 def divided_already(model, loader, criterion, optimizer, device, args):
     own = DataLoader(numbers(24), 4, sampler=DistributedSampler(numbers(24)))
-    for loaders in (zip(loader, own), zip(loader, DataLoader(DividedStream(24), 2))):
+    for loaders in (zip(loader, own, strict=False), zip(loader, DataLoader(DividedStream(), 2), strict=False)):
         for _ in loaders:
             pass
     assert kd.share(own) is own
@@ -136,7 +128,7 @@ def test_nothing_is_said_of_one_rank_or_of_what_is_divided(ranks):
 
 
 def zipped(model, loader, criterion, optimizer, device, args):
-    for (x, y), _ in zip(loader, unlabelled):
+    for (x, y), _ in zip(loader, unlabelled, strict=False):
         criterion(model(x), y).backward()
     return 0.5
 
@@ -218,8 +210,8 @@ MAKE = {
     "workers": lambda: DataLoader(numbers(23), 4, shuffle=True, num_workers=1, persistent_workers=True),
     "batches": lambda: DataLoader(numbers(23), batch_sampler=BatchSampler(RandomSampler(range(23)), 4, False)),
     "distributed for one": lambda: DataLoader(numbers(23), 4, sampler=DistributedSampler(numbers(23), 1, 0)),
-    "stream": lambda: DataLoader(Stream(23), 4),
-    "stream with workers": lambda: DataLoader(Stream(23), 4, num_workers=1),
+    "stream": lambda: DataLoader(Stream(), 4),
+    "stream with workers": lambda: DataLoader(Stream(), 4, num_workers=1),
     "fewer than ranks": lambda: DataLoader(numbers(1), 4),
 }
 
@@ -229,17 +221,13 @@ def read(make):
     torch.manual_seed(torch.distributed.get_rank())
     loader = make()
     before, mine = copy.copy(vars(loader)), kd.share(loader)
-    assert type(mine) is DataLoader
     assert mine is not loader
     assert (mine.batch_size, mine.num_workers) == (loader.batch_size, loader.num_workers)
     assert kd.share(mine) is mine
-    passes = [[batch for batch in once] for once in (mine, mine, kd.share(loader))]
+    passes = [list(once) for once in (mine, mine, kd.share(loader))]
     assert vars(loader) == before
-    values = [[torch.as_tensor(b[0] if isinstance(b, list) else b).flatten() for b in once] for once in passes]
-    return [
-        [(torch.cat(once) * len(getattr(loader.dataset, "tensors", [[0] * 23])[0])).round().int().tolist(), len(once)]
-        for once in values
-    ]
+    parts = [[batch[0] if isinstance(batch, list) else batch for batch in once] for once in passes]
+    return [(torch.cat(once).flatten().int().tolist(), len(once)) for once in parts]
 
 
 @pytest.mark.parametrize("kind", MAKE)
@@ -248,7 +236,6 @@ def test_any_loader_is_shared_with_equally_many_batches(ranks, kind):
     for (mine, steps), (others, theirs) in zip(first, second, strict=True):
         assert steps == theirs
         assert set(mine) | set(others) == set(range(1 if kind == "fewer than ranks" else 23))
-        assert len(mine + others) <= 24 or "stream" in kind or kind == "batches"
     if kind in ("shuffled", "workers"):
         assert len({tuple(mine) for mine, _ in first}) == 3
 
