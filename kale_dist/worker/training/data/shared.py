@@ -43,8 +43,9 @@ def share(loader: Loader) -> Loader:
     Raises:
         ConfigError: It is not a DataLoader, cannot be divided, or the ranks have no process group.
     """
-    if not isinstance(loader, DataLoader):
-        problem = f"it is a {type(loader).__name__}, not a torch.utils.data.DataLoader"
+    given: Any = loader
+    if not isinstance(given, DataLoader):
+        problem = f"it is a {type(given).__name__}, not a torch.utils.data.DataLoader"
         raise ConfigError("loader", problem, "Make one: kd.share(DataLoader(dataset, batch_size=32))")
     if loaders.RUNNING:
         # Ranks without data take no part.
