@@ -31,6 +31,24 @@ def test_several_jobs_at_once(jobs):
     assert [job.outcome().value for job in running] == [2 * number + 1 for number in range(4)]
 
 
+def read_twice(size):
+    from torch.utils.data import DataLoader
+
+    import kale_dist as kd
+
+    loader = DataLoader(range(size), 3, shuffle=True)
+    return [[int(one) for batch in kd.share(loader) for one in batch] for _ in range(2)]
+
+
+def test_a_function_shares_a_loader(jobs):
+    job = jobs.run(read_twice, 10)
+    assert job.wait()["state"] == "succeeded"
+    first, second = (job.outcome(rank).value for rank in (0, 1))
+    assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [[*range(10)]] * 2
+    assert first[0] != first[1]
+    assert "shared: 10 samples, 2 ranks x 5, batch 3 x 2 = 6" in job.log_text()
+
+
 def environment_of_rank():
     import random
     import sys

@@ -27,7 +27,11 @@ from kale_dist.worker.training.data.batches import Feed, Role
 from kale_dist.worker.training.data.generators import RandomStates, seed_generators
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
+<<<<<<< HEAD
 from kale_dist.worker.training.notices import STOPPED, OwnLosses, note_layer
+=======
+from kale_dist.worker.training.notices import STOPPED, Captured, OtherLoaders, OwnLosses, note_layer
+>>>>>>> part-loaders
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
 from kale_dist.worker.training.parts import Folders, Made
 from kale_dist.worker.training.rank_group import Group, bits_of, copy_where_differing, differing, fingerprint
@@ -262,6 +266,8 @@ class Session:
         stack.enter_context(losses.watched(trained.criterion, loaders, strategy.passed))
         stack.callback(loaders.restore)
         loaders.divide()
+        if setup.layout.shards > 1:
+            OtherLoaders(training, loaders, group, setup.parts.group).watch(stack)
         callbacks.load(setup.resumption.callbacks)
         setup.resumption.restore_rest(control.scaler, strategy.load_own_state)
         if not setup.parts.row.is_alone:

@@ -5,33 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import operator
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
 
+from kale_dist.errors import ConfigError
+from kale_dist.snapshot import sources
 from kale_dist.wire import context
-from kale_dist.worker.training.data.loader import Loaders
+from kale_dist.worker.training.data.batches import Batches
+from kale_dist.worker.training.data.loader import Loaders, divides_itself
 from kale_dist.worker.training.rank_group import Group, own_part
-
-_NAMED = 5
-"""At most this many names are listed."""
-
-_DEPTH = 3
-"""How far functions that call each other are followed."""
-
-_LOOKED_INTO = 32
-"""Longer lists and dicts count as changed by their length alone."""
-
-_COMPARED_BYTES = 1 << 20
-"""The contents of larger arrays are not compared."""
-
-_OF_NO_INTEREST = ("logging", "pandas", "torch", "tqdm")
-"""Packages whose objects change in ways that no user misses, but for those that are looked at by other means."""
+from kale_dist.worker.training.settings import Training
 
 _KEPT = 1000
 """After so many batches, only the losses of every second one are kept; after twice as many, those of every fourth, and so on."""
@@ -44,7 +34,10 @@ STOPPED = (
     " was written before, job.state_dict(partial=True) has its weights"
 )
 
-_PLAIN = (int, float, str, bool, type(None))
+_IN_TURN = 3
+"""So many batches of another loader, each with one more of the step's own, are taken in turn with them."""
+
+_SHARE = "Put kd.share(...) around it in the step, for this rank's share"
 
 
 class _Harmless(contextlib.suppress, contextlib.ContextDecorator):
@@ -52,7 +45,88 @@ class _Harmless(contextlib.suppress, contextlib.ContextDecorator):
 
 
 _harmless = _Harmless(Exception)
-_differ = _harmless(operator.ne)
+
+
+class OtherLoaders:
+    """The loaders that a step iterates beside its own, and that are not divided: each is named once.
+
+    Args:
+        training: Has the steps, and what they get.
+        loaders: Those that are divided.
+        group: The ranks with different data.
+        everyone: All ranks, for which samplers may be made as well.
+    """
+
+    def __init__(self, training: Training, loaders: Loaders, group: Group, everyone: Group) -> None:
+        self._training, self._loaders, self._groups = training, loaders, (group, everyone)
+        self._found: weakref.WeakKeyDictionary[Any, tuple[str, list[int]]] = weakref.WeakKeyDictionary()
+        """By loader and by iterator: its name, and in which batches of the training's own loader its first ones were taken."""
+
+    def watch(self, stack: contextlib.ExitStack) -> None:
+        """Look at loaders where they are iterated, until the stack ends it.
+
+        One of which a step takes a batch with each of its own loader's is refused: where all ranks begin with the same ones, none
+        gets to the others.
+        """
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        make, take = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+
+        def made(loader: Any) -> Any:
+            iterator = make(loader)
+            self._look(loader, iterator)
+            return iterator
+
+        def taken(iterator: Any) -> Any:
+            if name := self._taken_in_turn(iterator):
+                problem = (
+                    f"{name} is not divided, and the step takes a batch of it with each batch of its own loader: ranks"
+                )
+                problem += " read some of its samples several times, and others never"
+                raise ConfigError("train_step", problem, _SHARE)
+            return take(iterator)
+
+        setattr(DataLoader, "__iter__", made)  # noqa: B010 - mypy lets no method be replaced
+        setattr(_BaseDataLoaderIter, "__next__", taken)  # noqa: B010
+        stack.callback(setattr, DataLoader, "__iter__", make)
+        stack.callback(setattr, _BaseDataLoaderIter, "__next__", take)
+
+    @_harmless
+    def _look(self, loader: Any, iterator: Any) -> None:
+        if isinstance(iterator, Batches) or get_worker_info() is not None or divides_itself(loader, *self._groups):
+            return
+        if loader not in self._found:
+            path = next((path for path, value in self._named() if value is loader), "")
+            self._found[loader] = path or f"The loader at {_users_line()}", []
+        name, _ = self._found[iterator] = self._found[loader]
+        self._groups[0].log(f"{name} is not divided: each rank that iterates it reads all of it. {_SHARE}.")
+
+    @_harmless
+    def _taken_in_turn(self, iterator: Any) -> str:
+        name, batches = self._found.get(iterator, ("", []))
+        if not name or len(batches) == _IN_TURN:
+            return ""
+        batches.append(self._loaders.train.step)
+        return name if batches == [*range(batches[0], batches[0] + _IN_TURN)] else ""
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        for name, value in self._training.objects().items():
+            yield name, value
+            listed = (
+                enumerate(value)
+                if isinstance(value, list | tuple)
+                else value.items()
+                if isinstance(value, dict)
+                else ()
+            )
+            yield from ((f"{name}[{key!r}]", one) for key, one in listed)
+            yield from ((f"{name}.{key}", one) for key, one in getattr(value, "__dict__", {}).items())
+
+
+def _users_line() -> str:
+    """The user's line that is being run, as `place_of` names it."""
+    frames = traceback.walk_stack(None)
+    return next(sources.place_of(one, line) for one, line in frames if sources.is_users(one.f_code.co_filename))
 
 
 class OwnLosses:

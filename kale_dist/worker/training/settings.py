@@ -12,6 +12,9 @@ from kale_dist.snapshot.changes import used
 _CHANGED = ("model", "criterion", "optimizer", "scheduler", "train_args", "eval_args")
 """The arguments whose objects a training may change."""
 
+SPLIT_BY_NODE = "_distributed"
+"""Where a stream of the package `datasets` keeps of which rank it is the part."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
