@@ -102,7 +102,7 @@ class Strategy:
         values, and before the loop takes over `optimizer.step` and the loaders.
         """
         self.parts = parts
-        self._buffers = Buffers(parts.model, parts.column, average=self.average_buffers)
+        self._buffers = Buffers(parts, parts.column, average=self.average_buffers)
 
     def explain(self, error: Exception) -> None:
         """Raise an error in words in the place of one of torch's that a step met. Local.
