@@ -304,7 +304,8 @@ def buffers_of(trained: Any) -> dict[str, Tensor]:
 
 def _checksum(tensor: Tensor) -> int:
     """Return a checksum of a tensor's bytes in their order, of a divided one this rank's part."""
-    return zlib.crc32(own_part(tensor.detach()).cpu().reshape(-1).view(torch.uint8).numpy())
+    own: Any = own_part(tensor.detach()).cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    return zlib.crc32(own.view(torch.uint8).numpy())
 
 
 class Buffers:

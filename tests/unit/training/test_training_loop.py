@@ -263,6 +263,9 @@ def test_buffers_that_are_equal_on_all_ranks_keep_their_bits(ranks, dtype):
     def job():
         model, criterion = net(), nn.CrossEntropyLoss(weight=table[:2].real.float().abs())
         model.register_buffer("table", table.clone())
+        # Views, whose bytes lie in another form.
+        model.register_buffer("turned", table.conj())
+        model.register_buffer("wide", table[:1].expand(5))
         weight = criterion.weight.clone()
         fit(model, criterion=criterion, loader=DataLoader(labelled(24), 4), epochs=3)
         return model.table.equal(table), criterion.weight.equal(weight)
