@@ -24,7 +24,7 @@ class RankPosition:
     began: RandomStates
     """This rank's generators when the epoch began, from which the order of the data is drawn again."""
     buffers: Mapping[str, Tensor]
-    """The model's buffers that differ between ranks until an epoch has ended, such as BatchNorm's."""
+    """The buffers of model and criterion that differ between ranks until an epoch has ended, such as BatchNorm's."""
     samples: int
     """The samples that this rank has had of the pass."""
     before: GlobalStates | None

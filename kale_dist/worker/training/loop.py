@@ -27,11 +27,7 @@ from kale_dist.worker.training.data.batches import Feed, Role
 from kale_dist.worker.training.data.generators import RandomStates, seed_generators
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
-<<<<<<< HEAD
-from kale_dist.worker.training.notices import STOPPED, OwnLosses, note_layer
-=======
-from kale_dist.worker.training.notices import STOPPED, Captured, OtherLoaders, OwnLosses, note_layer
->>>>>>> part-loaders
+from kale_dist.worker.training.notices import STOPPED, OtherLoaders, OwnLosses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
 from kale_dist.worker.training.parts import Folders, Made
 from kale_dist.worker.training.rank_group import Group, bits_of, copy_where_differing, differing, fingerprint
@@ -414,14 +410,16 @@ class Session:
         if len(self.setup.layouts) > 1:
             # Numbers are summed over ranks.
             numbers["collective_s"] = (collective_s() - before_s) / self.group.world_size
-        mine = prints, bool(self.bits) and bits_of(self.named.values()) == self.bits
+        mine = prints, bool(self.bits) and bits_of(self.named.values()) == self.bits, self.losses.rows()
         self.bits = []
         outcome = self._average("train_step", feed, epoch, returned, mine, numbers)
-        self._mend_drift([prints for (prints, _), *_ in outcome.extras], epoch)
+        self._mend_drift([prints for (prints, *_), *_ in outcome.extras], epoch)
+        self.losses.compare_rows([rows for (*_, rows), *_ in outcome.extras])
+        self.control.note_own_rates()
         # First: the last row of `job.metrics` is what a step returned.
         self._report_strategy([numbers for _, numbers, *_ in outcome.extras], epoch)
         self._report_pace([rate for _, _, rate, *_ in outcome.extras], epoch)
-        if all(is_unchanged for (_, is_unchanged), *_ in outcome.extras):
+        if all(is_unchanged for (_, is_unchanged, _), *_ in outcome.extras):
             self._note_unchanged()
         self._emit(outcome.values, epoch, feed.role.name, feed.counts.from_batch)
         return outcome

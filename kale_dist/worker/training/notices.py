@@ -1,4 +1,4 @@
-"""Notes that a training logs once: state that will not come back, a loss that is nan, the layer in which a step failed."""
+"""Notes that a training logs once: a loader that is not divided, a loss that is nan, the layer in which a step failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,17 @@ from kale_dist.worker.training.data.loader import Loaders, divides_itself
 from kale_dist.worker.training.rank_group import Group, own_part
 from kale_dist.worker.training.settings import Training
 
+_NAMED = 5
+"""At most this many parts of an argument are shown."""
+
 _KEPT = 1000
 """After so many batches, only the losses of every second one are kept; after twice as many, those of every fourth, and so on."""
 
 _MOST_RANKS = 100
 """More ranks keep none: all would get those of all."""
+
+_COMPARED_BATCHES = 16
+"""The criterion's rows are compared between ranks in so many batches."""
 
 STOPPED = (
     "The loss became nan, and with it the weights (stop_on_nan=True): a line of the log says where. If a checkpoint"
@@ -151,6 +157,8 @@ class OwnLosses:
         self._kept: dict[int, tuple[float, Tensor]] = {}
         """Of the epoch's batches, by step: when each was, and its loss, which may still be computed."""
         self._batch, self._batches, self._every = (0, 0), 0, 1
+        self._rows: dict[int, tuple[int, int]] | None = {}
+        """Of the first batches, by step: this rank's samples, and the rows of the criterion's input; None once they are compared."""
 
     @contextlib.contextmanager
     def watched(self, criterion: Any, loaders: Loaders, passed: Callable[[Tensor], None]) -> Iterator[None]:
@@ -212,6 +220,40 @@ class OwnLosses:
         if self._batches % self._every == 0:
             self._kept[feed.step] = time.time(), loss
 
+    def _count_rows(self, criterion: Any, given: Any) -> None:
+        """Note how many rows the criterion gets for the batch's samples, if it averages over them.
+
+        Samples in another dimension than the first, as `CTCLoss` has them, are no rows.
+        """
+        feed, portion = self._loaders.train, self._loaders.train.role.portion
+        if self._rows is None or len(self._rows) >= _COMPARED_BATCHES or portion is None or not portion.local:
+            return
+        is_mean = getattr(criterion, "reduction", "mean") != "sum"
+        if is_mean and isinstance(given, Tensor) and given.dim() and portion.local not in given.shape[1:]:
+            self._rows[feed.step] = portion.local, len(given)
+
+    def rows(self) -> dict[int, tuple[int, int]]:
+        """Return the samples and the rows of the first epoch's first batches, by step; nothing in later epochs."""
+        rows, self._rows = self._rows or {}, None
+        return rows
+
+    def compare_rows(self, everyone: Sequence[Mapping[int, tuple[int, int]]]) -> None:
+        """Log where the criterion got other numbers of rows for equal numbers of samples: its mean is not over samples.
+
+        Args:
+            everyone: What `rows` returned in each rank.
+        """
+        for step in sorted(set().union(*everyone)):
+            found = {ranks[step] for ranks in everyone if step in ranks}
+            if len({samples for samples, _ in found}) < len(found):
+                numbers = [rows for _, rows in found]
+                self._group.log(
+                    f"In batch {step}, the criterion got {min(numbers)} to {max(numbers)} rows on ranks with equally many samples. Its loss"
+                    " is the mean over the rows of each rank: where ranks have unequally many, the gradient is not that of one process."
+                    " Where it has to be, use reduction='sum' and divide by a fixed number in train_step."
+                )
+                return
+
     def _arrived(self, root: Tensor, latest: Tensor) -> tuple[float | None, float | None]:
         """Start to copy two numbers from the GPU, and return those of an earlier copy that has ended."""
         if self._copy is not None and self._copy[1].query():
@@ -225,10 +267,11 @@ class OwnLosses:
         return self._numbers[0], self._numbers[1]
 
     @_harmless
-    def _note(self, _module: Any, _inputs: Any, output: Any) -> None:
+    def _note(self, criterion: Any, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.numel() == 1 and self._loaders.running.role.is_training:
             self._latest = own_part(output.detach())
             self._keep(self._latest)
+            self._count_rows(criterion, inputs[0])
 
     @_harmless
     def _note_root(self, root: Tensor) -> None:

@@ -228,6 +228,69 @@ def test_buffers_are_averaged_before_the_evaluation(ranks):
     assert batches == 3
 
 
+class Centred(nn.CrossEntropyLoss):
+    """A loss of outputs from which their moving average is taken, as that of DINO."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(2))
+
+    def forward(self, outputs, targets):
+        self.center = 0.9 * self.center + 0.1 * outputs.detach().mean(0)
+        return super().forward(outputs - self.center, targets)
+
+
+def test_buffers_of_the_criterion_are_averaged_as_the_models(ranks):
+    def job():
+        criterion = Centred()
+
+        def step(model, loader, *given):
+            supervised.train_epoch(model, loader, *given)
+            step.own = criterion.center.clone()
+
+        fit(criterion=criterion, loader=DataLoader(labelled(24), 4), train_step=step, epochs=2)
+        return step.own, criterion.center
+
+    (mine, first), (other, second) = ranks(2, job)
+    assert not mine.equal(other)
+    assert first.equal(second)
+    torch.testing.assert_close(first, (mine + other) / 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_buffers_that_are_equal_on_all_ranks_keep_their_bits(ranks, dtype):
+    table = torch.randn(1000, generator=torch.Generator().manual_seed(3)).to(getattr(torch, dtype))
+
+    def job():
+        model, criterion = net(), nn.CrossEntropyLoss(weight=table[:2].real.float().abs())
+        model.register_buffer("table", table.clone())
+        # Views, whose bytes lie in another form.
+        model.register_buffer("turned", table.conj())
+        model.register_buffer("wide", table[:1].expand(5))
+        weight = criterion.weight.clone()
+        fit(model, criterion=criterion, loader=DataLoader(labelled(24), 4), epochs=3)
+        return model.table.equal(table), criterion.weight.equal(weight)
+
+    assert ranks(3, job) == [(True, True)] * 3
+
+
+def test_buffers_with_the_same_numbers_in_another_order_differ(ranks):
+    def job():
+        import torch.distributed as dist
+
+        model = net()
+        model.register_buffer("counts", torch.zeros(2))
+
+        def step(model, loader, *given):
+            supervised.train_epoch(model, loader, *given)
+            model.counts[dist.get_rank()] += 4
+
+        fit(model, loader=DataLoader(labelled(24), 4), train_step=step)
+        return model.counts.tolist()
+
+    assert ranks(2, job) == [[2, 2]] * 2
+
+
 @pytest.mark.parametrize("dtype", ["bool", "int8", "int16", "uint16", "uint32", "uint64"])
 def test_buffers_of_whole_numbers_are_rank_0s_after_an_epoch(ranks, dtype):
     def job():
@@ -646,6 +709,37 @@ def test_targets_that_the_loss_leaves_out_are_named_and_no_others(capsys, criter
     said = capsys.readouterr().out
     assert left_out in said
     assert said.count("left out of the loss") == bool(left_out)
+
+
+def by_words(outputs, x):
+    """Each sample has as many words as its first number says."""
+    return outputs.repeat_interleave(1 + (x[:, 0] > 0).long(), 0)
+
+
+def padded(outputs, x):
+    """Time first, to the length of the rank's longest."""
+    return outputs.expand(3 + int((x[:, 0] > 0).sum()), *outputs.shape)
+
+
+@pytest.mark.parametrize(
+    ("rows", "reduction", "samples", "is_said"),
+    [(by_words, "mean", 24, True), (by_words, "sum", 24, False), (padded, "mean", 24, False),
+     (lambda outputs, x: outputs, "mean", 21, False)],
+)  # fmt: skip
+def test_a_mean_over_other_numbers_of_rows_is_said_once(ranks, rows, reduction, samples, is_said):
+    def step(model, loader, criterion, optimizer, device, args):
+        for x, _ in loader:
+            optimizer.zero_grad()
+            given = rows(model(x), x)
+            criterion(given, torch.zeros_like(given)).backward()
+            optimizer.step()
+        return 0.5
+
+    loader = DataLoader(labelled(samples), 4)
+    said = said_by(
+        lambda: fit(None, loader, train_step=step, criterion=nn.MSELoss(reduction=reduction), epochs=2), ranks
+    )
+    assert said.count("rows on ranks with equally many samples. Its loss is the mean over the rows") == is_said
 
 
 class Warmup:
