@@ -18,7 +18,7 @@ from kale_dist.job.spec.volumes import seen_here
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
 from kale_dist.snapshot import loading, outcome
-from kale_dist.snapshot.changes import Change
+from kale_dist.snapshot.changes import Changes
 from kale_dist.snapshot.given_models import Returned
 from kale_dist.snapshot.origin import BlobRanges, Stayed
 from kale_dist.wire import FailureCause, JobFiles, StateName, blobs
@@ -98,7 +98,7 @@ class OutcomeReader:
         value = self._outcome(0, attempt).value
         return value if isinstance(value, Returned) and value.model_state is not None else None
 
-    def changes(self, attempt: int) -> tuple[Change, ...]:
+    def changes(self, attempt: int) -> tuple[Changes, ...]:
         """What the ranks have changed, besides weights, of the objects that they got."""
         value = self._outcome(0, attempt).value
         return value.changes if isinstance(value, Returned) or self._spec.kind == "training" else ()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kale_dist.errors import warn
-from kale_dist.snapshot.changes import Arrived, Change, held, put, roots_of_call, shown
+from kale_dist.snapshot.changes import Arrived, Changes, held, put, roots_of_call, shown
 from kale_dist.snapshot.given_models import models_in, together
 from kale_dist.snapshot.origin import Origin
 from kale_dist.wording import listed
@@ -99,18 +99,18 @@ def of_function(
     return remember(together(models) if models else None, roots_of_call(function, args, kwargs), origin)
 
 
-def put_changes(targets: Targets, changes: Sequence[Change], ref: str) -> list[str]:
+def put_changes(targets: Targets, changes: Sequence[Changes], ref: str) -> list[str]:
     """Write what the ranks have changed, besides weights, into the notebook's objects.
 
     Returns:
         Warnings for the user: what the notebook had changed meanwhile, and what could not be written.
     """
-    paths, notes = [path for path, *_ in changes], []
+    paths, notes = [path for one in changes for path, _ in one.places], []
     mine = [] if targets.arrived is None or not paths else [path for path, _ in targets.arrived.differing()]
     lost = [shown(one) for one in mine if any(one[: len(path)] == path[: len(one)] for path in paths)]
     if lost:
         notes.append(f"What {ref} has changed was written over what changed here after it had started: {_few(lost)}")
-    if problems := put(targets.objects(), changes):
+    if problems := [problem for one in changes for problem in put(targets.objects(), one)]:
         notes.append(f"{ref} has changed what could not be written here: {listed(problems, _NAMED)}")
     return notes
 

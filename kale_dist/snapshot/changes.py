@@ -1,7 +1,7 @@
 """What a job's ranks have changed of the objects that its call was given or uses, besides weights: it comes back by paths.
 
 Notebook and ranks walk over the same objects and give each the same path, such as `model.blocks[0].alpha`. What differs from what
-arrived is packed into plain values and tensors, which results and checkpoints hold, and is written in place where that can be.
+arrived is packed into a pickle of plain values, with its tensors beside it, and is written in place where that can be.
 The snapshot has the bytes of what arrived: tensors and arrays are compared with it, and no copy is made.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
-import itertools
+import io
+import pickle
 import sys
 import types
 import weakref
@@ -20,14 +22,14 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from kale_dist.snapshot.identity import has_same_bytes, times_changed
-from kale_dist.snapshot.origin import Origin, Range, Stayed, is_own
+from kale_dist.snapshot.identity import has_same_bytes, sum_of_bits, times_changed
+from kale_dist.snapshot.origin import Origin, Stayed, is_own
 
 Path: TypeAlias = tuple[Any, ...]
 """The name of an object of the call, then names of attributes, keys and positions."""
 
-Change: TypeAlias = tuple[Path, bool, Any]
-"""Where something has changed, whether another object stands there now, and what it contains, packed."""
+Place: TypeAlias = tuple[Path, bool]
+"""Where something has changed, and whether another object stands there now."""
 
 _MANY = 10_000
 """Longer lists and dicts are not looked into: they count as changed by their length alone."""
@@ -37,15 +39,24 @@ _CALLED = 3
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
-_LISTS = (list, collections.deque)
-_OF_PARTS, _OF_VALUES, _OF_ATTRIBUTES = (
-    ("list", "deque", "tuple", "dict"),
-    ("set", "frozenset"),
-    ("module", "optimizer", "own"),
-)
-_OF_STATE, _CONTAINERS = ("state", "optimizer"), (*_OF_PARTS, *_OF_VALUES)
-_DICTS = {kind.__name__: kind for kind in (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)}
-_NEW: dict[str, Any] = {"list": list, "set": set, **_DICTS}
+_DICTS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+
+_SENT = (collections.deque, *_DICTS, complex, tuple, list, set, frozenset, int, float, bool, str)
+"""The classes that a pickle of changes may name."""
+
+_OF_PARTS, _OF_VALUES = ("list", "deque", "tuple", "dict"), ("set", "frozenset")
+_OF_ATTRIBUTES, _OF_STATE = ("module", "optimizer", "own"), ("state", "optimizer")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Changes:
+    """What one rank has changed."""
+
+    places: tuple[Place, ...]
+    values: bytes
+    """The pickled list of what these contain; objects that arrived are named by their paths, and tensors by their numbers."""
+    tensors: tuple[Any, ...]
+    """On the CPU; of arrays, their forms and bytes."""
 
 
 class _Plain(NamedTuple):
@@ -53,15 +64,6 @@ class _Plain(NamedTuple):
 
     kind: type
     value: Any
-
-
-class _Array(NamedTuple):
-    """An array as it arrived."""
-
-    dtype: Any
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    bytes: Range
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +98,6 @@ class Arrived:
         covered: What comes back by its own `state_dict`: modules, whose attributes are looked at all the same, and others.
         left_out: Objects that are not looked into, such as the dataset.
         origin: Where the snapshot has their bytes; None outside of a job.
-        rank: Of the process.
     """
 
     def __init__(
@@ -106,10 +107,8 @@ class Arrived:
         covered: Collection[int] = (),
         left_out: Collection[int] = (),
         origin: Origin | None = None,
-        rank: int = 0,
     ) -> None:
-        self._roots, self._covered, self._left_out = roots, covered, left_out
-        self._origin, self._rank = origin, rank
+        self._roots, self._covered, self._left_out, self._origin = roots, covered, left_out, origin
         met = self._walk()
         self._paths = {id(one.value): path for path, one in met.items()}
         self._before = {
@@ -121,7 +120,7 @@ class Arrived:
             )
             for path, one in met.items()
         }
-        self._passed_over: set[tuple[Path, bool]] = set()
+        self._passed_over: set[Place] = set()
 
     @contextlib.contextmanager
     def passing_over(self) -> Iterator[None]:
@@ -130,31 +129,42 @@ class Arrived:
         yield
         self._passed_over |= self._differing(leaves=False)[0].keys() - before
 
-    def changes(self) -> tuple[list[Change], list[str]]:
-        """What differs from what arrived; and the paths, as code, of what differs and cannot be sent."""
+    def changes(self, *, without: Collection[Place] = ()) -> tuple[Changes, dict[str, int], list[str]]:
+        """What differs from what arrived.
+
+        Args:
+            without: Places that are left out.
+
+        Returns:
+            What can be sent; of each path, as code, a number that is equal where ranks have changed it alike; and the paths of what
+            cannot be sent.
+        """
         found, stands = self._differing()
-        packer, changes, stay = _Packer(stands, self._rank), [], []
+        sent, digests, stay = dict[Place, Any](), dict[str, int](), list[str]()
         for (path, is_new), value in found.items():
+            # A name of the notebook's that means another object now stays, and so do those of a module.
             try:
                 if (is_new and len(path) == 1) or "." in path[0]:
-                    # A name of the notebook's that means another object now, or one of a module.
-                    stay.append(shown(path))
-                else:
-                    changes.append((path, is_new, packer.pack(value) if is_new else packer.contents(value)))
+                    raise _Stays  # noqa: TRY301 - as what cannot be pickled
+                content = value if is_new else _contents(value)
+                digests[shown(path)] = digest(*_pickled(content, stands))
+                if (path, is_new) not in without:
+                    sent[path, is_new] = content
             except Exception:  # noqa: BLE001 - of the user's objects
                 stay.append(shown(path))
-        return changes, stay
+        values, tensors = _pickled([*sent.values()], stands)
+        return Changes(places=tuple(sent), values=values, tensors=tuple(map(_packed, tensors))), digests, stay
 
     def differing(self) -> list[tuple[Path, Any]]:
         """What differs from what arrived: where, and what is there now."""
         return [(path, value) for (path, _), value in self._differing()[0].items()]
 
-    def _differing(self, *, leaves: bool = True) -> tuple[dict[tuple[Path, bool], Any], dict[int, Path]]:
+    def _differing(self, *, leaves: bool = True) -> tuple[dict[Place, Any], dict[int, Path]]:
         """What differs, by its path on arrival and whether another object stands there; and the path that each object stands for."""
         met = self._walk()
         reached = {id(one.value) for one in met.values()}
         stands: dict[int, Path] = {}
-        found: dict[tuple[Path, bool], Any] = {}
+        found: dict[Place, Any] = {}
         for at, one in met.items():
             # A name that means another object is told from an object that has changed.
             owner = stands[id(met[at[:-1]].value)] if len(at) > 1 and id(met[at[:-1]].value) in stands else None
@@ -168,7 +178,7 @@ class Arrived:
 
     def _compared(
         self, path: Path, one: _Met, stands: Mapping[int, Path], *, leaves: bool
-    ) -> Iterator[tuple[tuple[Path, bool], Any]]:
+    ) -> Iterator[tuple[Place, Any]]:
         was, nature = self._before[path], _nature_of(one.value)
         parts = {name: self._token(part, stands) for name, part in one.parts.items()}
         if path and nature in _OF_PARTS:
@@ -189,7 +199,7 @@ class Arrived:
         old = None if owner is None else self._before[owner].parts.get(name[0])
         if old is None or isinstance(old, _Plain) or id((was := self._before[old]).get()) in reached:
             return None
-        is_container = _nature_of(value) in _CONTAINERS and type(value) is was.kind
+        is_container = _nature_of(value) in (*_OF_PARTS, *_OF_VALUES) and type(value) is was.kind
         return old if is_container or _fits(value, was.mark) else None
 
     def _walk(self) -> dict[Path, _Met]:
@@ -241,10 +251,7 @@ class Arrived:
                 # Torch's reducers copy what is small, and outside of a job nothing has arrived.
                 return (self._origin and self._origin.place(value)) or value.detach().clone()
             if _is_array(value):
-                place = self._origin and self._origin.buffers.get(value.ctypes.data)
-                if place and place[2] == value.nbytes:
-                    return _Array(value.dtype, value.shape, value.strides, place)
-                return value.copy()
+                return value.copy() if self._origin is None else self._origin.array(value)
             if _nature_of(value) in _OF_VALUES:
                 return frozenset(value) if len(value) <= _MANY else len(value)
             if _nature_of(value) in _OF_PARTS:
@@ -253,7 +260,7 @@ class Arrived:
                 # Sparse, expanded or of another class: it stays in the ranks, and is named.
                 return times_changed(value)
             if _nature_of(value) in _OF_STATE and id(value) not in self._covered:
-                return digest(_Packer({}, 0).pack(value.state_dict()))
+                return digest(*_pickled(value.state_dict(), {}))
         return None
 
     def _is_other(self, value: Any, mark: Any) -> bool:
@@ -261,166 +268,161 @@ class Arrived:
         if is_tensor(value):
             was = mark.tensor(self._origin.memory) if isinstance(mark, Stayed) and self._origin else mark
             return not has_same_bytes(value.detach().cpu(), was.detach().cpu())
-        if isinstance(mark, _Array) and self._origin:
-            import numpy as np
-
-            mark = np.ndarray(mark.shape, mark.dtype, self._origin.memory.view(*mark.bytes), strides=mark.strides)
         if _is_array(value):
             return value.shape != mark.shape or value.dtype != mark.dtype or bool(value.tobytes() != mark.tobytes())
         return mark is not None and self._mark(value) != mark
 
 
-class _Packer:
-    """Turns objects into plain values and tensors on the CPU, which `unpacked` turns into objects again.
-
-    Args:
-        stands: The path of each object that arrived, which is named by it.
-        rank: Of the process: numbers of new objects differ between ranks.
-    """
-
-    def __init__(self, stands: Mapping[int, Path], rank: int) -> None:
-        self._stands = stands
-        self._next = itertools.count(rank << 32)
-        self._new: dict[int, tuple[int, Any]] = {}
-
-    def pack(self, value: Any) -> Any:
-        if value is None or type(value) in (bool, int, float, str):
-            return value
-        if (path := self._stands.get(id(value))) is not None:
-            return "same", path
-        if id(value) in self._new:
-            return "again", self._new[id(value)][0]
-        return self.contents(value)
-
-    def contents(self, value: Any) -> Any:
-        """What an object contains, also one that arrived."""
-        kind: Any = type(value)
-        number = next(self._next)
-        if kind is complex or kind is bytes:
-            return kind.__name__, number, str(value) if kind is complex else value.hex()
-        if _nature(kind) == "number":
-            return "number", number, _array_packed(value)
-        # With the object, so that no other one gets its id meanwhile.
-        self._new[id(value)] = number, value
-        if is_tensor(value):
-            return "tensor", number, value.detach().cpu().resolve_conj().resolve_neg()
-        if _is_array(value):
-            return "array", number, _array_packed(value)
-        if _nature(kind) == "tuple" and not hasattr(kind, "_fields"):
-            return "tuple", number, [self.pack(one) for one in value]
-        if kind is list or (kind in (set, frozenset) and all(map(_is_plain, value))):
-            return kind.__name__, number, [self.pack(one) for one in value]
-        if kind is collections.deque:
-            return "deque", number, ([self.pack(one) for one in value], value.maxlen)
-        if kind in _DICTS.values():
-            return kind.__name__, number, [(self.pack(key), self.pack(one)) for key, one in value.items()]
-        if _nature_of(value) in _OF_STATE and id(value) in self._stands:
-            return "state", number, self.pack(value.state_dict())
-        raise _Stays
-
-
-def put(roots: Mapping[str, Any], changes: Sequence[Change]) -> list[str]:
+def put(roots: Mapping[str, Any], changes: Changes, takes: Callable[[str], bool] = lambda _: True) -> list[str]:
     """Write what came back into this process's own objects, in place where that can be.
 
     Args:
         roots: The objects by the names that the walk has given them.
         changes: What came back. Parts of a root that is not there any more are passed over.
+        takes: Whether to write into a root of this name.
 
     Returns:
         A clause for each part that could not be written, and why.
     """
+    # All paths lead to what is there before anything is written.
+    owners: list[Any] = [
+        (_at(roots, path[:-1]), None if is_new else _at(roots, path)) for path, is_new in changes.places
+    ]
+    values = _Unpickler(changes, roots).load()
     problems = []
-    unpacking = _Unpacking(roots, changes)
-    for path, is_new, packed in changes:
-        if path[0] in roots:
+    for (path, is_new), (owner, own), value in zip(changes.places, owners, values, strict=True):
+        if path[0] in roots and takes(path[0]):
             try:
-                unpacking.write(path, packed, is_new=is_new)
+                if is_new or not _is_written(own, value):
+                    _set(owner, path[-1], value.to(own.device) if is_tensor(own) and is_tensor(value) else value)
             except Exception as error:  # noqa: BLE001 - of the user's objects
                 problems.append(f"{shown(path)} ({type(error).__name__}: {error})")
     return problems
 
 
-class _Unpacking:
-    """Makes objects of packed ones. All paths lead to what is there before anything is written."""
-
-    def __init__(self, roots: Mapping[str, Any], changes: Sequence[Change]) -> None:
-        self._made: dict[int, Any] = {}
-        self._own: dict[Path, Any] = {(): roots}
-        for path in itertools.chain(*((path[:-1], path, *_paths_in(packed)) for path, _, packed in changes)):
-            with contextlib.suppress(LookupError, AttributeError, TypeError):
-                self._own[path] = functools.reduce(_part, path, roots)
-
-    def write(self, path: Path, packed: Any, *, is_new: bool) -> None:
-        own = None if is_new else self._own.get(path)
-        value = self._unpacked(packed, own)
-        if value is own and not is_new:
-            return
-        owner: Any = self._own[path[:-1]]
-        name = path[-1]
-        if _nature_of(owner) in _OF_PARTS:
-            owner[name] = value
-        elif hasattr(type(owner), "named_parameters"):
-            setattr(owner, str(name), value)
-        else:
-            vars(owner)[name] = value
-
-    def _unpacked(self, packed: Any, own: Any = None) -> Any:
-        if not isinstance(packed, tuple):
-            return packed
-        if packed[0] == "same":
-            return self._own[tuple(packed[1])]
-        if packed[0] == "again":
-            return self._made[packed[1]]
-        kind, number, given = packed
-        if kind == "state":
-            own.load_state_dict(self._unpacked(given))
-        elif kind in ("tensor", "array", "number"):
-            made = given if kind == "tensor" else _array_unpacked(given)
-            if not _fits(own, made):
-                own = (
-                    made.to(own.device)
-                    if is_tensor(own) and is_tensor(made)
-                    else made[()]
-                    if kind == "number"
-                    else made
-                )
-            else:
-                _fill(own, made)
-        elif kind in ("complex", "bytes"):
-            own = complex(given) if kind == "complex" else bytes.fromhex(given)
-        elif kind in ("tuple", "frozenset"):
-            own = (tuple if kind == "tuple" else frozenset)(self._unpacked(one) for one in given)
-        else:
-            if type(own).__name__ != kind:
-                own = collections.deque(maxlen=given[1]) if kind == "deque" else _NEW[kind]()
-            self._made[number] = own
-            if kind in _DICTS:
-                items: Any = {self._unpacked(key): self._unpacked(one) for key, one in given}
-            else:
-                items = [self._unpacked(one) for one in (given[0] if kind == "deque" else given)]
-            own.clear()
-            (own.extend if isinstance(own, _LISTS) else own.update)(items)
-        self._made[number] = own
-        return own
-
-
-def _fill(own: Any, value: Any) -> None:
-    if not is_tensor(own):
+def _is_written(own: Any, value: Any) -> bool:
+    """Write a value into an object, if it can take it."""
+    if _nature_of(own) in _OF_STATE:
+        own.load_state_dict(value)
+    elif is_tensor(own) and _fits(own, value):
+        with _torch().no_grad():
+            own.copy_(value)
+    elif _fits(own, value):
         own[...] = value
-        return
-    import torch
+    elif type(own) is type(value) and hasattr(own, "clear"):
+        own.clear()
+        (own.extend if _nature_of(own) in ("list", "deque") else own.update)(value)
+    else:
+        return False
+    return True
 
-    with torch.no_grad():
-        own.copy_(value)
+
+def _set(owner: Any, name: Any, value: Any) -> None:
+    if _nature_of(owner) in _OF_PARTS:
+        owner[name] = value
+    elif _nature_of(owner) == "module":
+        setattr(owner, name, value)
+    else:
+        vars(owner)[name] = value
 
 
-def _paths_in(packed: Any) -> Iterator[Path]:
-    """The paths that a packed object names."""
-    if isinstance(packed, tuple) and packed[:1] == ("same",):
-        yield tuple(packed[1])
-    elif isinstance(packed, tuple | list):
-        for one in packed:
-            yield from _paths_in(one)
+def _at(roots: Mapping[str, Any], path: Path) -> Any:
+    """What is at a path; None if nothing is."""
+    value: Any = roots
+    with contextlib.suppress(LookupError, AttributeError, TypeError):
+        for name in path:
+            value = value[name] if _nature_of(value) in _OF_PARTS else getattr(value, name)
+        return value
+    return None
+
+
+def _contents(value: Any) -> Any:
+    """Another object with an object's own contents: pickled, it is not named by its path."""
+    if is_tensor(value):
+        return value.detach()
+    if _is_array(value):
+        return value.view()
+    return value.state_dict() if _nature_of(value) in _OF_STATE else copy.copy(value)
+
+
+def _pickled(value: Any, stands: Mapping[int, Path]) -> tuple[bytes, list[Any]]:
+    """Pickle plain values, containers, tensors and arrays.
+
+    Args:
+        value: What is pickled.
+        stands: The path of each object that arrived.
+
+    Raises:
+        _Stays: A part is none of these.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, stands)
+    pickler.dump(value)
+    return file.getvalue(), pickler.tensors
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, stands: Mapping[int, Path]) -> None:
+        super().__init__(file, protocol=5)
+        self.tensors: list[Any] = []
+        self._stands, self._numbers = stands, dict[int, int]()
+
+    def persistent_id(self, value: Any) -> Path | int | None:
+        if id(value) in self._stands:
+            return self._stands[id(value)]
+        if not (is_tensor(value) or _is_array(value) or _nature_of(value) == "number"):
+            return None
+        number = self._numbers.setdefault(id(value), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(value)
+        return number
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _SENT or (kind is type and value in _SENT):
+            return NotImplemented
+        if _nature_of(value) == "tuple" and not hasattr(kind, "_fields"):
+            return tuple, ([*value],)
+        raise _Stays
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes no objects but of the classes of `_SENT`: what it reads may come from somebody else's file."""
+
+    def __init__(self, changes: Changes, roots: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(changes.values))
+        self._tensors, self._roots = [*map(_unpacked, changes.tensors)], roots
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = {(kind.__module__, kind.__qualname__): kind for kind in _SENT}
+        if (module, name) not in found:
+            raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
+        return found[module, name]
+
+    def persistent_load(self, found: Any) -> Any:
+        return _at(self._roots, found) if isinstance(found, tuple) else self._tensors[found]
+
+
+def _packed(value: Any) -> Any:
+    """A tensor on the CPU; of an array, or a number of NumPy's, its form and its bytes as one."""
+    if is_tensor(value):
+        return value.detach().cpu().resolve_conj().resolve_neg()
+    import numpy as np
+
+    # A copy: torch warns of a tensor of memory that cannot be written.
+    array, torch = np.array(value, order="C"), _torch()
+    flat = array.reshape(-1).view(np.uint8)
+    return array.dtype.str, array.shape, _is_array(value), flat if torch is None else torch.from_numpy(flat)
+
+
+def _unpacked(packed: Any) -> Any:
+    if not isinstance(packed, tuple):
+        return packed
+    import numpy as np
+
+    dtype, shape, is_array, flat = packed
+    array = np.array(flat.numpy() if is_tensor(flat) else flat).view(dtype).reshape(shape)
+    return array if is_array else array[()]
 
 
 def shown(path: Path) -> str:
@@ -441,16 +443,10 @@ def plain_attributes(objects: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def digest(packed: Any) -> int:
-    """A number that is equal for what is packed alike, in any rank."""
-    if is_tensor(packed):
-        whole = packed.contiguous().reshape(-1).view(_torch().uint8).numpy() if packed.numel() else b""
-        return zlib.crc32(whole, len(packed.shape))
-    if isinstance(packed, tuple) and len(packed) == 3 and isinstance(packed[1], int):  # noqa: PLR2004 - kind, number, contents
-        packed = packed[0], packed[2]
-    if isinstance(packed, tuple | list):
-        return zlib.crc32(repr([digest(one) for one in packed]).encode())
-    return zlib.crc32(repr(packed).encode())
+def digest(values: bytes, tensors: Sequence[Any]) -> int:
+    """A number that is equal for what `_pickled` has given for equal objects, in any rank."""
+    sums = [(one.shape, sum_of_bits(one.detach())) if is_tensor(one) else one.tobytes() for one in tensors]
+    return zlib.crc32(repr(sums).encode(), zlib.crc32(values))
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -519,17 +515,13 @@ def _nature_of(value: Any) -> str:
 def _nature(kind: type) -> str:
     """What the objects of a class are here. The class is asked, because an object of the user's may raise whatever it is asked."""
     torch, numpy = _torch(), sys.modules.get("numpy")
-    for base in (*_PLAIN, tuple, list, collections.deque, set, frozenset, dict):
-        if issubclass(kind, base):
-            return (
-                "plain"
-                if base in _PLAIN and not hasattr(kind, "dtype")
-                else "number"
-                if base in _PLAIN
-                else base.__name__
-            )
     if numpy is not None and (kind is numpy.ndarray or issubclass(kind, numpy.number | numpy.bool_)):
         return "array" if kind is numpy.ndarray else "number"
+    if issubclass(kind, _PLAIN):
+        return "plain"
+    for base in (tuple, list, collections.deque, set, frozenset, dict):
+        if issubclass(kind, base):
+            return base.__name__
     if torch is not None:
         if issubclass(kind, torch.nn.Module | torch.optim.Optimizer):
             return "module" if issubclass(kind, torch.nn.Module) else "optimizer"
@@ -598,24 +590,3 @@ def _fits(value: Any, other: Any) -> bool:
     """Whether a value is a tensor or an array like another one, or like one that arrived."""
     is_alike = (is_tensor(value) or _is_array(value)) and getattr(other, "dtype", None) == value.dtype
     return bool(is_alike) and tuple(other.shape) == tuple(value.shape)
-
-
-def _part(owner: Any, name: str | int) -> Any:
-    is_container = isinstance(owner, Mapping | list | tuple | collections.deque)
-    return owner[name] if is_container else getattr(owner, str(name))
-
-
-def _array_packed(value: Any) -> tuple[str, tuple[int, ...], Any]:
-    import numpy as np
-
-    # Writable: torch warns of a tensor of other memory.
-    array, torch = np.array(value, order="C"), _torch()
-    flat = array.reshape(-1).view(np.uint8)
-    return array.dtype.str, array.shape, flat.tobytes() if torch is None else torch.from_numpy(flat)
-
-
-def _array_unpacked(packed: tuple[str, tuple[int, ...], Any]) -> Any:
-    import numpy as np
-
-    dtype, shape, flat = packed
-    return np.frombuffer(flat if isinstance(flat, bytes) else flat.numpy(), np.dtype(dtype)).reshape(shape).copy()

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kale_dist.errors import SnapshotDamagedError, StoreError
-from kale_dist.snapshot.changes import Change
+from kale_dist.snapshot.changes import Changes
 from kale_dist.snapshot.identity import has_same_bytes, sum_of_bits
 from kale_dist.snapshot.loading import Loaded
 from kale_dist.snapshot.origin import Origin, Stayed, is_own
@@ -43,7 +43,7 @@ class Returned:
     model_state: dict[str, Any] | None = None
     """The state dict of `together(models)`, on the CPU, with a `Stayed` for each tensor that has not changed; None of a function that
     got no model."""
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Changes, ...] = ()
     """What else the function has changed of its arguments and of what it uses."""
     is_trained: bool = False
     """Whether the function has changed a model, as far as that is known."""

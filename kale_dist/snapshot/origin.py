@@ -86,6 +86,15 @@ class Origin:
         shape, stride, start = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         return found and Stayed(range=found, dtype=tensor.dtype, shape=shape, stride=stride, start=start)
 
+    def array(self, array: Any) -> Any:
+        """An array as it arrived, in memory that its blob is mapped into; a copy of one that did not come with the snapshot."""
+        import numpy as np
+
+        found = self.buffers.get(array.ctypes.data)
+        if found is None or found[2] != array.nbytes:
+            return array.copy()
+        return np.ndarray(array.shape, array.dtype, self.memory.view(*found), strides=array.strides)
+
 
 def is_own(value: Any) -> bool:
     """Whether a value is a tensor of torch's own with a memory."""

@@ -194,15 +194,14 @@ def _run(loaded: Loaded, joined: KeptGroup | None, control: Control, assignment:
         arrived = Arrived(lambda: roots, covered=set(covered), origin=loaded.origin)
     models = GivenModels(loaded, assignment.rank)
     value = _call(loaded)
-    changes, stay = ([], []) if arrived is None else arrived.changes()
+    changes, _, stay = (None, {}, []) if arrived is None else arrived.changes()
     if joined is not None:
         value = models.with_weights(value, has_trained=joined.has_trained)
-    if changes:
+    if changes is not None and changes.places:
         returned = value if isinstance(value, Returned) else Returned(value=value)
-        value = dataclasses.replace(returned, changes=tuple(changes))
+        value = dataclasses.replace(returned, changes=(changes,))
     if joined is not None:
-        is_trained = any(isinstance(packed, tuple) and packed[0] == "tensor" for *_, packed in changes)
-        is_trained = is_trained or (isinstance(value, Returned) and value.is_trained)
+        is_trained = isinstance(value, Returned) and (value.is_trained or any(one.tensors for one in value.changes))
         joined.advise(trained=is_trained, weights=models.fingerprint)
     if stay:
         context.log(f"Changed by the function, and left behind in the ranks: {listed(stay, 5)}. Return what you need.")

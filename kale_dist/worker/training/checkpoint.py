@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from kale_dist.errors import SnapshotDamagedError, StoreError
+from kale_dist.snapshot.changes import Changes
 from kale_dist.snapshot.identity import place_of
 from kale_dist.wire import JobFiles, blobs, context, decode, fields_of
 from kale_dist.wire.memory import free_memory
@@ -33,7 +34,7 @@ VERSION = 3
 Stored: TypeAlias = dict[str, Any]
 """A checkpoint as its file holds it: dicts, lists, tensors and plain values."""
 
-_OURS = (Resume, Given, Position, RankPosition, GlobalStates)
+_OURS = (Resume, Given, Position, RankPosition, GlobalStates, Changes)
 """Classes whose objects a file holds as dicts of their fields."""
 
 _ROOM = 1.2
@@ -127,9 +128,7 @@ def read(file: Any) -> Checkpoint:
             raise ValueError("it is of another version")  # noqa: TRY301 - one place words the error
         if (stored := found["resume"]) is not None:
             # Objects of the user's keep their lists.
-            found["resume"] = dataclasses.replace(
-                decode(Resume, stored), state=stored["state"], changes=stored["changes"]
-            )
+            found["resume"] = dataclasses.replace(decode(Resume, stored), state=stored["state"])
         return Checkpoint(**found)
     # What torch raises for a damaged file depends on where the damage is.
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, EOFError, pickle.UnpicklingError) as error:
@@ -146,7 +145,7 @@ class _Keeper:
 
     def keep(self, value: Any, place: str) -> Any:
         """Return the copy; `_LEFT_OUT` where there is none."""
-        if value is None or type(value) in (bool, int, float):
+        if value is None or type(value) in (bool, int, float, bytes):
             return value
         if isinstance(value, str):
             # Of another class (an enumeration), the text alone.

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kale_dist import callbacks, strategies
+from kale_dist.snapshot.changes import Changes
 from kale_dist.worker.training.data.generators import GlobalStates, RandomStates
 from kale_dist.worker.training.result import Optimizers, state_of
 from kale_dist.worker.training.settings import Training
@@ -159,8 +160,8 @@ class Resume:
     """Names of the parameters that are not trained."""
     state: Sequence[Any] = ()
     """Contents of the objects of `state=`."""
-    changes: Sequence[Any] = ()
-    """What else the ranks have changed (`snapshot.changes.Change`)."""
+    changes: Sequence[Changes] = ()
+    """What else the ranks have changed."""
     scaler: dict[str, Any] | None = None
     """The state of the ready-made step's loss scaler."""
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)

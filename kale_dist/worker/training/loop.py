@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kale_dist.errors import ConfigError, KaleDistError
-from kale_dist.snapshot.changes import Arrived, Change, digest, plain_attributes, shown
+from kale_dist.snapshot.changes import Arrived, Changes, plain_attributes
 from kale_dist.snapshot.origin import Origin
 from kale_dist.strategies import Layout
 from kale_dist.wire import MetricRow, context, events
@@ -154,7 +154,7 @@ class Setup:
         trained = Trained.of(training)
         datasets = training.datasets
         data = {*map(id, (*trained.loaders, *datasets.values()))}
-        arrived = Arrived(training.objects, covered=training.covered, left_out=data, origin=origin, rank=group.rank)
+        arrived = Arrived(training.objects, covered=training.covered, left_out=data, origin=origin)
         given = Given.of(training, trained, group.world_size, origin.digest if origin else "")
         structure = Structure.of(trained.model)
         stack.enter_context(CLOCK.watching_collectives())
@@ -351,10 +351,9 @@ class Session:
 
     def _name_what_differs(self) -> None:
         """Log what the ranks have changed each in its own way, and what cannot be sent. All ranks call this."""
-        changes, stay = self.setup.arrived.changes()
-        everyone = self.group.gather({shown(path): digest(packed) for path, _, packed in changes})
-        first = everyone[0]
-        names = [name for name in first if any(one.get(name, first[name]) != first[name] for one in everyone)]
+        _, digests, stay = self.setup.arrived.changes()
+        everyone = self.group.gather(digests)
+        names = [name for name, first in digests.items() if any(one.get(name, first) != first for one in everyone)]
         if names:
             self.group.log(
                 f"Changed on each rank in its own way: {listed(names, _NAMED)}. Rank 0's comes back. Floating-point buffers of the"
@@ -371,12 +370,12 @@ class Session:
                 " there before the call holds comes back, if it is a tensor, an array or a plain value."
             )
 
-    def changes(self) -> list[Change]:
-        """What the ranks have changed of the call's objects besides their states, in rank 0: its own, and what others alone have changed. All ranks call this."""
-        mine, _ = self.setup.arrived.changes()
-        first = set(self.group.send([change[:2] for change in mine]))
-        others = self.group.gather([change for change in mine if change[:2] not in first], in_first=True)
-        return [*mine, *{change[:2]: change for one in reversed(others) for change in one}.values()]
+    def changes(self) -> list[Changes]:
+        """In rank 0, what the ranks have changed besides their states: all that it has, and what others alone have. All ranks call this."""
+        mine, *_ = self.setup.arrived.changes()
+        if first := self.group.send(mine.places if self.group.rank == 0 else None):
+            mine, *_ = self.setup.arrived.changes(without=first) if self.group.rank else (mine,)
+        return [one for one in self.group.gather(mine, in_first=True) if one.places]
 
     def _train(self, epoch: int) -> Averaged:
         """Call the user's train_step, and bring the ranks to one state."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import mmap
 import pathlib
 from collections.abc import Callable, Mapping
@@ -164,10 +165,8 @@ class Resumption:
         trained, before, differences = self._trained, self.before, self.differences
         if trained.scheduler is not None and differences.has_scheduler:
             trained.scheduler.load_state_dict(_of_kinds(differences.schedule, trained.scheduler.state_dict()))
-        changes = [
-            (tuple(path), is_new, packed) for path, is_new, packed in before.changes if differences.restores(path[0])
-        ]
-        for problem in put(self._roots(), changes):
+        problems = [put(self._roots(), one, differences.restores) for one in before.changes]
+        for problem in itertools.chain(*problems):
             self._group.log(f"A part of the checkpoint was left out: {problem}.")
         for value, state in zip(trained.state, before.state if differences.has_state else (), strict=False):
             # Sets cannot be kept: `collect` left them out, and the log named them.

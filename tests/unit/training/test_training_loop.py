@@ -638,7 +638,7 @@ def said_by(job, ranks, world=2):
 
 def changed_by(job, ranks):
     """What comes back of the objects of a training that both ranks run, besides states."""
-    return " ".join(sorted({shown(path) for path, *_ in ranks(2, lambda: job().changes)[0]}))
+    return " ".join(sorted({shown(path) for one in ranks(2, lambda: job().changes)[0] for path, _ in one.places}))
 
 
 def moving_average(model, loader, criterion, optimizer, device, args):
