@@ -167,12 +167,12 @@ class Arrived:
         found: dict[Place, Any] = {}
         for at, one in met.items():
             # A name that means another object is told from an object that has changed.
-            owner = stands[id(met[at[:-1]].value)] if len(at) > 1 and id(met[at[:-1]].value) in stands else None
-            if (known := self._known(one.value, owner, at[-1:], reached) if at else ()) is not None:
+            owner = stands.get(id(met[at[:-1]].value)) if len(at) > 1 else None
+            if at and (known := self._known(one.value, owner, at[-1:], reached)) is not None:
                 stands[id(one.value)] = known
-        for one in met.values():
+        for at, one in met.items():
             with contextlib.suppress(Exception):
-                if (path := stands.get(id(one.value))) is not None:
+                if (path := stands.get(id(one.value)) if at else ()) is not None:
                     found |= dict(self._compared(path, one, stands, leaves=leaves))
         return {key: value for key, value in found.items() if key not in self._passed_over}, stands
 
