@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from kale_dist.errors import ImageError
 from kale_dist.image import auth, cache, manifest, packages
-from kale_dist.image import base_image as bases
 from kale_dist.image.base_image import Base, ImageFacts
 from kale_dist.image.layer import Layer, ahead, in_order, packed
 from kale_dist.image.reference import Reference
@@ -140,11 +139,11 @@ def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: ImageF
         ImageError: The packages cannot be installed; for Debian packages with apt-get's last lines.
         BackendError: The engine refuses.
     """
-    from kale_dist.image.engine import explained
+    from kale_dist.image.engine import ensure_image, explained
 
     with _working_folder() as folder, explained(f"making the image {tag}"):
         contents, facts = _contents(recipe, facts, folder, log)
-        found = bases.have(engine, str(base.reference), platform=recipe.platform, log=log)
+        found = ensure_image(engine, str(base.reference), platform=recipe.platform, log=log)
         settings = found.get("Config") or {}
         there = manifest.variables(settings)
         made = {
