@@ -14,9 +14,13 @@ import socket
 import struct
 import sysconfig
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from kale_dist.wire import PodVariable
+
+if TYPE_CHECKING:
+    import asyncio
 
 JOB_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Ranks, and what they start, have the job's name in this variable, which is torchrun's own."""
@@ -116,6 +120,22 @@ def reap_orphans() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+def watch(loop: asyncio.AbstractEventLoop, pid: int, ended: Callable[[], None]) -> None:
+    """Call in the loop when a process is over. Its exit code is not to be had: the agent reaps all its children."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        loop.call_soon(ended)
+        return
+
+    def over() -> None:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+        ended()
+
+    loop.add_reader(descriptor, over)
 
 
 def end_orphans(limit_s: float, spare: int = 0, job: str = "") -> None:
