@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import kale_dist as kd
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import Pipeline
-from kale_dist.worker.parallel.ghosts import Ghosts, Shape, ghost, owners_of, units_of
+from kale_dist.worker.parallel.ghosts import Ghosts, ghost, owners_of, units_of
 
 LETTERS, WIDTH, LENGTH = 12, 8, 5
 
