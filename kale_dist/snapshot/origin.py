@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import sys
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from kale_dist.errors import SnapshotDamagedError
-from kale_dist.snapshot import reducers
 from kale_dist.snapshot.identity import storage_id
 from kale_dist.wire import blobs
+
+MAPPED_BYTES = 1 << 20
+"""Smaller tensors are copied out of the snapshot's file into ordinary memory, larger ones stay mapped."""
 
 Range: TypeAlias = tuple[str, int, int]
 """A blob's digest, the first byte in it, and how many bytes."""
@@ -27,7 +30,7 @@ class BlobRanges:
 
     def view(self, blob: str, offset: int, size: int) -> memoryview:
         """Map or copy a range; a `StoreError` or `SnapshotDamagedError` if it is not there."""
-        if size >= reducers.MAPPED_BYTES:
+        if size >= MAPPED_BYTES:
             return self._slice(self._store.open(blob), blob, offset, size)
         return memoryview(bytearray(self._slice(self._pack(blob), blob, offset, size)))
 
@@ -58,7 +61,7 @@ class Stayed:
         Raises:
             StoreError: The blob is not there.
         """
-        import torch
+        torch: Any = importlib.import_module("torch")
 
         view = memory.view(*self.range)
         made = torch.empty(0, dtype=self.dtype, device="cpu")
