@@ -687,7 +687,9 @@ class Job(Generic[R]):
         with self._loading:
             if not self._has_put and targets.objects():
                 changes, self._has_put = self._outcomes.changes(self.status.attempt), True
-                for warning in weights.put_changes(targets, changes, self.ref):
+                result = self._outcomes.value(0, self.status.attempt)
+                has_model = self._spec.kind != "training" or result.model is None
+                for warning in weights.put_changes(targets, changes, self.ref, has_model=has_model):
                     errors.warn(warning)
 
     def _has_models(self) -> bool:

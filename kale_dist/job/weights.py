@@ -99,8 +99,14 @@ def of_function(
     return remember(together(models) if models else None, roots_of_call(function, args, kwargs), origin)
 
 
-def put_changes(targets: Targets, changes: Sequence[Changes], ref: str) -> list[str]:
+def put_changes(targets: Targets, changes: Sequence[Changes], ref: str, *, has_model: bool = True) -> list[str]:
     """Write what the ranks have changed, besides weights, into the notebook's objects.
+
+    Args:
+        targets: The objects.
+        changes: What has changed.
+        ref: The job's reference.
+        has_model: Whether the model is among them: one whose structure has changed comes back as another object.
 
     Returns:
         Warnings for the user: what the notebook had changed meanwhile, and what could not be written.
@@ -110,7 +116,8 @@ def put_changes(targets: Targets, changes: Sequence[Changes], ref: str) -> list[
     lost = [shown(one) for one in mine if any(one[: len(path)] == path[: len(one)] for path in paths)]
     if lost:
         notes.append(f"What {ref} has changed was written over what changed here after it had started: {_few(lost)}")
-    if problems := [problem for one in changes for problem in put(targets.objects(), one)]:
+    objects = {name: value for name, value in targets.objects().items() if has_model or name != "model"}
+    if problems := [problem for one in changes for problem in put(objects, one)]:
         notes.append(f"{ref} has changed what could not be written here: {listed(problems, _NAMED)}")
     return notes
 
@@ -185,7 +192,8 @@ def remember(
         from kale_dist.worker.training.result import one_model, one_optimizer
 
         model, optimizer = one_model(model), one_optimizer(optimizer)
-    there = held(objects)
+    there, optimizers = held(objects), optimizer.named.values() if hasattr(optimizer, "named") else [optimizer]
+    covered = [*optimizers, scheduler, *state]
     return Targets(
         model=model,
         optimizer=optimizer,
@@ -193,7 +201,7 @@ def remember(
         loaded_before=_last_job(model),
         state=tuple(state),
         objects=there,
-        arrived=None if origin is None else Arrived(there, origin=origin),
+        arrived=None if origin is None else Arrived(there, covered={*map(id, covered)}, origin=origin),
     )
 
 

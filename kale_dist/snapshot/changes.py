@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kale_dist.snapshot.identity import has_same_bytes, sum_of_bits, times_changed
 from kale_dist.snapshot.origin import Origin, Stayed, is_own
+from kale_dist.wording import listed
 
 Path: TypeAlias = tuple[Any, ...]
 """The name of an object of the call, then names of attributes, keys and positions."""
@@ -216,21 +217,10 @@ class Arrived:
             parts: dict[Any, Any] = {}
             # Objects of the user's may raise whatever is asked of them: those are passed over.
             with contextlib.suppress(Exception):
-                parts = dict(self._parts(path, value))
+                parts = dict(_parts(value, self._covered))
             found[path] = _Met(value, parts)
             left += [((*path, name), part) for name, part in reversed(parts.items()) if not self._is_value(part)]
         return found
-
-    def _parts(self, path: Path, value: Any) -> Iterator[tuple[Any, Any]]:
-        if _nature_of(value) in _OF_PARTS:
-            is_dict = _nature_of(value) == "dict"
-            if not path or (len(value) <= _MANY and not (is_dict and not all(map(_is_plain, value)))):
-                yield from value.items() if is_dict else enumerate(value)
-        elif _nature_of(value) in _OF_ATTRIBUTES:
-            for name, part in _attributes(value, is_covered=id(value) in self._covered):
-                # All others, such as functions, are passed over.
-                if (nature := _nature_of(part)) not in ("other", "tensor") or (nature == "tensor" and is_tensor(part)):
-                    yield name, part
 
     def _is_value(self, part: Any) -> bool:
         """Whether a part is plain, or is not looked at: it is what it is."""
@@ -273,6 +263,19 @@ class Arrived:
         return mark is not None and self._mark(value) != mark
 
 
+def _parts(value: Any, covered: Collection[int] = ()) -> Iterator[tuple[Any, Any]]:
+    """The parts of an object that are looked at, by key, position or name."""
+    nature = _nature_of(value)
+    if nature in _OF_PARTS:
+        if len(value) <= _MANY and (nature != "dict" or all(map(_is_plain, value))):
+            yield from value.items() if nature == "dict" else enumerate(value)
+    elif nature in _OF_ATTRIBUTES:
+        for name, part in _attributes(value, is_covered=id(value) in covered):
+            # All others, such as functions, are passed over.
+            if (kind := _nature_of(part)) != "other" and (kind != "tensor" or is_tensor(part)):
+                yield name, part
+
+
 def put(roots: Mapping[str, Any], changes: Changes, takes: Callable[[str], bool] = lambda _: True) -> list[str]:
     """Write what came back into this process's own objects, in place where that can be.
 
@@ -284,13 +287,14 @@ def put(roots: Mapping[str, Any], changes: Changes, takes: Callable[[str], bool]
     Returns:
         A clause for each part that could not be written, and why.
     """
+    at, problems = _Places(roots), []
     # All paths lead to what is there before anything is written.
-    owners: list[Any] = [
-        (_at(roots, path[:-1]), None if is_new else _at(roots, path)) for path, is_new in changes.places
-    ]
-    values = _Unpickler(changes, roots).load()
-    problems = []
-    for (path, is_new), (owner, own), value in zip(changes.places, owners, values, strict=True):
+    owners: list[Any] = [(at[path[:-1]], None if is_new else at[path]) for path, is_new in changes.places]
+    try:
+        values = _Unpickler(changes, at).load()
+    except Exception as error:  # noqa: BLE001 - of a file that may be anything
+        return [f"{listed([shown(path) for path, _ in changes.places], 3)} ({type(error).__name__}: {error})"]
+    for (path, is_new), (owner, own), value in zip(changes.places, owners, values, strict=False):
         if path[0] in roots and takes(path[0]):
             try:
                 if is_new or not _is_written(own, value):
@@ -326,14 +330,18 @@ def _set(owner: Any, name: Any, value: Any) -> None:
         vars(owner)[name] = value
 
 
-def _at(roots: Mapping[str, Any], path: Path) -> Any:
-    """What is at a path; None if nothing is."""
-    value: Any = roots
-    with contextlib.suppress(LookupError, AttributeError, TypeError):
-        for name in path:
-            value = value[name] if _nature_of(value) in _OF_PARTS else getattr(value, name)
-        return value
-    return None
+class _Places(dict[Path, Any]):
+    """What is at each path; None if nothing is. Only parts that a walk meets have one: a path may come from somebody else's file."""
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        super().__init__({(): roots})
+        self._parts: dict[int, dict[Any, Any]] = {id(roots): dict(roots)}
+
+    def __missing__(self, path: Path) -> Any:
+        owner = self[path[:-1]]
+        if id(owner) not in self._parts:
+            self._parts[id(owner)] = dict(_parts(owner))
+        return self.setdefault(path, self._parts[id(owner)].get(path[-1]))
 
 
 def _contents(value: Any) -> Any:
@@ -389,9 +397,9 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Makes no objects but of the classes of `_SENT`: what it reads may come from somebody else's file."""
 
-    def __init__(self, changes: Changes, roots: Mapping[str, Any]) -> None:
+    def __init__(self, changes: Changes, places: _Places) -> None:
         super().__init__(io.BytesIO(changes.values))
-        self._tensors, self._roots = [*map(_unpacked, changes.tensors)], roots
+        self._tensors, self._places = [*map(_unpacked, changes.tensors)], places
 
     def find_class(self, module: str, name: str) -> Any:
         found = {(kind.__module__, kind.__qualname__): kind for kind in _SENT}
@@ -400,7 +408,7 @@ class _Unpickler(pickle.Unpickler):
         return found[module, name]
 
     def persistent_load(self, found: Any) -> Any:
-        return _at(self._roots, found) if isinstance(found, tuple) else self._tensors[found]
+        return self._places[found] if isinstance(found, tuple) else self._tensors[found]
 
 
 def _packed(value: Any) -> Any:
@@ -493,8 +501,8 @@ def roots_of_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def held(objects: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-    """A function that gives objects by their names, as long as they are there: it keeps only those that it must."""
-    holders = {name: _holding(value) for name, value in objects.items() if not _is_plain(value)}
+    """A function that gives the objects that come back, as long as they are there, by their names: it keeps only those that it must."""
+    holders = {name: _holding(value) for name, value in objects.items() if not (_is_plain(value) or "." in name)}
     return lambda: {name: value for name, get in holders.items() if (value := get()) is not None}
 
 

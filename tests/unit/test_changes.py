@@ -3,14 +3,16 @@
 import collections
 import copy
 import pathlib
+import pickle
 import random
+import types
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from kale_dist.snapshot.changes import Arrived, put, shown
+from kale_dist.snapshot.changes import Arrived, Changes, put, shown
 
 
 class Net(nn.Module):
@@ -171,6 +173,17 @@ def test_a_checkpoint_holds_what_came_back(tmp_path):
     checkpoint.save(path, kept)
     assert put({"args": here}, *checkpoint.read(path).resume.changes) == []
     assert repr(here) == repr(there)
+
+
+@pytest.mark.parametrize("path", [("args", "__class__", "n"), ("args", "f", "__globals__", "n"), ("no", "n")])
+def test_what_somebody_else_wrote_reaches_no_class_and_runs_nothing(path):
+    here = types.SimpleNamespace(f=there_and_back)
+    given = Changes(places=((path, True),), values=pickle.dumps([1]), tensors=())
+    assert all("args" in problem for problem in put({"args": here}, given))
+    assert vars(here) == {"f": there_and_back}
+    assert "n" not in there_and_back.__globals__
+    evil = Changes(places=((("args", "n"), True),), values=pickle.dumps([print]), tensors=())
+    assert put({"args": here}, evil) == ["args.n (UnpicklingError: builtins.print is no plain value)"]
 
 
 # -- random graphs and edits -------------------------------------------------------------------------------------------

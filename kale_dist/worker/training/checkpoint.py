@@ -29,7 +29,7 @@ from kale_dist.wire.memory import free_memory
 from kale_dist.worker.training.contents import Checkpoint, Given, Position, RankPosition, Resume
 from kale_dist.worker.training.data.generators import GlobalStates
 
-VERSION = 3
+VERSION = 4
 
 Stored: TypeAlias = dict[str, Any]
 """A checkpoint as its file holds it: dicts, lists, tensors and plain values."""
