@@ -580,10 +580,10 @@ def _attributes(value: Any, *, is_covered: bool) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _of_base(kind: type) -> frozenset[str]:
-    """The attributes that torch's own classes keep for themselves; a scheduler adds the last three to an optimizer."""
+    """The attributes that torch's own classes keep for themselves; a scheduler adds the last two to an optimizer."""
     torch = _torch()
-    one = torch.nn.Module() if kind is torch.nn.Module else torch.optim.SGD([torch.zeros(1)], 0.1)
-    return frozenset(vars(one)) | {"step", "_opt_called", "_step_count"}
+    one = torch.nn.Module() if kind is torch.nn.Module else torch.optim.SGD([torch.zeros(1, device="cpu")], 0.1)
+    return frozenset(vars(one)) | {"step", "_opt_called"}
 
 
 def _holding(value: Any) -> Callable[[], Any]:

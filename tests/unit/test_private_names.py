@@ -281,6 +281,17 @@ def test_unpicklable_attributes():
     check(nn.Linear(1, 1), "_modules", "_parameters", "_buffers")
 
 
+def test_changes_attributes():
+    check(nn.Linear(1, 1), "_modules", "_non_persistent_buffers_set")
+
+
+def test_changes_of_base():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    check(optimizer, "_opt_called")
+
+
 def test_identity_times_changed():
     tensor = torch.zeros(2)
     before = tensor._version
