@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kale_dist.worker.rank.joint_saving import leaving
     from kale_dist.worker.rank.last_checkpoint import last_checkpoint
     from kale_dist.worker.training.data.lazy_dataset import dataset
+    from kale_dist.worker.training.data.shared import share
     from kale_dist.worker.training.parts import pretrained
 
 __version__ = "0.1.0"
@@ -63,6 +64,7 @@ __all__ = [
     "render",
     "report",
     "run_notebook",
+    "share",
     "strategies",
     "sweep",
 ]
@@ -93,6 +95,7 @@ _HOMES = {
     "render": "calls.verbs",
     "report": "wire.context",
     "run_notebook": "runner.execution",
+    "share": "worker.training.data.shared",
     "strategies": "",
     "sweep": "sweeps",
 }

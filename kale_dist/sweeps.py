@@ -244,14 +244,13 @@ class Sweep:
             SweepError: No trial is complete.
         """
         try:
-            found = _sweep_trial(self.study.best_trial)
+            return _sweep_trial(self.study.best_trial)
         except ValueError:
             reasons = sorted({trial.reason for trial in self.trials if trial.reason})
             if pruned := sum(trial.state == "pruned" for trial in self.trials):
                 reasons.append(f"{pruned} were pruned")
             why = f": {'; '.join(reasons)}" if reasons else ""
             raise SweepError(f"{self.name}: no trial has been completed{why}") from None
-        return found
 
     def done(self) -> bool:
         """Whether the sweep has ended."""

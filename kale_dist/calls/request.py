@@ -208,8 +208,8 @@ def _label(training: Training) -> str:
 
 def _trains(call: Call, training: Training, options: Options, place: Place, earlier: Earlier | None) -> Call:
     """A call of `distribute`, with what only can be checked of a training once its ranks are laid out."""
-    request, warnings = call.request, call.warnings
-    notes = [*call.notes, *training_checks.check_on(training, request)]
+    request, warnings, notes = call.request, call.warnings, [*call.notes]
+    training_checks.check_on(training, request)
     if request.cuda and (word := training.strategy.word) in _UNTRIED:
         warnings += (
             f"strategy: {word!r} has never run on GPUs. Compare its losses with those of 'ddp' or 'fsdp' first",

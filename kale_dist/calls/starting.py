@@ -30,7 +30,6 @@ from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.notebook import live
 from kale_dist.snapshot import datasets, unpicklable
 from kale_dist.snapshot.capture import Snapshot, capture
-from kale_dist.snapshot.given_models import models_in, together
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire.blobs import FolderStore, Store, map_file
 from kale_dist.wording import listed
@@ -82,9 +81,9 @@ def start(call: Call) -> Job[Any]:
             warn(warning)
         targets: weights.Targets | None = None
         if isinstance(what, Training):
-            targets = weights.of_training(what)
-        elif "torch" in sys.modules and (models := models_in(what.args, what.kwargs)):
-            targets = weights.remember(together(models), None)
+            targets = weights.of_training(what, snapshot.origin)
+        elif call.request.kind != "live":
+            targets = weights.of_function(what.fn, what.args, what.kwargs, snapshot.origin)
         ref = backend.submit(spec, key)
     with interrupts.passing_on(str(ref), functools.partial(backend.cancel, ref)):
         records.sync(ref.record_name)

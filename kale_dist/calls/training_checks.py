@@ -14,7 +14,7 @@ from kale_dist.job.spec.job_spec import Request
 from kale_dist.snapshot.pickler import hooks_of
 from kale_dist.snapshot.reducers import LOADERS_ITERATOR
 from kale_dist.wording import show
-from kale_dist.worker.training.settings import Training, can_be_state
+from kale_dist.worker.training.settings import SPLIT_BY_NODE, Training, can_be_state
 
 STEP_ARGUMENTS = {
     "train_step": ("model", "data_loader", "criterion", "optimizer", "device", "args"),
@@ -41,9 +41,6 @@ _UNPREPARED = (
     " and run the function that calls it with launch()"
 )
 
-
-_SPLIT_BY_NODE = "_distributed"
-"""Where a stream of the package `datasets` keeps of which rank it is the part."""
 
 _AN_OPTIMIZER = "Pass an optimizer such as torch.optim.SGD(model.parameters(), lr=0.1)"
 _SEVERAL = "Pass several as a dict, such as {'generator': one, 'critic': another}; train_step gets that dict"
@@ -97,11 +94,8 @@ def check(training: Training) -> None:
     _check_callbacks(training)
 
 
-def check_on(training: Training, request: Request) -> tuple[str, ...]:
+def check_on(training: Training, request: Request) -> None:
     """Check whether this can be trained at the place, and on the number of processes, that the request names.
-
-    Returns:
-        Sentences about loaders in the arguments of the steps, which every rank reads whole.
 
     Raises:
         ConfigError: It cannot.
@@ -123,7 +117,6 @@ def check_on(training: Training, request: Request) -> tuple[str, ...]:
                 raise ConfigError("strategy", problem, "Use strategy='ddp'")
     if not training.makes_model:
         training.strategy.check(_conditions(training, size, per_pod, cuda=request.cuda))
-    return tuple(_undivided(training)) if layout.shards > 1 else ()
 
 
 def gpu_of(training: Training) -> str:
@@ -163,20 +156,6 @@ def _conditions(training: Training, size: int, per_pod: int, *, cuda: bool) -> s
         number_of_processes=size, processes_per_pod=per_pod, cuda=cuda, model=training.model,
         optimizer=training.optimizer, precision=training.precision,
     )  # fmt: skip
-
-
-def _undivided(training: Training) -> Iterator[str]:
-    from torch.utils.data import DataLoader
-
-    divided = (training.train_data_loader, training.eval_data_loader)
-    for argument in ("train_args", "eval_args"):
-        given = getattr(training, argument)
-        listed = enumerate(given) if isinstance(given, list | tuple) else ()
-        parts = given.items() if isinstance(given, dict) else listed
-        named = {argument: given, **{f"{argument}[{name!r}]": part for name, part in parts}}
-        for name, value in named.items():
-            if isinstance(value, DataLoader) and not any(value is one for one in divided):
-                yield f"{name} is not divided: every rank reads all of it. Ranks share train_data_loader and eval_data_loader"
 
 
 def rank_bytes(training: Training) -> int:
@@ -346,7 +325,7 @@ def _check_made_loader(argument: str, loader: Any) -> None:
         problem = f"{name} keeps an iterator of its own ({kept[0]!r}), whose data cannot be divided over processes"
         remedy = "Pass a plain DataLoader; persistent_workers=True keeps its workers from one epoch to the next"
         raise ConfigError(argument, problem, remedy)
-    if type(getattr(loader.dataset, _SPLIT_BY_NODE, None)).__module__.startswith("datasets."):
+    if type(getattr(loader.dataset, SPLIT_BY_NODE, None)).__module__.startswith("datasets."):
         raise ConfigError(
             argument,
             "split_dataset_by_node has given its dataset the part of one rank, and each rank would read a share of that",

@@ -359,7 +359,7 @@ def attach(ref: str, *, trust: bool = False) -> Job[Any]:
 
 def _found(ref: str, *, trust: bool | None) -> Job[Any]:
     parsed = JobRef.parse(ref)
-    backend = _named_backend("ref", parsed.backend)
+    backend = named_backend("ref", parsed.backend)
     parsed = backend.adopt(parsed, trust=trust)
     record = records.read(parsed.record_name)
     key = records.read_key(parsed.record_name)
@@ -383,7 +383,7 @@ def jobs(on: str | Place = "local", *, namespace: str | None = None, labels: Map
     """
     if isinstance(on, Kubernetes):
         namespace = namespace or on.namespace or None
-    backend = _named_backend("on", word_of(on) if isinstance(on, Place) else on)
+    backend = named_backend("on", word_of(on) if isinstance(on, Place) else on)
     if namespace is None and labels in (None, {}):
         listed = backend.list()
     else:
@@ -426,10 +426,15 @@ def _compared(given: Any) -> Job[Any]:
     return attach(reference_of(given, "jobs"))
 
 
-def _named_backend(argument: str, name: Any) -> Backend:
+def named_backend(argument: str, name: Any) -> Backend:
+    """The backend of this name; the argument, `on` or that of a reference, is where it was given.
+
+    Raises:
+        ConfigError: There is none.
+    """
     if not isinstance(name, str) or name not in places.NAMES:
         near = closest(name, places.NAMES)
-        example = "Write it as 'local://name'" if argument == "ref" else "Use one of: " + ", ".join(places.NAMES)
+        example = "Use one of: " + ", ".join(places.NAMES) if argument == "on" else "Write it as 'local://name'"
         raise ConfigError(argument, f"there is no backend {show(name)}", f"{near}{example}")
     return places.get(name)
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kale_dist import places, wording
 from kale_dist.calls import verbs
 from kale_dist.cli import launch_command
 from kale_dist.cli.arguments import Commands, add_parser
@@ -66,10 +65,7 @@ def find_job(text: str) -> tuple[Backend, JobRef]:
         JobNotFoundError: There is no such job.
     """
     ref = JobRef.parse(text)
-    if ref.backend not in places.NAMES:
-        near = wording.closest(ref.backend, places.NAMES)
-        raise ConfigError("REF", f"there is no backend {ref.backend!r}", f"{near}Write it as 'local://name'")
-    backend = places.get(ref.backend)
+    backend = verbs.named_backend("REF", ref.backend)
     ref = backend.adopt(ref, trust=None)
     backend.status(ref)
     return backend, ref

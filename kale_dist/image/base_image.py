@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.utils import canonicalize_name
 
 from kale_dist.errors import BackendError, BackendUnavailableError, ConfigError, ImageError
-from kale_dist.image import auth, cache
+from kale_dist.image import cache
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import Registry
 from kale_dist.job.spec.recipe import Recipe
@@ -346,7 +346,7 @@ def ask_engine(image: str, platform: str, log: Callable[[str], None]) -> bytes:
 
     try:
         with connected() as engine, engines.explained(f"inspecting the image {image}"):
-            have(engine, image, platform=platform, log=log)
+            engines.ensure_image(engine, image, platform=platform, log=log)
             container = engine.api.create_container_from_config(
                 {
                     "Image": image, "Entrypoint": list(COMMAND), "Cmd": [],
@@ -379,18 +379,6 @@ def _run(engine: Engine, container: str) -> bytes:
         raise
     engine.api.wait(container, timeout=_ASKING_S)
     return bytes(engine.api.logs(container))
-
-
-def have(engine: Engine, image: str, *, platform: str = "", log: Callable[[str], None]) -> dict[str, Any]:
-    """The engine's description of an image, which it pulls first if needed, with this user's credentials.
-
-    Raises:
-        BackendError: The image cannot be pulled.
-    """
-    from kale_dist.image.engine import ensure_image
-
-    shown = auth.for_engine(Reference.parse(image))
-    return ensure_image(engine, image, platform=platform, auth_config=shown, log=log)
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 
 from kale_dist.errors import ImageError
 from kale_dist.image import auth, cache, manifest, packages
-from kale_dist.image import base_image as bases
 from kale_dist.image.base_image import Base, ImageFacts
-from kale_dist.image.layer import Layer, LayerEntry, ahead, in_order, packed, tar
+from kale_dist.image.layer import Layer, ahead, in_order, packed
 from kale_dist.image.reference import Reference
 from kale_dist.image.registry import ImageManifest, Registry
+from kale_dist.image.tar import TarEntry, tar
 from kale_dist.job import records
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.wire.blobs import FolderStore
@@ -139,11 +139,11 @@ def build_in_engine(engine: Engine, recipe: Recipe, *, base: Base, facts: ImageF
         ImageError: The packages cannot be installed; for Debian packages with apt-get's last lines.
         BackendError: The engine refuses.
     """
-    from kale_dist.image.engine import explained
+    from kale_dist.image.engine import ensure_image, explained
 
     with _working_folder() as folder, explained(f"making the image {tag}"):
         contents, facts = _contents(recipe, facts, folder, log)
-        found = bases.have(engine, str(base.reference), platform=recipe.platform, log=log)
+        found = ensure_image(engine, str(base.reference), platform=recipe.platform, log=log)
         settings = found.get("Config") or {}
         there = manifest.variables(settings)
         made = {
@@ -219,7 +219,7 @@ def _working_folder() -> tempfile.TemporaryDirectory[str]:
 
 def _contents(
     recipe: Recipe, facts: ImageFacts, folder: str, log: Log
-) -> tuple[list[tuple[list[LayerEntry], str]], ImageFacts]:
+) -> tuple[list[tuple[list[TarEntry], str]], ImageFacts]:
     """The new layers as (entries, hash of the content), the packages' first; and the facts about the image with them."""
     contents = []
     if recipe.packages:
@@ -235,7 +235,7 @@ def _contents(
 
 
 def _pushed(
-    entries: Sequence[LayerEntry], name: str, registry: Registry, repository: str, log: Log, progress: Progress
+    entries: Sequence[TarEntry], name: str, registry: Registry, repository: str, log: Log, progress: Progress
 ) -> Layer:
     """Push a layer of these entries, packed while it is sent, unless the registry has it from an earlier build."""
     place = cache.folder("packed") / f"{name}.json"
@@ -266,7 +266,7 @@ def _with_progress(blocks: Iterable[bytes], size: int, progress: Progress) -> It
         progress(done, size)
 
 
-def _files(recipe: Recipe, facts: ImageFacts) -> list[LayerEntry]:
+def _files(recipe: Recipe, facts: ImageFacts) -> list[TarEntry]:
     """The layer's entries for the recipe's own files, at paths without symbolic links."""
     store = FolderStore(records.blobs_dir())
     entries = []
@@ -276,9 +276,8 @@ def _files(recipe: Recipe, facts: ImageFacts) -> list[LayerEntry]:
             raise ImageError(
                 f"The bytes of {file.path} are no longer on this machine ({blob}). Give the recipe its `files=` again."
             )
-        entries.append(
-            LayerEntry(path=facts.real_path(posixpath.normpath(file.path)), content=blob, executable=file.executable)
-        )
+        path, mode = facts.real_path(posixpath.normpath(file.path)), 0o755 if file.executable else 0o644
+        entries.append(TarEntry(path=path, content=blob, mode=mode))
     return entries
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kale_dist.errors import BackendError, BackendUnavailableError
+from kale_dist.image import auth
+from kale_dist.image.reference import Reference
 from kale_dist.wording import install
 
 if TYPE_CHECKING:
@@ -218,21 +220,13 @@ def find_image(engine: Engine, name: str) -> dict[str, Any] | None:
             return None
 
 
-def ensure_image(
-    engine: Engine,
-    image: str,
-    *,
-    platform: str = "",
-    auth_config: dict[str, str] | None = None,
-    log: Callable[[str], None],
-) -> dict[str, Any]:
-    """Pull an image unless the engine has it, as `docker run` does.
+def ensure_image(engine: Engine, image: str, *, platform: str = "", log: Callable[[str], None]) -> dict[str, Any]:
+    """Pull an image unless the engine has it, as `docker run` does, with this user's credentials.
 
     Args:
         engine: The engine.
         image: The image's reference.
         platform: Operating system and processor; empty for the engine's own.
-        auth_config: Credentials for the registry; None for those that `docker login` has kept.
         log: Called with a line when the pull begins, and every two seconds while it lasts.
 
     Returns:
@@ -240,6 +234,8 @@ def ensure_image(
 
     Raises:
         BackendError: The image does not exist or cannot be pulled; the message names what to do.
+        ConfigError: Its name is malformed.
+        ImageError: The credentials that are kept here cannot be read.
     """
     import docker.errors
 
@@ -249,10 +245,9 @@ def ensure_image(
     doing, logged_at = f"pulling the image {image}", time.monotonic()
     log(f"The engine does not have the image {image} yet: it is pulled")
     sizes: dict[str, tuple[int, int]] = {}
+    shown = auth.for_engine(Reference.parse(image))
     with explained(doing):
-        for event in engine.api.pull(
-            image, stream=True, decode=True, platform=platform or None, auth_config=auth_config
-        ):
+        for event in engine.api.pull(image, stream=True, decode=True, platform=platform or None, auth_config=shown):
             if "error" in event:
                 raise explain(docker.errors.DockerException(str(event["error"])), doing)
             detail = event.get("progressDetail") or {}

@@ -8,35 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import pathlib
 import posixpath
-import tarfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from isal import isal_zlib
 
 from kale_dist.errors import ImageError
+from kale_dist.image.tar import TarEntry
 
-_BLOCK_BYTES = 1 << 20
 _LEVEL = 1
 _WITH_GZIP_HEADER = 31
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LayerEntry:
-    """One file or folder of a layer."""
-
-    path: str
-    """Absolute, in the image; its parent is no symbolic link there."""
-    content: pathlib.Path | bytes | None
-    """A file on this machine, the bytes themselves, or None for a folder."""
-    executable: bool = False
-
-    @property
-    def size(self) -> int:
-        """Bytes of its content."""
-        return self.content.stat().st_size if isinstance(self.content, pathlib.Path) else len(self.content or b"")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +33,7 @@ class Layer:
     """`sha256:...` of the tar itself: its name in an image's configuration."""
 
 
-def in_order(entries: Iterable[LayerEntry]) -> list[LayerEntry]:
+def in_order(entries: Iterable[TarEntry]) -> list[TarEntry]:
     """Sort entries by path and check their paths.
 
     Raises:
@@ -67,23 +49,6 @@ def in_order(entries: Iterable[LayerEntry]) -> list[LayerEntry]:
         if plain == "/" or plain != entry.path or "\0" in entry.path:
             raise ImageError(f"{entry.path!r} cannot be put into an image: give an absolute path without `..`.")
     return ordered
-
-
-def tar(entries: Iterable[LayerEntry]) -> Iterator[bytes]:
-    """The bytes of a tar of these entries, without times and owners, so that equal entries give equal bytes."""
-    for entry in entries:
-        header = tarfile.TarInfo(entry.path.lstrip("/"))
-        header.mode = 0o755 if entry.executable or entry.content is None else 0o644
-        header.type = tarfile.DIRTYPE if entry.content is None else tarfile.REGTYPE
-        header.size = entry.size
-        yield header.tobuf(tarfile.PAX_FORMAT)
-        if isinstance(entry.content, pathlib.Path):
-            with entry.content.open("rb", buffering=0) as source:
-                yield from iter(lambda: source.read(_BLOCK_BYTES), b"")
-        else:
-            yield entry.content or b""
-        yield bytes(-header.size % tarfile.BLOCKSIZE)
-    yield bytes(2 * tarfile.BLOCKSIZE)
 
 
 def packed(blocks: Iterable[bytes], hasher: hashlib._Hash) -> Iterator[bytes]:

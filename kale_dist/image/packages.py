@@ -31,8 +31,8 @@ from kale_dist import wording
 from kale_dist.errors import ConfigError, ImageError
 from kale_dist.image import cache
 from kale_dist.image.base_image import FOLDER, Distribution, ImageFacts
-from kale_dist.image.layer import LayerEntry
 from kale_dist.image.requirements import hide_credentials
+from kale_dist.image.tar import TarEntry
 from kale_dist.job.spec.recipe import Recipe
 
 PTH = "kale_dist.pth"
@@ -75,7 +75,7 @@ _PTH_LINE = (
 class Packages:
     """The installed packages as entries of a layer."""
 
-    entries: tuple[LayerEntry, ...]
+    entries: tuple[TarEntry, ...]
     """All files and folders of the layer."""
     key: str
     """Hash of the content: the same packages on the same base give the same key."""
@@ -125,13 +125,15 @@ def install(recipe: Recipe, facts: ImageFacts, folder: pathlib.Path, *, log: Cal
     folders = (*facts.folders, name)
     entries, records = _entries(target, f"{FOLDER}/{name}", facts)
     line = _PTH_LINE.format(folders=tuple(f"{FOLDER}/{one}" for one in reversed(folders)))
-    entries.append(LayerEntry(path=f"{facts.site}/{PTH}", content=line.encode()))
+    entries.append(TarEntry(path=f"{facts.site}/{PTH}", content=line.encode()))
     places = {
         facts.real_path(FOLDER),
         *(str(parent) for entry in entries for parent in pathlib.PurePosixPath(entry.path).parents),
     }
     entries += [
-        LayerEntry(path=path, content=None) for path in places if f"{path}/".startswith(f"{facts.real_path(FOLDER)}/")
+        TarEntry(path=path, content=None, mode=0o755)
+        for path in places
+        if f"{path}/".startswith(f"{facts.real_path(FOLDER)}/")
     ]
     new = {one.name for one in found}
     distributions = (*(one for one in facts.distributions if one.name not in new), *found)
@@ -347,7 +349,7 @@ def _added(target: pathlib.Path, facts: ImageFacts) -> Iterator[Distribution]:
         )
 
 
-def _entries(target: pathlib.Path, place: str, facts: ImageFacts) -> tuple[list[LayerEntry], list[str]]:
+def _entries(target: pathlib.Path, place: str, facts: ImageFacts) -> tuple[list[TarEntry], list[str]]:
     """The layer's entries for all installed files, and the digests of the packages' RECORD files."""
     entries, records = [], []
     root = facts.real_path(place)
@@ -361,12 +363,12 @@ def _entries(target: pathlib.Path, place: str, facts: ImageFacts) -> tuple[list[
             if name == "RECORD" and inside.parent.name.endswith(".dist-info") and len(inside.parts) == 2:  # noqa: PLR2004 - NAME/RECORD
                 content = _record(path, target, facts)
                 records.append(hashlib.sha256(content).hexdigest())
-            executable = bool(path.stat().st_mode & 0o100)
-            entries.append(LayerEntry(path=f"{root}/{inside.as_posix()}", content=content, executable=executable))
+            mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
+            entries.append(TarEntry(path=f"{root}/{inside.as_posix()}", content=content, mode=mode))
     for path in sorted((target / "bin").glob("*")):
         if path.is_file() and not _OWN_SCRIPTS.fullmatch(path.name):
             script = _script(path, facts)
-            entries.append(LayerEntry(path=facts.real_path(f"{SCRIPTS}/{path.name}"), content=script, executable=True))
+            entries.append(TarEntry(path=facts.real_path(f"{SCRIPTS}/{path.name}"), content=script, mode=0o755))
     return entries, sorted(records)
 
 

@@ -107,6 +107,8 @@ class Job(Generic[R]):
         self._outcomes = outcomes
         self._loading = threading.RLock()
         self._trained: weights.TrainedObjects | None = None
+        self._has_put = False
+        """Whether what the ranks have changed, besides weights, is in the notebook's objects."""
         self._display = display
         self._cell_of_card: int | None = None
         self._again = again
@@ -664,17 +666,31 @@ class Job(Generic[R]):
         """Write the weights into the notebook's objects, if the job trains some that are known here."""
         # A handle from `attach` has no model in the notebook; one is built only when `model` is read.
         targets = self._inside.targets
-        if targets is None or targets.model is None:
+        if targets is None:
             return
         is_training = self._spec.kind == "training"
         try:
+            self._put_changes(targets)
+            if targets.model is None:
+                return
             if is_training or ((given := self._outcomes.models(self.status.attempt)) and given.is_trained):
                 self._load()
         except errors.ResultUnavailableError as error:
             if is_training:
                 raise
             # The function's value may be there all the same.
-            errors.warn(f"The notebook's model is as it was. {error}")
+            if targets.model is not None:
+                errors.warn(f"The notebook's model is as it was. {error}")
+
+    def _put_changes(self, targets: weights.Targets) -> None:
+        """Write what the ranks have changed, besides weights, into the notebook's objects: once."""
+        with self._loading:
+            if not self._has_put and targets.objects():
+                changes, self._has_put = self._outcomes.changes(self.status.attempt), True
+                result = self._outcomes.value(0, self.status.attempt)
+                has_model = self._spec.kind != "training" or result.model is None
+                for warning in weights.put_changes(targets, changes, self.ref, has_model=has_model):
+                    errors.warn(warning)
 
     def _has_models(self) -> bool:
         """Whether the function of a job that has succeeded got models; waits for its end."""
@@ -703,6 +719,8 @@ class Job(Generic[R]):
                 mine = self._inside.targets
                 known = mine or self._outcomes.rebuilt_targets()
                 targets = self._outcomes.made(known, getattr(result, "parts", ""))
+                if targets is not mine:
+                    weights.put_changes(targets, self._outcomes.changes(self.status.attempt), self.ref)
                 self._trained = weights.load(targets, result, self.ref, check=targets is mine)
                 for warning in self._trained.warnings:
                     errors.warn(warning)

@@ -334,12 +334,10 @@ class LiveJob(Job[None]):
             self.cancel()
             log(f"{self.ref} is cancelled")
             return True
-        waiting = {replica.rank: replica.breakpoint for replica in status.at_breakpoints if replica.breakpoint}
+        interrupt = Interrupt(number=self._number, attempt=self._attempt)
         for replica in status.replicas:
-            if (at := waiting.get(replica.rank)) is not None:
-                self._backend.send(self._ref, replica.rank, Typed(prompt=at.prompt, text="q"))
-            else:
-                self._backend.send(self._ref, replica.rank, Interrupt(number=self._number, attempt=self._attempt))
+            at = replica.breakpoint
+            self._backend.send(self._ref, replica.rank, Typed(prompt=at.prompt, text="q") if at else interrupt)
         self._interrupted_at = now
         return False
 
@@ -485,11 +483,11 @@ class LiveJob(Job[None]):
         first, texts = next(iter(own)), {rank: answer.traceback.rstrip() for rank, answer in own.items()}
         groups = sorted(_grouped(texts), key=lambda ranks: first not in ranks)
         lines = [texts[first]]
-        lines += [f"{_capital(_named(ranks))}: {texts[ranks[0]].splitlines()[-1]}" for ranks in groups[1:]]
+        lines += [f"{_named(ranks).capitalize()}: {texts[ranks[0]].splitlines()[-1]}" for ranks in groups[1:]]
         if freed := [rank for rank in failed if rank not in own]:
-            lines.append(f"{_capital(_named(freed))} waited in a collective, and went on")
+            lines.append(f"{_named(freed).capitalize()} waited in a collective, and went on")
         last = texts[first].splitlines()[-1]
-        raise CellError(f"{_capital(_named(groups[0]))}: {last}\n\n" + "\n".join(lines), self.ref)
+        raise CellError(f"{_named(groups[0]).capitalize()}: {last}\n\n" + "\n".join(lines), self.ref)
 
     def _ended(self, status: JobStatus) -> JobFailedError:
         at = time.strftime("%H:%M", time.localtime(status.ended)) if status.ended else ""
@@ -575,7 +573,3 @@ def _named(ranks: Iterable[int]) -> str:
         parts.append(f"{first}-{rest[-1]}" if rest else str(first))
     text = ", ".join(parts)
     return f"rank{'' if text.isdigit() else 's'} {text}"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

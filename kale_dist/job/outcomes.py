@@ -18,7 +18,9 @@ from kale_dist.job.spec.volumes import seen_here
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
 from kale_dist.snapshot import loading, outcome
-from kale_dist.snapshot.given_models import Returned, Stayed, models_in, together
+from kale_dist.snapshot.changes import Changes
+from kale_dist.snapshot.given_models import Returned
+from kale_dist.snapshot.origin import BlobRanges, Stayed
 from kale_dist.wire import FailureCause, JobFiles, StateName, blobs
 
 if TYPE_CHECKING:
@@ -94,7 +96,12 @@ class OutcomeReader:
     def models(self, attempt: int) -> Returned | None:
         """Rank 0's value and the models that its function got, as they came; None of a function that got no model."""
         value = self._outcome(0, attempt).value
-        return value if isinstance(value, Returned) else None
+        return value if isinstance(value, Returned) and value.model_state is not None else None
+
+    def changes(self, attempt: int) -> tuple[Changes, ...]:
+        """What the ranks have changed, besides weights, of the objects that they got."""
+        value = self._outcome(0, attempt).value
+        return value.changes if isinstance(value, Returned) or self._spec.kind == "training" else ()
 
     def trained(self, attempt: int) -> Any:
         """The argument of `weights.load`: rank 0's `TrainingResult`, or the models of a function's arguments.
@@ -105,7 +112,7 @@ class OutcomeReader:
         value = self._outcome(0, attempt).value
         if self._spec.kind == "training":
             return value
-        if not isinstance(value, Returned):
+        if not isinstance(value, Returned) or value.model_state is None:
             raise errors.ResultUnavailableError(
                 f"The function of {self._ref} got no model as an argument, or in a list, tuple or dict of one, so launch() brings "
                 "none back. What it returned is in job.result()",
@@ -118,7 +125,7 @@ class OutcomeReader:
                 "job.save(value=True) writes it",
                 self._ref,
             )
-        memory, state = loading.BlobRanges(self._store), copy.copy(value.model_state)
+        memory, state = BlobRanges(self._store), copy.copy(value.model_state)
         for name, one in state.items():
             if isinstance(one, Stayed):
                 if not self._store.exists(one.range[0]):
@@ -261,7 +268,7 @@ class OutcomeReader:
                 self._ref,
             ) from error
         if self._spec.kind != "training":
-            return weights.remember(together(models_in(loaded.args, loaded.kwargs)), None)
+            return weights.of_function(loaded.fn, loaded.args, loaded.kwargs)
         training: Training = loaded.args[0]
         return weights.of_training(training)
 

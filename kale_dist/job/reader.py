@@ -304,16 +304,15 @@ class FolderBackend(Backend):
         job = self._reader(ref)
         if not job.status().is_final:
             self._attend(ref)
-        wanted = None if ranks is None else frozenset(ranks)
 
         def lines() -> Iterator[LogLine]:
             log = job.open_log()
             if tail is not None:
-                yield from log.tail(tail, wanted)
+                yield from log.tail(tail, ranks)
             while follow or tail is None:
                 # Checked before reading, so that everything is read that the job wrote before its end.
                 seen, status = self._changes, job.status()
-                yield from log.read(wanted)
+                yield from log.read(ranks)
                 if not follow or status.is_final:
                     return
                 if on_status is not None:

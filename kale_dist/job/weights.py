@@ -10,11 +10,13 @@ import json
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kale_dist.errors import warn
-from kale_dist.snapshot.identity import times_changed
+from kale_dist.snapshot.changes import Arrived, Changes, held, put, roots_of_call, shown
+from kale_dist.snapshot.given_models import models_in, together
+from kale_dist.snapshot.origin import Origin
 from kale_dist.wording import listed
 
 if TYPE_CHECKING:
@@ -40,12 +42,14 @@ class Targets:
     optimizer: Any
     scheduler: Any
     """A learning-rate scheduler, or None."""
-    marks: Mapping[str, tuple[str, int, int]]
-    """The name of each parameter and buffer to its device, its address and its count of in-place changes."""
-    loaded_before: str
+    loaded_before: str = ""
     """The job whose weights the model had when the snapshot was taken; empty if none."""
     state: tuple[Any, ...] = ()
     """The objects of `state=`, whose state comes back, too."""
+    objects: Callable[[], Mapping[str, Any]] = dict
+    """Gives the objects of which more comes back than their state, by name."""
+    arrived: Arrived | None = None
+    """These objects as they were when the snapshot was taken; None in another process."""
     functions: Training | None = None
     """The call whose functions make the model."""
 
@@ -56,7 +60,8 @@ class Targets:
         from kale_dist.worker.training.parts import with_objects
 
         made = with_objects(self.functions)
-        return remember(made.model, made.optimizer, made.scheduler, made.kept)
+        named = {"model": made.model, "optimizer": made.optimizer, "scheduler": made.scheduler}
+        return remember(made.model, named, None, made.optimizer, made.scheduler, made.state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +77,49 @@ class TrainedObjects:
     """Warnings for the user, a sentence each."""
 
 
-def of_training(training: Training) -> Targets:
-    """The notebook's objects of a call."""
-    if training.makes_model:
-        return Targets(model=None, optimizer=None, scheduler=None, marks={}, loaded_before="", functions=training)
-    return remember(training.model, training.optimizer, training.scheduler, training.kept)
+def of_training(training: Training, origin: Origin | None = None) -> Targets:
+    """The notebook's objects of a call.
+
+    Args:
+        training: The call's.
+        origin: Where its snapshot has what they contain; None in another process than the notebook's.
+    """
+    objects = training.objects()
+    if not training.makes_model:
+        return remember(training.model, objects, origin, training.optimizer, training.scheduler, training.state)
+    found = remember(None, {name: value for name, value in objects.items() if value is not training.model}, origin)
+    return dataclasses.replace(found, functions=training)
+
+
+def of_function(
+    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: Origin | None = None
+) -> Targets:
+    """The notebook's objects of a call of `launch`; with `origin` as in `of_training`."""
+    models = models_in(args, kwargs)
+    return remember(together(models) if models else None, roots_of_call(function, args, kwargs), origin)
+
+
+def put_changes(targets: Targets, changes: Sequence[Changes], ref: str, *, has_model: bool = True) -> list[str]:
+    """Write what the ranks have changed, besides weights, into the notebook's objects.
+
+    Args:
+        targets: The objects.
+        changes: What has changed.
+        ref: The job's reference.
+        has_model: Whether the model is among them: one whose structure has changed comes back as another object.
+
+    Returns:
+        Warnings for the user: what the notebook had changed meanwhile, and what could not be written.
+    """
+    paths, notes = [path for one in changes for path, _ in one.places], []
+    mine = [] if targets.arrived is None or not paths else [path for path, _ in targets.arrived.differing()]
+    lost = [shown(one) for one in mine if any(one[: len(path)] == path[: len(one)] for path in paths)]
+    if lost:
+        notes.append(f"What {ref} has changed was written over what changed here after it had started: {_few(lost)}")
+    objects = {name: value for name, value in targets.objects().items() if has_model or name != "model"}
+    if problems := [problem for one in changes for problem in put(objects, one)]:
+        notes.append(f"{ref} has changed what could not be written here: {listed(problems, _NAMED)}")
+    return notes
 
 
 def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObjects:
@@ -126,25 +169,39 @@ def load(targets: Targets, trained: Any, ref: str, *, check: bool) -> TrainedObj
     return TrainedObjects(model=targets.model, optimizer=targets.optimizer, warnings=tuple(notes))
 
 
-def remember(model: Any, optimizer: Any, scheduler: Any = None, state: Sequence[Any] = ()) -> Targets:
-    """Record how a model looks now, so that `changes` can later detect changes. Reads no values.
+def remember(
+    model: Any,
+    objects: Mapping[str, Any],
+    origin: Origin | None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    state: Sequence[Any] = (),
+) -> Targets:
+    """Record how objects are now, so that `changes` can later detect changes.
 
     Args:
-        model: A module, or a dict of modules by name.
+        model: A module, or a dict of modules by name; None if there is none yet.
+        objects: Those of which more comes back than their state, by name.
+        origin: Where the snapshot has what they contain; None: changes are not looked for.
         optimizer: Its optimizer, or a dict of them.
         scheduler: A learning-rate scheduler, or None.
         state: The objects of `state=`.
     """
-    from kale_dist.worker.training.result import one_model, one_optimizer
+    if model is not None:
+        # Torch is there, too.
+        from kale_dist.worker.training.result import one_model, one_optimizer
 
-    model = one_model(model)
+        model, optimizer = one_model(model), one_optimizer(optimizer)
+    there, optimizers = held(objects), optimizer.named.values() if hasattr(optimizer, "named") else [optimizer]
+    covered = [*optimizers, scheduler, *state]
     return Targets(
         model=model,
-        optimizer=one_optimizer(optimizer),
+        optimizer=optimizer,
         scheduler=scheduler,
-        marks=_marks(model),
         loaded_before=_last_job(model),
         state=tuple(state),
+        objects=there,
+        arrived=None if origin is None else Arrived(there, covered={*map(id, covered)}, origin=origin),
     )
 
 
@@ -153,10 +210,9 @@ def changes(targets: Targets) -> str:
     last = _last_job(targets.model)
     if last != targets.loaded_before:
         return f"{last} was loaded into it after this job had started"
-    before, now = targets.marks, _marks(targets.model)
-    if before.keys() != now.keys():
-        return f"it got or lost parameters or buffers: {_few(before.keys() ^ now.keys())}"
-    changed = [name for name, mark in before.items() if _differs(mark, now[name])]
+    own = {id(value) for value in targets.model.state_dict(keep_vars=True).values()}
+    differing = () if targets.arrived is None else targets.arrived.differing()
+    changed = [shown(path) for path, value in differing if id(value) in own]
     return f"{_few(changed)} changed after the job had started" if changed else ""
 
 
@@ -290,24 +346,6 @@ def _load_state(target: Any, state: Mapping[str, Any]) -> str:
 def _last_job(model: torch.nn.Module) -> str:
     reference, ref = _last_loaded.get(id(model), (None, ""))
     return ref if reference is not None and reference() is model else ""
-
-
-def _marks(model: torch.nn.Module) -> dict[str, tuple[str, int, int]]:
-    found = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        try:
-            # Tensors made in inference mode do not count their changes.
-            mark = (str(tensor.device), tensor.data_ptr(), 0 if tensor.is_inference() else times_changed(tensor))
-        except (RuntimeError, ValueError):
-            # No memory of its own: not initialised yet, or a tensor subclass that wraps others.
-            mark = (str(tensor.device), 0, 0)
-        found[name] = mark
-    return found
-
-
-def _differs(before: tuple[str, int, int], now: tuple[str, int, int]) -> bool:
-    """Whether a tensor's values may have changed; a move to another device does not change them."""
-    return before[2] != now[2] or (before[0] == now[0] and before[1] != now[1])
 
 
 def _is_nan(value: Any) -> bool:

@@ -210,13 +210,11 @@ class JobWidget(anywidget.AnyWidget):
         """The output in all its formats, of which a front end shows the richest that it knows."""
         tail, now = tuple(self._lines)[-view.LOG_LINES :], time.time()
         bundle: dict[str, Any] = {}
-        remark = ""
+        remark = _NO_WIDGETS if self._is_picture else ""
         if not self._is_picture:
             bundle["application/vnd.jupyter.widget-view+json"] = {
                 "version_major": 2, "version_minor": 0, "model_id": self.model_id,
             }  # fmt: skip
-        else:
-            remark = _NO_WIDGETS
         if self._status is not None:
             bundle["text/plain"] = "\n\n".join(filter(None, (view.text(self._status, tail, now), remark)))
             bundle["text/html"] = view.html(self._status, tail, now, is_frozen=not self._is_picture, remark=remark)

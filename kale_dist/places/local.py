@@ -180,12 +180,11 @@ class LocalBackend(FolderBackend):
             self._readers.pop(ref.name, None)
 
     def _write_record(self, spec: JobSpec, client: AgentClient) -> None:
-        record = Record(
+        records.write(Record(
             ref=str(JobRef(self.name, spec.name)), name=spec.name, created=time.time(), spec=spec,
             agent_pid=client.pid, agent_start=client.start_time, agent_socket=client.address,
             kernel_pid=os.getpid(), detach=spec.policy.detach,
-        )  # fmt: skip
-        records.write(record)
+        ))  # fmt: skip
 
     def _wake_all(self) -> None:
         """Have all jobs looked at: the agent has ended, and jobs may have ended with it."""

@@ -17,6 +17,7 @@ import cloudpickle
 from kale_dist import wire
 from kale_dist.errors import SnapshotError
 from kale_dist.snapshot import loading, modules, unpicklable
+from kale_dist.snapshot.origin import BlobRanges, Origin, address_of
 from kale_dist.snapshot.pickler import CapturePickler, without_file
 from kale_dist.snapshot.reducers import References
 from kale_dist.snapshot.sources import cell_label, files_of_class
@@ -52,6 +53,8 @@ class Snapshot:
     """The notebook's own functions and classes by the numbers by which results refer to them."""
     counted: tuple[str, ...] = ()
     """Classes of arguments in which the notebook's one process has already been counted with."""
+    origin: Origin
+    """Where it has the bytes of the call's tensors and arrays."""
 
     def check_counts(self, label: str, number_of_processes: int) -> None:
         """Refuse what was computed for one process where there are more.
@@ -119,7 +122,7 @@ def capture(
         texts = writer.put((json.dumps(_cell_sources(pickler.codes, pickler.classes)).encode(),))
         pickled = writer.put((file.getvalue(),))
         main = sys.modules["__main__"]
-        manifest = {
+        manifest: dict[str, Any] = {
             "contract": wire.VERSION,
             "python": loading.python_version(),
             "torch": loading.torch_version(),
@@ -144,6 +147,12 @@ def capture(
             imports=tuple(name for name in local.others if not without_file(name.partition(".")[0])),
             originals=pickler.originals,
             counted=tuple(sorted(pickler.counted)),
+            origin=Origin(
+                digest=digest,
+                storages=dict(zip(pickler.storage_ids, manifest["storages"], strict=True)),
+                buffers=dict(zip(map(address_of, pickler.buffers), manifest["buffers"], strict=True)),
+                memory=BlobRanges(store),
+            ),
         )
 
 

@@ -10,39 +10,17 @@ import copy
 import dataclasses
 import json
 import math
+import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kale_dist.errors import SnapshotDamagedError, StoreError
-from kale_dist.snapshot.identity import has_same_bytes, storage_id
-from kale_dist.snapshot.loading import BlobRanges, Loaded
-from kale_dist.wire import blobs, context
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stayed:
-    """A tensor that did not change in the rank: where the snapshot has its bytes."""
-
-    range: tuple[str, int, int]
-    """The blob of its storage, the first byte in it, and how many bytes."""
-    dtype: Any
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
-    """Its first element in the storage."""
-
-    def tensor(self, memory: BlobRanges) -> Any:
-        """The tensor, in memory that its blob is mapped into.
-
-        Raises:
-            StoreError: The blob is not there.
-        """
-        import torch
-
-        view = memory.view(*self.range)
-        made = torch.empty(0, dtype=self.dtype, device="cpu")
-        storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage() if view.nbytes else made.untyped_storage()
-        return made.set_(storage, self.start, self.shape, self.stride)
+from kale_dist.snapshot.changes import Changes
+from kale_dist.snapshot.identity import has_same_bytes, sum_of_bits
+from kale_dist.snapshot.loading import Loaded
+from kale_dist.snapshot.origin import Origin, Stayed, is_own
+from kale_dist.wire import context
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +40,12 @@ class Returned:
     """A function's return value, and the weights of its models."""
 
     value: Any
-    model_state: dict[str, Any]
-    """The state dict of `together(models)`, on the CPU, with a `Stayed` for each tensor that has not changed."""
-    is_trained: bool
+    model_state: dict[str, Any] | None = None
+    """The state dict of `together(models)`, on the CPU, with a `Stayed` for each tensor that has not changed; None of a function that
+    got no model."""
+    changes: tuple[Changes, ...] = ()
+    """What else the function has changed of its arguments and of what it uses."""
+    is_trained: bool = False
     """Whether the function has changed a model, as far as that is known."""
     adapters: tuple[Adapter, ...] = ()
     problem: str = ""
@@ -77,10 +58,16 @@ class Returned:
 
 def models_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """The modules among the arguments, and in lists, tuples and dicts there, each once."""
-    import torch
-
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
     found = {id(value): value for value in _flat((*args, *kwargs.values())) if isinstance(value, torch.nn.Module)}
     return list(found.values())
+
+
+def modules_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """All modules whose weights come back with a function's value."""
+    return [part for model in models_in(args, kwargs) for part in model.modules()]
 
 
 def together(models: list[Any]) -> Any:
@@ -100,33 +87,19 @@ def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
 
 
 class GivenModels:
-    """The models that a call's function uses, as they arrived.
+    """The models among a call's arguments, as they arrived.
 
     Args:
         loaded: The call.
         rank: This rank; only rank 0 compares its models with what arrived, and returns them.
-        store: The store that the call was loaded from.
-        beside: Other objects that the function uses, by name.
     """
 
-    def __init__(self, loaded: Loaded, rank: int, store: blobs.Store, beside: Mapping[str, Any]) -> None:
-        import torch
-
+    def __init__(self, loaded: Loaded, rank: int) -> None:
         models = models_in(loaded.args, loaded.kwargs)
-        memory = BlobRanges(store)
         self._is_first = not rank
-        self._given = _Arrived(together(models), loaded, memory) if models else None
-        given = {id(tensor) for model in models for _, tensor in _tensors(model)}
-        self._beside = {
-            name: _Arrived(value, loaded, memory)
-            for name, value in beside.items()
-            # A loss may hold a model that is an argument.
-            if not rank and isinstance(value, torch.nn.Module) and not {id(one) for _, one in _tensors(value)} <= given
-        }
-
-    def lost(self) -> list[str]:
-        """Names of the models that have changed and are not among the arguments; of rank 0 only."""
-        return [name for name, arrived in self._beside.items() if arrived.has_changed()]
+        self.fingerprint = ""
+        """Of the weights that `with_weights` has found changed in this rank; empty if there are none."""
+        self._given = _Arrived(together(models), loaded.origin) if models else None
 
     def with_weights(self, value: Any, *, has_trained: bool) -> Any:
         """The call's return value, in rank 0 with the weights of the models among its arguments.
@@ -138,13 +111,15 @@ class GivenModels:
         if self._given is None:
             return value
         state: dict[str, Any] = {}
-        is_changed = False
+        is_changed, prints = False, list[tuple[str, int]]()
         try:
             given = self._given.model.state_dict()
             # With what it has beside its entries: the versions of its parts.
             state = copy.copy(given)
             state.clear()
             own = dict(_tensors(self._given.model))
+            # Buffers are each rank's own also where weights are not.
+            weights = {name for name, _ in self._given.model.named_parameters(remove_duplicate=False)}
             problem, wrapped = self._given.problem(), self._given.wrapped()
             for its_name, one in {} if problem else given.items():
                 start = next(filter(its_name.startswith, wrapped), "")
@@ -153,18 +128,21 @@ class GivenModels:
                 whole = one.full_tensor() if hasattr(one, "full_tensor") else one
                 if not hasattr(whole, "detach"):
                     state[name] = whole
-                elif not _is_plain(whole):
+                elif not is_own(whole):
                     problem = f"{name} is a {type(whole).__name__} {'without values' if whole.is_meta else ''}".rstrip()
                     break
-                elif self._is_first:
+                else:
                     context.mark_progress()
                     whole = whole.detach().cpu()
                     place = self._given.place(name, own.get(its_name))
                     state[name] = place if place is not None and self._given.is_at(place, whole) else whole
+                    if state[name] is whole and its_name in weights:
+                        prints.append((name, sum_of_bits(whole)))
                     is_new = its_name in own and not self._given.has_met(name, own[its_name])
                     is_changed = is_changed or (state[name] is whole and (place is not None or is_new or has_trained))
         except Exception as error:  # noqa: BLE001 - what the function returned is not lost for this
             problem = f"its state_dict cannot be had: {type(error).__name__}: {error}"
+        self.fingerprint = str(zlib.crc32(repr(prints).encode())) if prints and not problem else ""
         if not self._is_first:
             return value
         is_trained = is_changed or (bool(problem) and (has_trained or self._given.has_changed()))
@@ -180,13 +158,13 @@ class GivenModels:
 class _Arrived:
     """A model, and where the snapshot has the bytes of its tensors."""
 
-    def __init__(self, model: Any, loaded: Loaded, memory: BlobRanges) -> None:
+    def __init__(self, model: Any, origin: Origin) -> None:
         self.model = model
-        self._memory = memory
+        self._memory = origin.memory
         # By the tensor, too: layers that are put around others change its name.
         self._known: dict[str | int, Stayed | None] = {}
         for name, tensor in _tensors(model):
-            self._known[name] = self._known[id(tensor)] = _place(tensor, loaded)
+            self._known[name] = self._known[id(tensor)] = origin.place(tensor)
 
     def wrapped(self) -> list[str]:
         """What names begin with of parts that the function has put into DistributedDataParallel, up to the `module.` that it adds."""
@@ -213,7 +191,7 @@ class _Arrived:
     def is_at(self, place: Stayed, tensor: Any) -> bool:
         """Whether the snapshot has the very bytes of a tensor there."""
         with contextlib.suppress(StoreError, SnapshotDamagedError):
-            return _is_plain(tensor) and has_same_bytes(tensor.cpu(), place.tensor(self._memory))
+            return is_own(tensor) and has_same_bytes(tensor.cpu(), place.tensor(self._memory))
         return False
 
     def has_changed(self) -> bool:
@@ -266,20 +244,3 @@ def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
         for name, tensor in tensors(remove_duplicate=False):
             if not torch.nn.parameter.is_lazy(tensor):
                 yield name, tensor
-
-
-def _is_plain(tensor: Any) -> bool:
-    """Whether a value is a tensor of torch's own with a memory."""
-    import torch
-
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
-
-
-def _place(tensor: Any, loaded: Loaded) -> Stayed | None:
-    import torch
-
-    if not _is_plain(tensor) or tensor.layout is not torch.strided:
-        return None
-    found = loaded.storages.get(storage_id(tensor.untyped_storage()))
-    shape, stride, start = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-    return found and Stayed(range=found, dtype=tensor.dtype, shape=shape, stride=stride, start=start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 from typing import Any
 
 
@@ -31,6 +32,15 @@ def has_same_bytes(one: Any, other: Any) -> bool:
         return False
     first, second = one.detach().contiguous(), other.detach().contiguous()
     return not _memcmp(first.data_ptr(), second.data_ptr(), first.nbytes)
+
+
+def sum_of_bits(tensor: Any) -> int:
+    """The sum of a tensor's bits as whole numbers: any change shows."""
+    torch: Any = importlib.import_module("torch")
+
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.element_size()]
+    return int(real.view(dtype).sum(dtype=dtype))
 
 
 def _is_of_bytes(tensor: Any) -> bool:

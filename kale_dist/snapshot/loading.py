@@ -31,7 +31,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -39,6 +39,7 @@ import cloudpickle
 from kale_dist import wire
 from kale_dist.errors import ContractError, SnapshotDamagedError, SnapshotError, StoreError
 from kale_dist.snapshot import reducers, sources
+from kale_dist.snapshot.origin import BlobRanges, Origin, address_of
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire import blobs, context
 
@@ -61,8 +62,8 @@ class Loaded:
     kwargs: dict[str, Any]
     references: References
     """The functions and classes that were made here, by the same numbers as in the notebook."""
-    storages: Mapping[int, tuple[str, int, int]]
-    """The blob, the first byte in it and the number of bytes of each tensor storage, by `identity.storage_id`."""
+    origin: Origin
+    """Where the snapshot has the bytes of the call's tensors and arrays."""
 
 
 def load(
@@ -102,11 +103,11 @@ def load(
         _prepare_children(store, digest)
         if has_torch():
             reducers.copy_out_on_resize()
-        loaded = _load(store, manifest, main, device)
+        loaded = _load(store, digest, manifest, main, device)
         _import_too(manifest["imported"])
         return loaded
     main = {"__name__": "__main__", "__builtins__": __builtins__, "__package__": manifest["main"]["package"]}
-    loaded = _load(store, manifest, main, device)
+    loaded = _load(store, digest, manifest, main, device)
     for made in loaded.references:
         name = getattr(made, "__qualname__", "")
         if getattr(made, "__module__", None) == "__main__" and name.isidentifier():
@@ -130,7 +131,7 @@ def load_names(
     if str(modules) not in sys.path:
         sys.path.insert(0, str(modules))
     sources.install(json.loads(_checked(store, manifest["sources"])))
-    named = _load(store, manifest, main, context.context().device, references).kwargs
+    named = _load(store, digest, manifest, main, context.context().device, references).kwargs
     main.update(named)
     _import_too(manifest["imported"])
     return sorted(named)
@@ -153,7 +154,7 @@ def fill_spawned(main: dict[str, Any]) -> None:
     store = blobs.FolderStore(place["store"])
     manifest = read_manifest(store, place["snapshot"])
     sources.install(json.loads(_checked(store, manifest["sources"])))
-    _load(store, manifest, main, "cpu")
+    _load(store, place["snapshot"], manifest, main, "cpu")
     _import_too(manifest["imported"])
 
 
@@ -296,6 +297,7 @@ def _checked(store: blobs.Store, digest: str) -> bytes:
 
 def _load(
     store: blobs.Store,
+    digest: str,
     manifest: dict[str, Any],
     main: dict[str, Any],
     device: str,
@@ -313,7 +315,8 @@ def _load(
     )
     with reducers.loading(surroundings):
         try:
-            fn, args, kwargs = pickle.loads(data, buffers=(ranges.view(*found) for found in manifest["buffers"]))
+            buffers = [ranges.view(*found) for found in manifest["buffers"]]
+            fn, args, kwargs = pickle.loads(data, buffers=buffers)
         except (ImportError, AttributeError) as error:
             if isinstance(error, ModuleNotFoundError) and error.name == "torch":
                 raise ContractError("The image has no torch. Give one that has, with image=") from error
@@ -325,8 +328,13 @@ def _load(
                 "the image what the call imports. If copy.deepcopy() of an argument fails in the notebook too, its class "
                 "cannot be sent: make that object in the function or step."
             ) from error
-    storages = {storage: tuple(manifest["storages"][index]) for storage, index in surroundings.made.items()}
-    return Loaded(fn=fn, args=args, kwargs=kwargs, references=references, storages=storages)
+    origin = Origin(
+        digest=digest,
+        storages={storage: tuple(manifest["storages"][index]) for storage, index in surroundings.made.items()},
+        buffers={address_of(buffer): tuple(found) for buffer, found in zip(buffers, manifest["buffers"], strict=True)},
+        memory=ranges,
+    )
+    return Loaded(fn=fn, args=args, kwargs=kwargs, references=references, origin=origin)
 
 
 def _import_too(names: Iterable[str]) -> None:
@@ -344,29 +352,6 @@ def _import_too(names: Iterable[str]) -> None:
             f"The notebook has imported modules that cannot be imported in the ranks ({'; '.join(failed[:2])}): what"
             " they register or add is missing there."
         )
-
-
-class BlobRanges:
-    """Reads ranges of blobs; each call returns memory of its own."""
-
-    def __init__(self, store: blobs.Store) -> None:
-        self._store = store
-        # A blob of many small buffers is opened once; large buffers are mapped for each call.
-        self._pack = functools.cache(store.open)
-
-    def view(self, blob: str, offset: int, size: int) -> memoryview:
-        """Map or copy a range; a `StoreError` or `SnapshotDamagedError` if it is not there."""
-        if size >= reducers.MAPPED_BYTES:
-            return self._slice(self._store.open(blob), blob, offset, size)
-        return memoryview(bytearray(self._slice(self._pack(blob), blob, offset, size)))
-
-    def _slice(self, data: memoryview, blob: str, offset: int, size: int) -> memoryview:
-        if offset + size > data.nbytes:
-            raise SnapshotDamagedError(
-                f"The blob {blob} of the snapshot is cut short: {data.nbytes:,} of {offset + size:,} bytes are there. "
-                "Submit the job again."
-            )
-        return data[offset : offset + size]
 
 
 def _make_main(manifest: dict[str, Any]) -> types.ModuleType:

@@ -75,6 +75,8 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
     def __init__(self, file: IO[bytes]) -> None:
         self.buffers: list[pickle.PickleBuffer] = []
         self.storages: list[Sequence[Buffer]] = []
+        self.storage_ids: list[int] = []
+        """By `identity.storage_id`, those of `storages`."""
         self.last: object = None
         """The object that the pickler met last: after a failure, the one that cannot be pickled."""
         self._tokens: dict[int, tuple[_Token, object]] = {}
@@ -142,6 +144,7 @@ class TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
 
     def _number_storage(self, storage: Any) -> tuple[Any, ...]:
         index, accelerated = len(self.storages), storage.device.type != "cpu"
+        self.storage_ids.append(storage_id(storage))
         if accelerated:
             _synchronize(storage.device)
             self.storages.append(DeviceMemory(storage))

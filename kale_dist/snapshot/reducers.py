@@ -25,6 +25,7 @@ from typing import Any
 from kale_dist.errors import SnapshotDamagedError
 from kale_dist.snapshot import folders
 from kale_dist.snapshot.identity import storage_id
+from kale_dist.snapshot.origin import MAPPED_BYTES
 from kale_dist.wire import context
 
 
@@ -98,9 +99,6 @@ LOADERS_ITERATOR = "_iterator"
 """Where a DataLoader keeps the iterator of persistent workers."""
 
 _current: contextvars.ContextVar[Loading] = contextvars.ContextVar("loading")
-
-MAPPED_BYTES = 1 << 20
-"""Smaller tensors are copied out of the snapshot's file into ordinary memory, larger ones stay mapped."""
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ class DDP(base.Settings):
     bucket_mib: float = 25.0
     """Gradients are exchanged in buckets of about this size, in MiB."""
     average_buffers: bool = True
-    """Whether floating-point buffers (BatchNorm's statistics) are averaged over ranks after each epoch."""
+    """Whether floating-point buffers of model and criterion (BatchNorm's statistics) are averaged over ranks after each epoch."""
 
     def __post_init__(self) -> None:
         base.refuse_choice("exchange", self.exchange, (None, "torch", "shared-memory", "ring", "driver"))

@@ -62,13 +62,8 @@ class FSDP(base.Settings):
 
     def layout(self, rank: int, world_size: int) -> base.Layout:
         """Every rank has its own shard of the data, and its own part of the weights."""
-        return base.Layout(
-            shards=world_size,
-            shard=rank,
-            peers=(rank,),
-            replicas=(rank,),
-            part=f"shard {rank} of {world_size}, of weights too",
-        )
+        whole = base.Layout.of_replicas(rank, world_size)
+        return dataclasses.replace(whole, replicas=(rank,), part=f"{whole.part}, of weights too")
 
 
 def check_fsdp(units: Any, given: base.Conditions) -> None:

@@ -167,6 +167,10 @@ class Done:
     """Whether it failed before the user's function was called."""
     exchanges: tuple[int, ...] = ()
     """Collectives of each backend in which the rank has taken part; empty where it does not count them (CPUs)."""
+    weights: str = ""
+    """A fingerprint of what it has trained of the models that its function was given; empty if nothing."""
+    copies: str = ""
+    """What to log where ranks have other ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

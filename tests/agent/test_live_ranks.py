@@ -71,6 +71,13 @@ class Live:
         return self.wait(self.ask(Repair(repair=self.generation)))
 
 
+SHARE = """
+import kale_dist as kd
+from torch.utils.data import DataLoader
+sorted(int(one) for batch in kd.share(DataLoader(range(8), 2, shuffle=True)) for one in batch)
+"""
+
+
 @pytest.fixture
 def live(jobs):
     made = []
@@ -326,3 +333,8 @@ def test_a_hundred_repairs_take_few_descriptors_and_none_hurts_the_next(live):
     assert ranks.values(SUM) == ["2.0", "2.0"]
     after = [descriptors(pid) for pid in ranks.job.pids().values()]
     assert all(now - then < 700 for then, now in zip(before, after, strict=True)), (before, after)
+
+
+def test_cells_share_a_loader(live):
+    first, second = map(json.loads, live().values(SHARE))
+    assert sorted(first + second) == [*range(8)]

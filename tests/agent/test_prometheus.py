@@ -70,7 +70,7 @@ def test_events_add_up():
     assert found["kale_dist_memory_bytes", ("rank", "1")] == 1 << 30
     assert found["kale_dist_gpu_utilization_ratio", ("rank", "1")] == 0.5
     assert found["kale_dist_metric", ("name", "f1"), ("rank", ""), ("source", "eval")] == 0.5
-    assert "NaN" in gauges.text()
+    assert "nan" in gauges.text()
     assert not any("memory_limit" in key[0] for key in found)
 
 

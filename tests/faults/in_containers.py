@@ -35,7 +35,7 @@ def container_is_killed(scene):
     scene.part("engine").api.kill(container(job), signal="SIGKILL")
     status = scene.end_of(job)
     assert status.state.value == "failed", status
-    assert f"{container(job)} was killed from outside (SIGKILL" in status.reason
+    assert f"{container(job)} was ended from outside (SIGKILL" in status.reason
 
 
 def container_is_lost(scene):

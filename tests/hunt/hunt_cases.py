@@ -341,6 +341,11 @@ def trained(case):
             needed = optimizer if name == "scheduler" else loader
             options[name] = value(needed) if callable(value) else value
         thing = tables.THINGS[case.thing].make()
+        touch, twin = tables.THINGS[case.thing].touch, None
+        if touch is not None:
+            twin = copy.deepcopy(thing)
+            for _ in range(tables.EPOCHS):
+                touch(twin)
         args = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
         if case.place == "train_args" and case.thing != "none":
             args["thing"] = thing
@@ -353,7 +358,9 @@ def trained(case):
             metrics = job.result().metrics
             log = "\n".join(line.text for line in job.logs())
             read = pathlib.Path(note.name).read_text().split()
-            return model.state_dict(), optimizer.state_dict(), metrics, log, job.status.attempt, read
+            comes_back = touch and not tables.THINGS[case.thing].stays
+            touched = comes_back and (tables.contents(thing), tables.contents(twin))
+            return model.state_dict(), optimizer.state_dict(), metrics, log, job.status.attempt, read, touched
         except JobError as error:
             error.add_note("\n".join(line.text for line in job.logs())[-3000:])
             raise
@@ -409,7 +416,7 @@ def found(case):
     return "; ".join(_wrong(case, expected, *got))
 
 
-def _wrong(case, expected, weights, state, metrics, log, attempt, read):
+def _wrong(case, expected, weights, state, metrics, log, attempt, read, touched):
     if attempt != int(case.restarts):
         yield f"attempt {attempt}"
     if case.way.only_learns:
@@ -423,9 +430,12 @@ def _wrong(case, expected, weights, state, metrics, log, attempt, read):
         if expected[2] is not None and "its own variables begin again" not in log:
             yield from _unequal("metrics", metrics, {**metrics, **expected[2]}, tolerance)
         yield from (f"the log says {sentence!r}" for sentence in _UNTRUE if sentence in log)
-    name = {"dict": "box", "train_args": "train_args"}.get(case.place, "thing")
-    if tables.THINGS[case.thing].touch is not None and not re.search(rf"left behind.*\b\w*{name}\b", log):
-        yield f"the log does not say that {name} was changed"
+    if tables.THINGS[case.thing].stays:
+        name = {"dict": "box", "train_args": "train_args"}.get(case.place, "thing")
+        if not re.search(rf"left behind.*\b\w*{name}\b", log):
+            yield f"the log does not say that {name} was changed"
+    elif tables.THINGS[case.thing].touch is not None:
+        yield from _unequal("the thing", *touched, 1e-9)
 
 
 def _unequal(what, mine, theirs, tolerance):

@@ -7,6 +7,7 @@ row need not say what it goes with.
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import math
@@ -812,7 +813,9 @@ class Thing:
 
     make: Callable[[], Any]
     touch: Callable[[Any], Any] | None = None
-    """Changes the object in each epoch: the log must name it."""
+    """Changes the object in each epoch, alike on all ranks: the notebook's has to change as often."""
+    stays: bool = False
+    """Whether it cannot come back: the log must name it."""
 
 
 def _steps(optimizer):
@@ -827,6 +830,28 @@ def _trains(module):
             p.add_(1)
 
 
+class Meter:
+    """An object of the user's with all kinds of state, and none that it would give by itself."""
+
+    def __init__(self):
+        self.count, self.mean, self.losses, self.last = 0, torch.zeros(2), {"all": []}, collections.deque(maxlen=2)
+
+    def see(self):
+        self.count += 1
+        self.mean = self.mean * 0.9 + 1
+        self.losses["all"].append(self.count)
+        self.last.append(torch.full((1,), float(self.count)))
+
+
+def contents(thing):
+    """What an object holds, for comparisons."""
+    if hasattr(thing, "state_dict"):
+        return thing.state_dict()
+    if isinstance(thing, Meter):
+        return {**vars(thing), "last": [*thing.last]}
+    return thing.tolist() if hasattr(thing, "tolist") else thing
+
+
 THINGS: dict[str, Thing] = {
     "none": Thing(make=lambda: None),
     "coo": Thing(make=lambda: torch.eye(3).to_sparse()),
@@ -836,7 +861,11 @@ THINGS: dict[str, Thing] = {
     "array": Thing(make=lambda: torch.ones(3).numpy()),
     "list": Thing(make=list, touch=lambda log: log.append(1)),
     "tensor": Thing(make=lambda: torch.zeros(3), touch=lambda tensor: tensor.add_(1)),
-    "sparse-changed": Thing(make=lambda: torch.eye(3).to_sparse().coalesce(), touch=lambda t: t.values().add_(1)),
+    "sparse-changed": Thing(
+        make=lambda: torch.eye(3).to_sparse().coalesce(), touch=lambda t: t.values().add_(1), stays=True
+    ),
+    "array-changed": Thing(make=lambda: torch.zeros(3).numpy(), touch=lambda array: array.__iadd__(1)),
+    "object": Thing(make=Meter, touch=lambda meter: meter.see()),
     "module": Thing(make=lambda: nn.Linear(2, 2), touch=_trains),
     "second-optimizer": Thing(make=lambda: torch.optim.Adam([nn.Parameter(torch.ones(3))]), touch=_steps),
 }

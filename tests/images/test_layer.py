@@ -9,7 +9,8 @@ import tarfile
 import pytest
 
 from kale_dist.errors import ImageError
-from kale_dist.image.layer import LayerEntry, in_order, packed, tar
+from kale_dist.image.layer import in_order, packed
+from kale_dist.image.tar import TarEntry, tar
 
 
 def pack(entries):
@@ -24,10 +25,10 @@ def entries(tmp_path):
     program.write_bytes(b"#!/bin/sh\n")
     program.chmod(0o4777)
     return [
-        LayerEntry(path="/usr/local/bin/program", content=program, executable=True),
-        LayerEntry(path="/opt/folder", content=None),
-        LayerEntry(path="/opt/data", content=b"data"),
-        LayerEntry(path="/opt/\N{SNOWMAN} " + "long" * 60, content=b""),
+        TarEntry(path="/usr/local/bin/program", content=program, mode=0o755),
+        TarEntry(path="/opt/folder", content=None, mode=0o755),
+        TarEntry(path="/opt/data", content=b"data"),
+        TarEntry(path="/opt/\N{SNOWMAN} " + "long" * 60, content=b""),
     ]
 
 
@@ -54,7 +55,7 @@ def test_all_belongs_to_root_can_be_read_and_has_no_time(entries):
 @pytest.mark.parametrize("path", ["relative", "/a/../b", "/a//b", "/a/", "/", "", "/a\0b", "//etc/x"])
 def test_a_path_that_would_be_unpacked_elsewhere_is_refused(path):
     with pytest.raises(ImageError, match="absolute path"):
-        in_order([LayerEntry(path=path, content=b"")])
+        in_order([TarEntry(path=path, content=b"")])
 
 
 MIB = 1 << 20
@@ -72,7 +73,7 @@ def test_what_does_not_compress_is_stored_and_what_does_is_packed_in_a_stream_th
     content = {"noise": noise, "text": text, "both": noise[: size // 2] + text[size // 2 :]}[unit]
     path = tmp_path / "content"
     path.write_bytes(content)
-    layer, name = pack([LayerEntry(path="/opt/content", content=path)])
+    layer, name = pack([TarEntry(path="/opt/content", content=path)])
     assert len(layer) < most * size + 2048
     plain = subprocess.run(["gzip", "--decompress", "--stdout"], input=layer, capture_output=True, check=True).stdout
     assert name == hashlib.sha256(plain).hexdigest()
@@ -82,4 +83,4 @@ def test_what_does_not_compress_is_stored_and_what_does_is_packed_in_a_stream_th
 
 def test_a_path_that_is_there_twice_is_refused_by_name():
     with pytest.raises(ImageError, match="/opt/x would be"):
-        in_order([LayerEntry(path="/opt/x", content=b"1"), LayerEntry(path="/opt/x", content=b"2")])
+        in_order([TarEntry(path="/opt/x", content=b"1"), TarEntry(path="/opt/x", content=b"2")])

@@ -68,8 +68,9 @@ def train(
     if schedule is not None:
         options["scheduler"] = schedule(optimizer)
         options["train_args"] = {"scheduler": options["scheduler"]}
+    criterion = options.pop("kind", Fatal)(fatal, calls + 9)
     job = kd.distribute(
-        model, loader, Fatal(fatal, calls + 9), optimizer, step, epochs=3, seed=3, number_of_processes=ranks, threads=1,
+        model, loader, criterion, optimizer, step, epochs=3, seed=3, number_of_processes=ranks, threads=1,
         max_restarts=1, checkpoint_every=every, **options,
     )  # fmt: skip
     try:
@@ -121,6 +122,27 @@ def test_a_rank_is_killed_within_an_epoch(name):
     begins_again = f"batches from {marked[0]['from_batch']} on, and its own variables begin again"
     assert [line for line in log if begins_again in line], log
     assert is_equal(expected[1:], found[1:]) == (outcome != STEERS)
+
+
+class Centred(Fatal):
+    """Takes a moving average of each rank's own outputs from them."""
+
+    def __init__(self, rank, call):
+        super().__init__(rank, call)
+        self.register_buffer("center", torch.zeros(2))
+
+    def forward(self, outputs, targets):
+        self.center = 0.9 * self.center + 0.1 * outputs.detach().mean(0)
+        return super().forward(outputs - self.center, targets)
+
+
+def test_a_buffer_of_the_criterion_that_is_each_ranks_own_resumes():
+    step, _, _ = CASES["running_loss"]
+    expected, _, _ = train(step, -1, kind=Centred)
+    found, attempt, log = train(step, 1, kind=Centred)
+    assert attempt == 1
+    assert [line for line in log if "the training resumes in epoch 2, after" in line], log
+    assert is_equal(expected[1:], found[1:])
 
 
 class Stream(torch.utils.data.IterableDataset):

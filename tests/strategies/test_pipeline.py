@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import kale_dist as kd
 from kale_dist.errors import KaleDistError
 from kale_dist.strategies import Pipeline
-from kale_dist.worker.parallel.ghosts import Ghosts, Shape, ghost, owners_of, units_of
+from kale_dist.worker.parallel.ghosts import Ghosts, ghost, owners_of, units_of
 
 LETTERS, WIDTH, LENGTH = 12, 8, 5
 
@@ -359,7 +359,7 @@ def through_stages(make, cuts):
         units = units_of(model, cuts)
         for name, parameter in model.named_parameters():
             if stage not in owners_of(model, units, stages)[name]:
-                parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), parameter.device)
+                parameter.data = ghost(parameter, float("nan"), parameter.device)
         with contextlib.ExitStack() as stack:
             ghosts = Ghosts(model, units, stage, stages, torch.device("cpu"), stack)
             outcome, known = ghosts.run((x,), {}, known=known, arrived=arrived, with_gradient=True, check=True)

@@ -32,17 +32,13 @@ def end(**given):
             {"exit_code": EXIT_CODE, "last_line": "the image's Python is 3.8"},
             "Container kale-dist-job-1 could not start its agent: the image's Python is 3.8", "", FailureCause.NOT_STARTED,
         ),
-        (
-            {"exit_code": 137},
-            "Container kale-dist-job-1 was killed from outside (SIGKILL, exit code 137), not because it ran out of memory", "killed",
-            None,
-        ),
+        ({"exit_code": 137}, "Container kale-dist-job-1 was ended from outside (SIGKILL, exit code 137), not because it ran out of memory", "killed", None),
         (
             {"exit_code": 1, "last_line": "exec python3: exec format error"},
             "Container kale-dist-job-1 could not start: the image is made for another processor (exec python3: exec format error)",
             "", FailureCause.NOT_STARTED,
         ),
-        ({"exit_code": 143}, "Container kale-dist-job-1 received SIGTERM", "killed", None),
+        ({"exit_code": 143}, "Container kale-dist-job-1 was ended from outside (SIGTERM, exit code 143), not because it ran out of memory", "killed", None),
         # A rank was out of memory, and its agent lived to say so.
         ({"exit_code": 1, "is_out_of_memory": True, "last_line": "a line {with} braces"},
          "Container kale-dist-job-1 ended with exit code 1; its last line: a line {with} braces", "", None),

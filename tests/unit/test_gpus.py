@@ -548,6 +548,7 @@ def test_ranks_send_their_own_states_from_the_cpu_and_to_rank_0_alone(monkeypatc
             trained=trained,
             setup=types.SimpleNamespace(given=Given.of(training, trained, 2)),
             progress=progress,
+            changes=list,
             control=types.SimpleNamespace(scaler=None, real_steps=2),
             strategy=types.SimpleNamespace(own_state=lambda own=own: own),
             loaders=types.SimpleNamespace(train=types.SimpleNamespace(seed=1)),

@@ -5,11 +5,8 @@ import threading
 import time
 
 import pytest
-import torch
 import trainings
 from fake_backend import FakeBackend
-from torch import nn
-from torch.utils.data import DataLoader
 from waiting import until
 
 import kale_dist as kd
@@ -277,19 +274,6 @@ def test_streamed_logs_show_the_metrics_of_each_epoch(capsys):
     assert sorted(lines) == [
         "[0] in epoch 1", "[0] in epoch 2", "epoch 1, train: loss 1, accuracy 0.5000", "epoch 2, averaged: loss 0.2500",
         "epoch 2, train: loss 0.5000, accuracy 0.5000",
-    ]  # fmt: skip
-
-
-def test_loaders_in_the_arguments_of_steps_are_said_not_to_be_divided(capsys):
-    model, (mine, other) = nn.Linear(1, 1), (DataLoader([1.0, 2.0]) for _ in range(2))
-    kd.distribute(
-        model, mine, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), lambda *_: None, eval_data_loader=other,
-        eval_step=lambda *_: None, train_args={"again": mine, "unlabelled": DataLoader([3.0]), "lr": 0.1},
-        eval_args=[other, DataLoader([4.0])], number_of_processes=2, on=FakeBackend(returning),
-    )  # fmt: skip
-    notes = [line for line in capsys.readouterr().err.splitlines() if "not divided" in line]
-    assert [line.partition(" is not divided")[0] for line in notes] == [
-        "[kale-dist] train_args['unlabelled']", "[kale-dist] eval_args[1]",
     ]  # fmt: skip
 
 

@@ -221,7 +221,7 @@ def test_trainers_refuse_processes():
     source_has(DDPStrategy._configure_launcher, "_MultiProcessingLauncher(")
 
 
-def test_training_checks_split_by_node():
+def test_settings_split_by_node():
     datasets = pytest.importorskip("datasets")
     from datasets.distributed import split_dataset_by_node
 
@@ -279,6 +279,17 @@ def test_unpicklable_remedies():
 
 def test_unpicklable_attributes():
     check(nn.Linear(1, 1), "_modules", "_parameters", "_buffers")
+
+
+def test_changes_attributes():
+    check(nn.Linear(1, 1), "_modules", "_non_persistent_buffers_set")
+
+
+def test_changes_of_base():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    check(optimizer, "_opt_called")
 
 
 def test_identity_times_changed():
@@ -466,7 +477,7 @@ def test_training_checks_check_made_loader():
     assert isinstance(iter(DataLoader([1])), _BaseDataLoaderIter), "iterators of DataLoaders have another base class"
 
 
-def test_loader_prepare():
+def test_loader_get_iterator():
     source_has(DataLoader.__iter__, "self._get_iterator()")
 
 
@@ -615,6 +626,15 @@ def backward_is_replaced():
     finally:
         Tensor.backward = before
     return bool(calls)
+
+
+def test_notices_otherloaders_watch():
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    assert "__iter__" in vars(DataLoader), "a DataLoader is iterated by another method"
+    for workers in (0, 1):
+        kind = type(iter(DataLoader([1], num_workers=workers)))
+        assert kind.__next__ is _BaseDataLoaderIter.__next__, f"{kind.__name__} takes batches by another method"
 
 
 def test_notices_ownlosses_watched():

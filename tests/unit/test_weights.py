@@ -7,6 +7,7 @@ import torch
 
 from kale_dist.errors import KaleDistWarning
 from kale_dist.job import weights
+from kale_dist.snapshot.origin import Origin
 from kale_dist.worker.training.result import TrainingResult, one_model, one_optimizer, state_of
 
 
@@ -36,7 +37,14 @@ def trained(model, optimizer=None, /, **changes):
 
 def objects(model=None):
     model = model or Net()
-    return weights.remember(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    return remembered(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def remembered(model, optimizer, *others):
+    """As they are when a snapshot is taken; this one has no bytes, so that tensors are copied."""
+    return weights.remember(
+        model, {"model": model}, Origin(digest="", storages={}, buffers={}, memory=None), optimizer, *others
+    )
 
 
 def load(targets, result, ref="local://j", *, check=True):
@@ -76,7 +84,7 @@ def test_the_optimizer_gets_its_state_and_settings():
 def test_a_scheduler_moves_on():
     targets = objects()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(targets.optimizer, 0.5)
-    targets = weights.remember(targets.model, targets.optimizer, scheduler)
+    targets = remembered(targets.model, targets.optimizer, scheduler)
     load(targets, trained(targets.model, scheduler_state={**scheduler.state_dict(), "last_epoch": 7}))
     assert scheduler.last_epoch == 7
 
@@ -89,7 +97,7 @@ class Refusing(torch.optim.lr_scheduler.ExponentialLR):
 def test_an_object_that_refuses_its_state_is_warned_of_and_the_weights_stay():
     targets = objects()
     scheduler = Refusing(targets.optimizer, 0.5)
-    targets = weights.remember(targets.model, targets.optimizer, scheduler)
+    targets = remembered(targets.model, targets.optimizer, scheduler)
     result = trained(targets.model, scheduler_state=scheduler.state_dict())
     found = load(targets, result)
     assert "scheduler: load_state_dict raised RuntimeError: not mine" in found.warnings[0]
@@ -162,7 +170,7 @@ def test_what_does_not_fit_changes_nothing():
 
 def test_a_structure_that_changed_in_the_rank_gives_a_new_object():
     lazy = torch.nn.Sequential(torch.nn.LazyLinear(2))
-    targets = weights.remember(lazy, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+    targets = remembered(lazy, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
     fresh = torch.nn.Sequential(torch.nn.Linear(3, 2))
     found = load(targets, trained(Net(), model=fresh, reason="0.weight got its shape"))
     assert found.model is fresh
@@ -220,7 +228,7 @@ def test_several_models_optimizers_and_other_state_come_back():
         metrics={}, epochs=1, model_state=one_model(in_rank).state_dict(),
         optimizer_state=one_optimizer(optimizers_in_rank).state_dict(), state=tuple(map(state_of, state_in_rank)),
     )  # fmt: skip
-    loaded = weights.load(weights.remember(models, optimizers, None, state), result, "local://x", check=True)
+    loaded = weights.load(remembered(models, optimizers, None, state), result, "local://x", check=True)
     assert not loaded.warnings
     assert loaded.model["a"] is models["a"]
     for name, one in models.items():

@@ -517,12 +517,9 @@ def _within_epochs(losses: Sequence[BatchLoss]) -> tuple[list[float], dict[int, 
     if all(one.steps for one in losses):
         return [one.epoch - 1 + one.step / (one.steps or 1) for one in losses], {}
     xs, before, ends = list[float](), 0.0, dict[int, float]()
-    for earlier, one in itertools.pairwise((None, *losses)):
-        if earlier is not None and one is not None and one.epoch != earlier.epoch:
-            before = ends[earlier.epoch]
-        if one is not None:
-            xs.append(before + one.step)
-            ends[one.epoch] = xs[-1]
+    for epoch, its in itertools.groupby(losses, operator.attrgetter("epoch")):
+        xs += [before + one.step for one in its]
+        ends[epoch] = before = xs[-1]
     return xs, ends
 
 

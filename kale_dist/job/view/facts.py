@@ -22,15 +22,8 @@ TIME = "minute"
 _BEST = {"loss": min, "accuracy": max}
 """Which of the values of an evaluation is the best."""
 
-_WORST_FIRST = {
-    RankStateName.FAILED: 0,
-    RankStateName.LOST: 0,
-    RankStateName.STOPPED: 1,
-    RankStateName.PENDING: 2,
-    RankStateName.STARTING: 3,
-    RankStateName.RUNNING: 4,
-    RankStateName.SUCCEEDED: 5,
-}
+_WORST_FIRST = ("failed", "lost", "stopped", "pending", "starting", "running", "succeeded")
+"""States of ranks in the order in which a table that has no room for all keeps them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,23 +39,19 @@ class Table:
     """How many rows were left out for lack of room."""
 
     @classmethod
-    def of(
-        cls, titles: Sequence[str], rows: Sequence[Sequence[str]], numeric: Container[int], left_out: int = 0
-    ) -> Table:
+    def of(cls, titles: Sequence[str], rows: Sequence[Sequence[str]], numeric: Container[int]) -> Table:
         """A table without the columns that are empty in all rows; its texts are cleaned here.
 
         Args:
             titles: Of all columns.
             rows: The cells of all columns.
             numeric: Which columns are aligned to the right.
-            left_out: How many rows were left out.
         """
         kept = [index for index in range(len(titles)) if not rows or any(row[index] for row in rows)]
         return cls(
             titles=tuple(visible(titles[index]) for index in kept),
             numeric=tuple(index in numeric for index in kept),
             rows=tuple(tuple(visible(row[index]) for index in kept) for row in rows),
-            left_out=left_out,
         )
 
 
@@ -287,12 +276,12 @@ def table(status: JobStatus, limit: int) -> Table:
     rows = [[*(cell(replica) for _, _, cell in _COLUMNS), _remark(replica, above)] for replica in replicas]
     numeric = {index for index, (_, is_numeric, _) in enumerate(_COLUMNS) if is_numeric}
     titles = [*(title for title, _, _ in _COLUMNS), "remark"]
-    return Table.of(titles, rows, numeric, left_out=len(status.replicas) - len(replicas))
+    return dataclasses.replace(Table.of(titles, rows, numeric), left_out=len(status.replicas) - len(replicas))
 
 
 def _worst_first(replica: ReplicaStatus) -> tuple[int, float, int]:
     pace = replica.progress.samples_per_s if replica.progress is not None else None
-    return _WORST_FIRST[replica.state], math.inf if pace is None else pace, replica.rank
+    return _WORST_FIRST.index(replica.state), math.inf if pace is None else pace, replica.rank
 
 
 def _remark(replica: ReplicaStatus, above: tuple[int, str] | None) -> str:
@@ -317,10 +306,6 @@ def _remark(replica: ReplicaStatus, above: tuple[int, str] | None) -> str:
 def _epoch(replica: ReplicaStatus) -> str:
     progress = replica.progress
     return f"{progress.epoch:,}/{progress.epochs:,}" if progress and progress.epochs else ""
-
-
-def _rate(replica: ReplicaStatus) -> str:
-    return number(replica.progress.samples_per_s) if replica.progress else ""
 
 
 def _memory(replica: ReplicaStatus) -> str:
@@ -389,7 +374,7 @@ _COLUMNS: tuple[tuple[str, bool, Callable[[ReplicaStatus], str]], ...] = (
     ("state", False, lambda replica: replica.state.value),
     ("epoch", True, _epoch),
     ("step", True, lambda replica: _step(replica.progress)),
-    ("samples/s", True, _rate),
+    ("samples/s", True, lambda replica: number(replica.progress.samples_per_s) if replica.progress else ""),
     ("loss", True, lambda replica: number(replica.progress.loss) if replica.progress else ""),
     ("memory", True, _memory),
     ("GPU", True, _gpu),

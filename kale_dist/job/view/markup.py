@@ -19,23 +19,8 @@ _OPEN_UP_TO_RANKS = 8
 """A table of more ranks is folded under a line with their number."""
 
 _BLUE, _GREEN, _RED, _AMBER, _GREY, _VIOLET = "#3b82f6", "#30a46c", "#e5484d", "#e8930c", "#8a8f98", "#8e4ec6"
-_STATE_COLOURS = {
-    StateName.PENDING: _GREY,
-    StateName.STARTING: _AMBER,
-    StateName.RUNNING: _BLUE,
-    StateName.SUCCEEDED: _GREEN,
-    StateName.FAILED: _RED,
-    StateName.CANCELLED: _GREY,
-}
-_RANK_COLOURS = {
-    RankStateName.PENDING: _GREY,
-    RankStateName.STARTING: _AMBER,
-    RankStateName.RUNNING: _BLUE,
-    RankStateName.SUCCEEDED: _GREEN,
-    RankStateName.FAILED: _RED,
-    RankStateName.STOPPED: _GREY,
-    RankStateName.LOST: _RED,
-}
+_COLOURS = {"starting": _AMBER, "running": _BLUE, "succeeded": _GREEN, "failed": _RED, "lost": _RED}
+"""By the state of a job or a rank; the other states are grey."""
 
 # Text takes the page's own colour and surfaces are veils of grey over the page's own: that is right on any theme, also
 # where JupyterLab's variables are missing.
@@ -140,7 +125,7 @@ def _parts(
 def colour(status: JobStatus) -> str:
     """The colour of a job's state."""
     is_doubtful = status.is_nan and status.state in (StateName.RUNNING, StateName.SUCCEEDED)
-    return _VIOLET if status.needs_action else _AMBER if is_doubtful else _STATE_COLOURS[status.state]
+    return _VIOLET if status.needs_action else _AMBER if is_doubtful else _COLOURS.get(status.state, _GREY)
 
 
 def _text(value: object) -> str:
@@ -297,7 +282,7 @@ def _ranks(status: JobStatus, *, is_frozen: bool) -> str:
     found = facts.table(status, _MAX_RANKS)
     if not found.rows:
         return ""
-    colours = {state.value: _GREY if is_frozen else colour for state, colour in _RANK_COLOURS.items()}
+    colours = {state.value: _GREY if is_frozen else _COLOURS.get(state, _GREY) for state in RankStateName}
     more = f'<div style="{_MUTED};margin-top:4px">and {found.left_out:,} more ranks</div>' if found.left_out else ""
     drawn = table(found, "Ranks", colours=colours)
     return f'<div style="margin-top:12px">{_folded(status, drawn + more)}</div>'

@@ -19,13 +19,13 @@ import docker.errors
 from kale_dist import wire
 from kale_dist.errors import BackendError, ConfigError, JobExistsError, JobNotFoundError, StoreError, warn
 from kale_dist.image.engine import Engine, explained
+from kale_dist.image.tar import TarEntry, tar
 from kale_dist.job import records
 from kale_dist.job.backend import HeadConnection, JobRef, Look, Part, Place, PlacedJob, Trouble
 from kale_dist.job.records import FIRST_LIFE, Life
 from kale_dist.job.spec.job_spec import JobSpec, VolumeKind
 from kale_dist.job.status import JobStatus, ReplicaStatus
 from kale_dist.places.docker import archive, containers, engines
-from kale_dist.places.docker.archive import ArchiveEntry
 from kale_dist.places.docker.containers import MachineFacts
 from kale_dist.places.docker.explain import ContainerEnd, explain
 from kale_dist.places.manifests.object_settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
@@ -112,7 +112,7 @@ class DockerPlace(Place):
                 with explained(f"creating the container {name} from {spec.image}"):
                     identifier = _create(engine, spec, name, containers.container(spec, life.number, facts))
                 with explained(f"copying the job's input into the container {name}"):
-                    engine.api.put_archive(identifier, "/", archive.pack(_input(spec, facts, files, fresh)))
+                    engine.api.put_archive(identifier, "/", tar(_input(spec, facts, files, fresh)))
                 with explained(f"starting the container {name} from {spec.image}"):
                     engine.api.start(identifier)
         except BaseException:
@@ -227,11 +227,9 @@ class DockerPlace(Place):
 
         with explained(f"ending the container {name}"):
             if not why:
-                mark = ArchiveEntry(
-                    path=containers.CANCELLED_FILE.lstrip("/"), mode=0o444, data=records.identity().encode()
-                )
+                mark = TarEntry(path=containers.CANCELLED_FILE, content=records.identity().encode(), mode=0o444)
                 with contextlib.suppress(docker.errors.APIError):
-                    engine.api.put_archive(name, "/", archive.pack([mark]))
+                    engine.api.put_archive(name, "/", tar([mark]))
             if grace_s > 0:
                 # No daemon: a process that ends now would take the request along.
                 threading.Thread(target=stop).start()
@@ -415,28 +413,24 @@ def _create(engine: Engine, spec: JobSpec, name: str, body: dict[str, Any]) -> s
 
 def _input(
     spec: JobSpec, facts: MachineFacts, files: Mapping[str, bytes | pathlib.Path], fresh: Sequence[str]
-) -> Iterator[ArchiveEntry]:
+) -> Iterator[TarEntry]:
     """The contents of a container before its start: folders that its user can write into, and the job's input."""
     user, _, group = facts.user.partition(":")
     own = (int(user or 0), int(group or 0))
-    yield ArchiveEntry(path="kale-dist", mode=0o755)
+    yield TarEntry(path="kale-dist", content=None, mode=0o755)
     for folder in (INPUT_FOLDER, WORK_FOLDER, HOME_FOLDER):
-        yield ArchiveEntry(path=folder.lstrip("/"), mode=0o700, owner=own)
+        yield TarEntry(path=folder, content=None, mode=0o700, owner=own)
     for mount in fresh:
-        yield ArchiveEntry(path=mount.lstrip("/"), mode=0o755, owner=own)
+        yield TarEntry(path=mount, content=None, mode=0o755, owner=own)
     for name, data in files.items():
-        yield ArchiveEntry(path=f"{INPUT_FOLDER}/{name}".lstrip("/"), mode=0o400, data=data, owner=own)
+        yield TarEntry(path=f"{INPUT_FOLDER}/{name}", content=data, mode=0o400, owner=own)
     if wire.InputFiles.SNAPSHOT not in files:
         store, inside = FolderStore(records.blobs_dir()), pathlib.PurePosixPath(WORK_FOLDER, "blobs")
-        known: set[pathlib.PurePosixPath] = set()
-        for digest in spec.blobs:
-            path = store.path(digest)
-            target = inside / path.relative_to(store.root)
-            for parent in (inside, target.parent):
-                if parent not in known:
-                    known.add(parent)
-                    yield ArchiveEntry(path=str(parent).lstrip("/"), mode=0o700, owner=own)
-            yield ArchiveEntry(path=str(target).lstrip("/"), mode=0o444, data=path, owner=own)
+        targets = {inside / (path := store.path(digest)).relative_to(store.root): path for digest in spec.blobs}
+        for parent in dict.fromkeys((inside, *(target.parent for target in targets))):
+            yield TarEntry(path=str(parent), content=None, mode=0o700, owner=own)
+        for target, path in targets.items():
+            yield TarEntry(path=str(target), content=path, mode=0o444, owner=own)
 
 
 def _fresh_volumes(engine: Engine, spec: JobSpec) -> tuple[str, ...]:

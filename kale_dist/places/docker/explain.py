@@ -10,7 +10,9 @@ from kale_dist.places.manifests.bootstrap import EXIT_CODE
 from kale_dist.wire import FailureCause, fields_of
 
 _GIB = 1 << 30
-_SIGKILL, _SIGTERM = 137, 143
+_SIGKILL = 137
+_SIGNALS = {_SIGKILL: "SIGKILL", 143: "SIGTERM"}
+"""By the exit code of what one has ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,15 +70,9 @@ _TABLE = (
         cause=FailureCause.NOT_STARTED,
     ),
     _Row(
-        lambda end: end.exit_code == _SIGKILL,
-        "Container {name} was killed from outside (SIGKILL, exit code 137), not because it ran out of memory",
-        "`docker kill` or `docker rm --force` do that, and stopping the engine",
-        lost="killed",
-    ),
-    _Row(
-        lambda end: end.exit_code == _SIGTERM,
-        "Container {name} received SIGTERM",
-        "`docker stop` does that, and stopping the engine",
+        lambda end: end.exit_code in _SIGNALS,
+        "Container {name} was ended from outside ({signal}, exit code {exit_code}), not because it ran out of memory",
+        "`docker stop`, `docker kill` and `docker rm --force` do that, and stopping the engine",
         lost="killed",
     ),
     _Row(
@@ -99,7 +95,7 @@ def explain(end: ContainerEnd) -> tuple[Trouble | None, LostBy]:
     for row in _TABLE:
         if row.fits(end):
             last = end.last_line or "the image's Python cannot run it"
-            values = {**fields_of(end), "limit": end.limit, "last_line": last}
+            values = {**fields_of(end), "limit": end.limit, "last_line": last, "signal": _SIGNALS.get(end.exit_code)}
             trouble = Trouble(
                 sentence=row.sentence.format(**values),
                 remedy=row.remedy.format(**values),

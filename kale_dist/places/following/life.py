@@ -54,13 +54,8 @@ _MIB = 1 << 20
 
 def handles_of(place: Place, record: Record, life: Life) -> list[PlacedJob]:
     """The handles of all objects that there may be of a job: while it is renewed, of the lost one and of the next."""
-    there = handle_of(place, record, life)
-    if life.is_started:
-        return [there]
-    return [
-        there,
-        dataclasses.replace(there, life=life.number, object=place.object_name(record.spec.name, life.number)),
-    ]
+    there, name = handle_of(place, record, life), place.object_name(record.spec.name, life.number)
+    return [there] if life.is_started else [there, dataclasses.replace(there, life=life.number, object=name)]
 
 
 def handle_of(place: Place, record: Record, life: Life) -> PlacedJob:

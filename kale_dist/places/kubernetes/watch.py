@@ -203,16 +203,12 @@ class _State:
 
     def waiting_for_quota(self) -> set[str]:
         """Followed jobs of which a quota has refused pods."""
-        return {
-            name
-            for name in self._followed
-            if name in self.jobs
-            and any(
-                _QUOTA_REFUSAL in event.message
-                for about in self._kind.reporters_of(name)
-                for event in self._events.get(about, {}).values()
-            )
-        }
+
+        def is_refused(name: str) -> bool:
+            known = (self._events.get(about, {}).values() for about in self._kind.reporters_of(name))
+            return any(_QUOTA_REFUSAL in event.message for events in known for event in events)
+
+        return {name for name in self._followed if name in self.jobs and is_refused(name)}
 
     def apply(self, what: str, change: str, value: Any) -> set[str]:
         """Take in what a `ResourceWatch` yields.

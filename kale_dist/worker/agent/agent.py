@@ -74,7 +74,10 @@ class Agent:
         self._loop.add_signal_handler(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        kernel = self._watch_kernel()
+        # Its connection alone would not do, as the kernel's children hold copies of it.
+        processes.watch(self._loop, self._kernel_pid, self._kernel_ended)
+        if not processes.is_running(self._kernel_pid, self._kernel_start):
+            self._kernel_ended()
         if self._forkserver is not None:
             self._pool.adopt(*self._forkserver)
         listener = socket.socket(socket.AF_UNIX)
@@ -91,9 +94,6 @@ class Agent:
         receiving.cancel()
         for peer in list(self._peers):
             peer.close()
-        if kernel is not None:
-            self._loop.remove_reader(kernel)
-            os.close(kernel)
 
     async def _serve(self) -> None:
         while not self._is_stopping and self._kernel_lives:
@@ -116,24 +116,6 @@ class Agent:
         for job in list(self._jobs.values()):
             reason = "The agent that ran the job received SIGTERM"
             job.cancel(FailureCause.USER, reason, job.order.policy.grace_s, save=True)
-
-    def _watch_kernel(self) -> int | None:
-        """Watch the kernel's process; its connection alone would not do, as its children hold copies of it."""
-        try:
-            descriptor = os.pidfd_open(self._kernel_pid)
-        except ProcessLookupError:
-            self._kernel_ended()
-            return None
-        if not processes.is_running(self._kernel_pid, self._kernel_start):
-            self._kernel_ended()
-            return descriptor
-
-        def ended() -> None:
-            self._loop.remove_reader(descriptor)
-            self._kernel_ended()
-
-        self._loop.add_reader(descriptor, ended)
-        return descriptor
 
     def _kernel_ended(self) -> None:
         if self._kernel_lives:

@@ -227,6 +227,10 @@ class RunningAttempt:
         if self.verdict is None:
             is_success = not self._failed or (self._is_over and not self._are_all_over)
             self.verdict = Verdict(StateName.SUCCEEDED, None, "") if is_success else self._blame()
+            reports = [rank.done for rank in self.ranks if rank.done is not None and rank.done.weights]
+            if is_success and len({one.weights for one in reports}) > 1:
+                self._site.writer.log(reports[0].copies)
+                self._site.writer.event(events.Note(text=reports[0].copies, warns=True))
         return self.verdict
 
     async def _end_ranks(self) -> None:

@@ -101,14 +101,8 @@ class ForkPool:
         """End the forkserver and with it every rank; does not wait."""
         if self._refill is not None:
             self._refill.cancel()
-        for rank in [*self._live.values(), *self._asked.values(), *self._waiting]:
-            if rank.pid:
-                processes.signal_group(rank.pid, signal.SIGKILL)
+        for rank in self._disconnect():
             rank.close()
-        self._live.clear()
-        self._asked.clear()
-        self._waiting.clear()
-        self._disconnect()
 
     def _order_spares(self) -> None:
         self._refill = None
@@ -217,29 +211,32 @@ class ForkPool:
         self._unsent.append(wire.encode_json({"reap": pid}))
         self._flush()
 
-    def _disconnect(self) -> None:
+    def _disconnect(self) -> list[NearRank]:
+        """Do without the forkserver; gives the ranks that there were, which are killed."""
         if self._socket is not None:
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket.close()
         self._socket, self.pid = None, 0
         self._unsent.clear()
+        ranks = [*self._live.values(), *self._asked.values(), *self._waiting]
+        self._live.clear()
+        self._asked.clear()
+        self._waiting.clear()
+        for rank in ranks:
+            if rank.pid:
+                processes.signal_group(rank.pid, signal.SIGKILL)
+        return ranks
 
     def _lost_server(self) -> None:
         """The forkserver has ended, and the kernel has killed its ranks."""
-        self._disconnect()
+        ranks = self._disconnect()
         # The next forkserver does not know these.
         for pid, timer in self._reaping.items():
             timer.cancel()
             processes.signal_group(pid, signal.SIGKILL)
         self._reaping.clear()
         reason = self._broken or "the process that forks ranks was killed"
-        ranks = [*self._live.values(), *self._asked.values(), *self._waiting]
-        self._live.clear()
-        self._asked.clear()
-        self._waiting.clear()
         self._spares.clear()
         for rank in ranks:
-            if rank.pid:
-                processes.signal_group(rank.pid, signal.SIGKILL)
             self._drop(rank, End(signal="SIGKILL" if rank.pid else None, reason=reason))

@@ -354,9 +354,8 @@ class Sample:
         if not self.frames:
             return False
         inner = self.frames[0]
-        if inner.file.endswith(_BACKWARD[0]) and inner.function == _BACKWARD[1]:
-            return True
-        return any(part in inner.file for part in COLLECTIVE_FILES)
+        is_backward = inner.file.endswith(_BACKWARD[0]) and inner.function == _BACKWARD[1]
+        return is_backward or any(part in inner.file for part in COLLECTIVE_FILES)
 
     @property
     def place(self) -> Frame | None:
@@ -366,10 +365,7 @@ class Sample:
     @property
     def user_frame(self) -> Frame | None:
         """The innermost frame that is the user's own."""
-        for frame in self.frames:
-            if not _FOREIGN.search(frame.file):
-                return frame
-        return None
+        return next((frame for frame in self.frames if not _FOREIGN.search(frame.file)), None)
 
 
 def parse_main_thread(dump: bytes) -> tuple[Frame, ...]:

@@ -14,9 +14,13 @@ import socket
 import struct
 import sysconfig
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from kale_dist.wire import PodVariable
+
+if TYPE_CHECKING:
+    import asyncio
 
 JOB_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Ranks, and what they start, have the job's name in this variable, which is torchrun's own."""
@@ -54,35 +58,26 @@ def die_with_parent(parent: int) -> None:
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third on: the second is a name that may hold spaces."""
-    text = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    return text.rpartition(")")[2].split()
+    """Fields of /proc/PID/stat from the third on: the second is a name that may hold spaces. None if there is no such process."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
 
 
 def start_time(pid: int) -> int:
     """When a process began, in clock ticks since boot; 0 if there is none. Process ids are used again, this is not."""
-    try:
-        return int(_stat_fields(pid)[19])
-    except (OSError, IndexError, ValueError):
-        return 0
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields else 0
 
 
 def is_running(pid: int, start: int) -> bool:
     """Whether the process that began at `start` lives (a zombie does not)."""
-    try:
-        fields = _stat_fields(pid)
-    except OSError:
-        return False
-    return int(fields[19]) == start and fields[0] not in ("Z", "X")
+    return _lives(pid) and start_time(pid) == start
 
 
 def cpu_ticks(pid: int) -> int:
     """Clock ticks of processor time that all threads of a process have used; 0 if there is none."""
-    try:
-        fields = _stat_fields(pid)
-    except OSError:
-        return 0
-    return int(fields[11]) + int(fields[12])
+    return sum(map(int, _stat_fields(pid)[11:13]))
 
 
 def thread_count(pid: int) -> int:
@@ -116,11 +111,8 @@ def children(pid: int) -> list[int]:
 
 def _lives(pid: int, parent: int | None = None) -> bool:
     """Whether there is such a process, with this parent if one is given; a zombie does not live."""
-    try:
-        fields = _stat_fields(pid)
-    except OSError:
-        return False
-    return fields[0] not in ("Z", "X") and parent in (None, int(fields[1]))
+    fields = _stat_fields(pid)
+    return bool(fields) and fields[0] not in ("Z", "X") and parent in (None, int(fields[1]))
 
 
 def reap_orphans() -> None:
@@ -128,6 +120,22 @@ def reap_orphans() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+def watch(loop: asyncio.AbstractEventLoop, pid: int, ended: Callable[[], None]) -> None:
+    """Call in the loop when a process is over. Its exit code is not to be had: the agent reaps all its children."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        loop.call_soon(ended)
+        return
+
+    def over() -> None:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+        ended()
+
+    loop.add_reader(descriptor, over)
 
 
 def end_orphans(limit_s: float, spare: int = 0, job: str = "") -> None:

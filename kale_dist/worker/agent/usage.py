@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import os
 import pathlib
 import socket
@@ -239,16 +240,10 @@ def assigned_gpu(count: int, environment: Mapping[str, str], place: int) -> int 
     Returns:
         Its number on the machine; None if there is none, or its name cannot be read.
     """
-    wanted = environment.get("CUDA_VISIBLE_DEVICES")
-    visible = list(range(count))
-    if wanted is not None:
-        visible = []
-        for word in map(str.strip, wanted.split(",")):
-            if not (word.isascii() and word.isdigit() and int(word) < count):
-                # So does CUDA: what stands behind a word that names no GPU does not count.
-                break
-            visible.append(int(word))
-    return visible[place] if place < len(visible) else None
+    named = map(str.strip, environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(","))
+    # So does CUDA: what stands behind a word that names no GPU does not count.
+    visible = itertools.takewhile(lambda word: word.isascii() and word.isdigit() and int(word) < count, named)
+    return next(map(int, itertools.islice(visible, place, None)), None)
 
 
 class _Utilization(ctypes.Structure):

@@ -28,26 +28,23 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found or [model]
 
 
-def alter_blocks(
-    blocks: Iterable[torch.nn.Module], stack: contextlib.ExitStack, *, compiled: bool, checkpointed: bool
-) -> None:
+def alter_blocks(blocks: Iterable[torch.nn.Module], settings: Any, stack: contextlib.ExitStack) -> None:
     """Compile blocks, and drop their activations, which the backward pass then computes once more.
 
     Args:
         blocks: The modules, each called by itself.
+        settings: Of the strategy; `compile` and `activation_checkpointing` say what to do.
         stack: Undoes it.
-        compiled: Whether to compile.
-        checkpointed: Whether to drop activations.
     """
     for block in blocks:
         forward: Any = block.forward
-        if compiled:
+        if settings.compile:
             function = getattr(forward, "__func__", None)
             # As a method, which a copy of the block calls with the copy.
             forward = types.MethodType(torch.compile(function), block) if function else torch.compile(forward)
-        if checkpointed:
+        if settings.activation_checkpointing:
             forward = functools.partial(_recomputed, block, forward)
-        if compiled or checkpointed:
+        if settings.compile or settings.activation_checkpointing:
             alter(block, stack, forward=forward)
 
 

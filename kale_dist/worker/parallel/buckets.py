@@ -50,10 +50,6 @@ class Bucket:
         """Whether all of its gradients are complete in this backward pass."""
         return self.ready == len(self.parameters)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is this bucket's `extra`."""
-        return tensor is self.extra
-
     @torch.no_grad()
     def launch(self) -> None:
         """Copy the gradients in and start the sum over ranks."""
@@ -127,17 +123,14 @@ def fill_buckets(
             groups.append(open_groups[key])
         open_groups[key].append(parameter)
         sizes[key] += parameter.numel() * parameter.element_size()
-    is_exact = bool(groups) and not exchange.averages
-    if is_exact and real(groups[-1][0].detach()).dtype in (torch.float32, torch.float64):
-        extras = [0] * (len(groups) - 1) + [controls]
-        buckets = [
-            Bucket(members, group, exchange, index, extra)
-            for index, (members, extra) in enumerate(zip(groups, extras, strict=True))
-        ]
-        return buckets, buckets[-1].extra
-    buckets = [Bucket(members, group, exchange, index) for index, members in enumerate(groups)]
+    last = real(groups[-1][0].detach()).dtype if groups else None
+    fits = not exchange.averages and last in (torch.float32, torch.float64)
+    extras = [0] * (len(groups) - 1) + [controls if fits else 0]
+    buckets = [Bucket(members, group, exchange, index, extras[index]) for index, members in enumerate(groups)]
     if buckets:
         buckets[-1].is_last = True
+    if fits:
+        return buckets, buckets[-1].extra
     device = groups[-1][0].device if groups else group.device
     return buckets, torch.empty(controls, dtype=torch.float32, device=device)
 
@@ -157,12 +150,8 @@ def average_sparse(parameter: torch.nn.Parameter, group: Group) -> None:
     gradient = parameter.grad
     was_dense = gradient is not None and not gradient.is_sparse
     if gradient is None:
-        gradient = torch.sparse_coo_tensor(
-            torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
-            torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device),
-            parameter.shape,
-            check_invariants=False,
-        )
+        rows, values = parameter.new_empty((1, 0), dtype=torch.int64), parameter.detach()[:0]
+        gradient = torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
     elif was_dense:
         gradient = gradient.to_sparse(1)
     gradient = gradient.detach().coalesce()

@@ -192,7 +192,7 @@ class DataParallel(Replica):
             for bucket in self._buckets[self._next_launch :]:
                 bucket.launch()
             self._next_launch = 0
-            if not any(bucket.holds(self._control) for bucket in self._buckets):
+            if not any(bucket.extra is self._control for bucket in self._buckets):
                 dist.all_reduce(self._control, group=self.parts.column.world)
             for bucket in self._buckets:
                 bucket.wait()

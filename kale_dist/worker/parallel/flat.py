@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -42,10 +43,11 @@ class Flat:
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
 
     @torch.no_grad()
-    def read(self) -> None:
-        """Copy the tensors into the buffers."""
+    def read(self) -> Self:
+        """Copy the tensors into the buffers; returns this object."""
         for group, views in zip(self._groups, self._views, strict=True):
             torch._foreach_copy_(views, group)
+        return self
 
     @torch.no_grad()
     def write(self) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -121,12 +121,7 @@ class FullySharded(Replica):
         mesh = DeviceMesh.from_group(parts.column.world, parts.group.device.type)
         modules = dict(model.named_modules())
         names = [*select_units(modules, self.settings.units), ""]
-        alter_blocks(
-            [modules[name] for name in names],
-            stack,
-            compiled=self.settings.compile,
-            checkpointed=self.settings.activation_checkpointing,
-        )
+        alter_blocks([modules[name] for name in names], self.settings, stack)
         before = [(module, name, p) for module in modules.values() for name, p in parameters_of(module).items()]
         named_before = dict(model.named_parameters(remove_duplicate=False))
         attributes = {module: set(vars(module)) for module in modules.values()}
@@ -238,14 +233,14 @@ class FullySharded(Replica):
             " kd.strategies.FSDP(units='whole') or strategy='ddp'; call the model on all ranks, not on rank 0 alone"
         )
 
-    def gather(self, unit: _Unit, output: Tensor, given: Tensor) -> None:
+    def gather(self, unit: _Unit, output: Tensor, given: Tensor, **_: Any) -> None:
         """All-gather a unit's weights."""
         if not self._joins:
             self.agree(_GATHER, unit.number)
         all_gather_single(output, given, group=self.parts.column.world)
         self._count(output)
 
-    def reduce_scatter(self, output: Tensor, given: Tensor, op: Any) -> None:
+    def reduce_scatter(self, output: Tensor, given: Tensor, *, op: Any, **_: Any) -> None:
         """Multiply a unit's gradients by the weight of the rank's batch, and reduce-scatter them."""
         if not self._weight:
             # A repeated sample may well give nan, which no factor removes.
@@ -328,7 +323,7 @@ class FullySharded(Replica):
         """Gather the states; rank 0 keeps them, on the CPU."""
         if not self._units:
             return super().full_state()
-        full, _ = whole_states(self.parts, self._kept)
+        full, _ = whole_states(self.parts, self.whole)
         self._full = full if self.parts.group.rank == 0 else None
         return self._full
 
@@ -336,11 +331,6 @@ class FullySharded(Replica):
         """Gather a parameter, or an optimizer's state of its shape."""
         gathered = value.detach()
         return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
-
-    def _kept(self, value: Tensor, parameter: Any) -> Tensor:
-        """Gather a tensor: rank 0 keeps it on the CPU, the other ranks drop it at once."""
-        whole = self.whole(value, parameter)
-        return whole.cpu() if self.parts.group.rank == 0 else whole.new_empty(0)
 
     def old_of(self, parameter: Any) -> Any:
         """Return the object that a parameter was before the model was sharded."""
@@ -362,8 +352,8 @@ class _Unit:
         self.width = width
         self._strategy = strategy
         self._called = "forward"
-        module.set_custom_all_gather(_AllGather(self))
-        module.set_custom_reduce_scatter(_ReduceScatter(strategy))
+        module.set_custom_all_gather(_Collective(functools.partial(strategy.gather, self)))
+        module.set_custom_reduce_scatter(_Collective(strategy.reduce_scatter))
         kind = type(module).__mro__[2]
         self._methods = [method for method in _public_methods(kind) if method not in module.__dict__]
         self._state = module._get_fsdp_state()  # noqa: SLF001 - nothing public shows gradients before their reduction
@@ -377,9 +367,6 @@ class _Unit:
         for group in filter(None, groups):
             group.post_backward = self._agreed(group)
             group.post_forward = self._compared(group, group.post_forward)
-
-    def gather(self, output: Tensor, given: Tensor) -> None:
-        self._strategy.gather(self, output, given)
 
     def _plain_within_forward(self, gathers: Any, plain: Any) -> Any:
         """A method that gathers the unit's weights, but not where `forward` calls it: its end would divide weights that are still in use."""
@@ -464,32 +451,17 @@ def _is_part(part: DTensor, whole: Tensor) -> bool:
     return torch.allclose(_part_of(whole, part), part.to_local(), rtol=0, atol=0, equal_nan=True)
 
 
-class _Allocates:
+class _Collective:
+    """Stands in for a collective of torch's, which names all arguments."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class _AllGather(_Allocates):
-    def __init__(self, unit: _Unit) -> None:
-        self._unit = unit
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - torch's signature
-        self._unit.gather(output_tensor, input_tensor)
-
-
-class _ReduceScatter(_Allocates):
-    def __init__(self, strategy: FullySharded) -> None:
-        self._strategy = strategy
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,  # noqa: ARG002
-        op: Any,
-        async_op: bool = False,  # noqa: ARG002, FBT001, FBT002
-    ) -> None:
-        self._strategy.reduce_scatter(output_tensor, input_tensor, op)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **more: Any) -> None:
+        self._call(output_tensor, input_tensor, **more)
 
 
 def _write_data(stack: contextlib.ExitStack) -> None:

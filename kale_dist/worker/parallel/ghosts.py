@@ -33,7 +33,7 @@ _WHERE = (
 class Shape:
     """Stands for a tensor in a description that is sent."""
 
-    size: tuple[int, ...]
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -42,11 +42,10 @@ Calls = list[tuple[str, Any]]
 
 
 class Reached(BaseException):
-    """Ends a forward at the first unit of the next stage. Not an Exception: the model's own handlers let it through."""
+    """Ends a forward at the first unit of the next stage, with the tensor that crosses to it.
 
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
+    Not an Exception: the model's own handlers let it through.
+    """
 
 
 @dataclasses.dataclass(slots=True)
@@ -148,7 +147,8 @@ class Ghosts:
         self._with_gradient = False
         self._is_checked = False
         self._fill: Callable[[int], float] = lambda _: float("nan")
-        self._runs_backward = False
+        self.runs_backward = False
+        """Whether this stage runs backwards."""
         for unit in units:
             alter(unit.module, stack, forward=functools.partial(self._call, unit, unit.module.forward))
             if unit.is_first and unit.stage == stage > 0:
@@ -196,7 +196,7 @@ class Ghosts:
                     f" {self._at + 1} begins. Cut at modules that every forward calls, in the order of the calls"
                 )
         except Reached as reached:
-            result = reached.tensor
+            result = reached.args[0]
         finally:
             self._at = None
             self._arrived = None
@@ -208,17 +208,17 @@ class Ghosts:
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Allow units to be called while a backward pass runs: checkpointed parts of the model call them."""
-        self._runs_backward = True
+        self.runs_backward = True
         try:
             yield
         finally:
-            self._runs_backward = False
+            self.runs_backward = False
 
     # -- a unit is called ------------------------------------------------------------------------------------------
 
     def _call(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._at is None:
-            if self._runs_backward:
+            if self.runs_backward:
                 return forward(*args, **kwargs)
             raise KaleDistError(
                 f"strategy=Pipeline: {unit.name} was called outside the model's own forward. In each rank, only the parts"
@@ -304,9 +304,7 @@ class Ghosts:
         def gives_nan(position: int | None, parameter: str | None) -> bool:
             self._fill = lambda at: float("nan") if at == position else 0.0
             for name, one in foreign:
-                one.data = ghost(
-                    Shape(tuple(one.shape), one.dtype), float("nan") if name == parameter else 0.0, one.device
-                )
+                one.data = ghost(one, float("nan") if name == parameter else 0.0, one.device)
             outcome, _ = self.run(args, kwargs, known=known, arrived=arrived.detach(), with_gradient=False, check=False)
             return _has_nan(outcome)
 
@@ -319,20 +317,20 @@ class Ghosts:
         finally:
             self._fill = lambda _: float("nan")
             for _, one in foreign:
-                one.data = ghost(Shape(tuple(one.shape), one.dtype), float("nan"), one.device)
+                one.data = ghost(one, float("nan"), one.device)
         raise KaleDistError(
             f"strategy=Pipeline: stage {self._stage} uses {', '.join(names[:3]) or 'something'} of an earlier stage, beside the"
             f" one tensor that crosses the cut at {self._first[self._stage - 1]}: a skip connection over the cut. {_WHERE}"
         )
 
 
-def ghost(shape: Shape, value: float, device: torch.device) -> Tensor:
+def ghost(like: Shape | Tensor, value: float, device: torch.device) -> Tensor:
     """Make a tensor full of one value, in the memory of one number."""
-    is_real = shape.dtype.is_floating_point or shape.dtype.is_complex
-    one = torch.full((), value if is_real else 0, dtype=shape.dtype, device=device)
+    is_real = like.dtype.is_floating_point or like.dtype.is_complex
+    one = torch.full((), value if is_real else 0, dtype=like.dtype, device=device)
     # Its own object: what `expand` gives is a view, which cannot be written later.
-    made = torch.empty((), dtype=shape.dtype, device=device)
-    made.data = one.expand(shape.size)
+    made = torch.empty((), dtype=like.dtype, device=device)
+    made.data = one.expand(like.shape)
     return made
 
 

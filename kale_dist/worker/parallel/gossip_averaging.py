@@ -113,8 +113,7 @@ class Neighbours(OwnSteps):
             self._circle.end()
             if not self.steps:
                 self.are_apart()
-            own = Flat(self.weights())
-            own.read()
+            own = Flat(self.weights()).read()
             mean = self.average(self.weights())
             squares = sum(float((a - b).double().pow(2).sum()) for a, b in zip(own.buffers, mean.buffers, strict=True))
             self._distance = math.sqrt(sum(self.group.gather(squares)) / self.group.world_size)
@@ -147,9 +146,7 @@ class _Circle:
         """This rank's weights as the neighbour knows them, by the distance to the neighbour."""
         self._known: dict[int, list[Tensor]] = {}
         """The weights, as far as this rank knows, of the neighbour at that distance in the other direction."""
-        flat = Flat(owner.weights())
-        flat.read()
-        self.begin(flat.buffers)
+        self.begin(Flat(owner.weights()).read().buffers)
 
     def begin(self, weights: Sequence[Tensor]) -> None:
         """Called when all ranks have these weights: set the copies to them."""
@@ -161,8 +158,7 @@ class _Circle:
     @torch.no_grad()
     def meet(self) -> None:
         """Mix this rank's weights with the weights of this round's neighbours."""
-        own = Flat(self._owner.weights())
-        own.read()
+        own = Flat(self._owner.weights()).read()
         distances = self._round()
         if self._sends_changes:
             self._mix_changes(own, distances)
@@ -275,9 +271,7 @@ class _Meetings:
         stack.push(self._leave)
 
     def _read(self) -> Flat:
-        flat = Flat(self._owner.weights(), torch.device("cpu"))
-        flat.read()
-        return flat
+        return Flat(self._owner.weights(), torch.device("cpu")).read()
 
     def begin(self, weights: Sequence[Tensor]) -> None:
         """Called when all ranks have these weights: answer partners with them."""

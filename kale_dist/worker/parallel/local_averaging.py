@@ -19,6 +19,7 @@ from torch import Tensor
 from kale_dist.errors import KaleDistError
 from kale_dist.worker.parallel.flat import Flat
 from kale_dist.worker.parallel.replica import Replica
+from kale_dist.worker.training.construction import pytree
 from kale_dist.worker.training.rank_group import LARGE, Group, differing, fingerprint
 from kale_dist.worker.training.strategy import FullState, Parts
 
@@ -76,8 +77,7 @@ class OwnSteps(Replica):
 
     def average(self, tensors: Iterable[Tensor], *, is_counted: bool = True) -> Flat:
         """Average tensors over ranks; returns flat buffers with the means, the same bits on all ranks."""
-        flat = Flat(tensors)
-        flat.read()
+        flat = Flat(tensors).read()
         world = self.group.world_size
         for buffer in flat.buffers:
             dist.all_reduce(buffer.div_(world), group=self.group.world)
@@ -105,10 +105,10 @@ class OwnSteps(Replica):
         """Return the model, and the mean of all ranks' optimizer states; rank 0's own step counts and the like."""
         if self.group.is_alone:
             return super().full_state()
-        optimizer, state_of = self.parts.optimizer, self.parts.optimizer.state
+        groups, state_of = self.parts.optimizer.param_groups, self.parts.optimizer.state
         states: list[tuple[int, str, Tensor]] = []
         index = 0
-        for options in optimizer.param_groups:
+        for options in groups:
             for parameter in options["params"]:
                 for name, value in sorted(state_of.get(parameter, {}).items()):
                     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
@@ -125,7 +125,8 @@ class OwnSteps(Replica):
         if whole is None:
             return None
         means = {id(value): mean for (*_, value), mean in zip(shared, copies, strict=True)}
-        return FullState(model=whole.model, optimizer=_replaced(whole.optimizer, means))
+        optimizer = pytree.tree_map_only(Tensor, lambda value: means.get(id(value), value), whole.optimizer)
+        return FullState(model=whole.model, optimizer=optimizer)
 
     def own_state(self) -> dict[str, Any]:
         """Return this rank's optimizer state."""
@@ -206,8 +207,7 @@ class LocalSteps(OwnSteps):
         self._remember()
 
     def _remember(self) -> None:
-        self._before = Flat(self.weights())
-        self._before.read()
+        self._before = Flat(self.weights()).read()
 
     def own_state(self) -> dict[str, Any]:
         """Return this rank's optimizer state and the outer momentum."""
@@ -225,14 +225,3 @@ def different_steps(steps: int) -> str:
         f"The ranks have not made the same number of optimizer steps in this epoch (this rank has made {steps}). All ranks"
         " must take the same steps: do not skip a batch or leave the loop over the loader because of this rank's own data"
     )
-
-
-def _replaced(value: Any, means: dict[int, Tensor]) -> Any:
-    """Copy a state dict with some of its tensors replaced, by identity."""
-    if isinstance(value, Tensor):
-        return means.get(id(value), value)
-    if isinstance(value, dict):
-        return {key: _replaced(item, means) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_replaced(item, means) for item in value]
-    return value

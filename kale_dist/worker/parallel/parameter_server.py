@@ -15,7 +15,6 @@ import enum
 import io
 import pickle
 import queue
-import struct
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -57,14 +56,12 @@ class RequestKind(enum.IntEnum):
 
 def norm_bits(kind: float) -> int:
     """Return the bits of the p of a p-norm, which may be inf, as a whole number."""
-    (bits,) = struct.unpack("q", struct.pack("d", kind))
-    return int(bits)
+    return int(torch.tensor(kind, dtype=torch.float64, device="cpu").view(torch.int64))
 
 
 def norm_of(bits: int) -> float:
     """Return the p whose bits `norm_bits` returned."""
-    (kind,) = struct.unpack("d", struct.pack("q", bits))
-    return float(kind)
+    return float(torch.tensor(bits, dtype=torch.int64, device="cpu").view(torch.float64))
 
 
 class Shard:

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,15 +62,13 @@ class _Links:
     def _send(self, tensor: Tensor, to: int) -> None:
         self._under_way.append((dist.isend(tensor, group=self._row.world, group_dst=to), tensor))
 
-    def receive(self, shape: Shape, source: int, device: str | torch.device | None = None) -> Tensor:
+    def receive(self, like: Shape | Tensor, source: int, device: str | torch.device | None = None) -> Tensor:
         """Wait for a tensor, and return it. It has to be on the same kind of device as where it is sent: each has a backend."""
-        tensor = torch.empty(shape.size, dtype=shape.dtype, device=device or self._row.device)
+        tensor = torch.empty(like.shape, dtype=like.dtype, device=device or self._row.device)
         return self._receive(tensor, source)
 
     def _receive(self, tensor: Tensor, source: int) -> Tensor:
-        work = dist.irecv(tensor, group=self._row.world, group_src=source)
-        if work is not None:
-            work.wait()
+        dist.recv(tensor, group=self._row.world, group_src=source)
         return tensor
 
     def send_note(self, kind: str, value: Any, to: int) -> None:
@@ -178,12 +176,7 @@ class PipelineParallel(DataParallel):
         parts.move()
         super().prepare(dataclasses.replace(parts, named=own), stack)
         own_units = [unit for unit in self._units if unit.stage == self.stage]
-        alter_blocks(
-            [unit.module for unit in own_units if unit.has_parameters],
-            stack,
-            compiled=self._cutting.compile,
-            checkpointed=self._cutting.activation_checkpointing,
-        )
+        alter_blocks([unit.module for unit in own_units if unit.has_parameters], self._cutting, stack)
         self._ghosts = Ghosts(model, self._units, self.stage, self.stages, row.device, stack)
         alter(model, stack, forward=self._forward)
         refuse_gradients(model, "pipeline", stack)
@@ -203,7 +196,7 @@ class PipelineParallel(DataParallel):
 
     def _let_go(self, name: str, parameter: torch.nn.Parameter, parts: Parts, stack: contextlib.ExitStack) -> None:
         """Free a parameter of another stage; a result that uses it is NaN, and a gradient of it raises an error."""
-        parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), parts.group.device)
+        parameter.data = ghost(parameter, float("nan"), parts.group.device)
         parameter.grad = None
         for optimizer in optimizers_of(parts.optimizer):
             optimizer.state.pop(parameter, None)
@@ -314,42 +307,36 @@ class PipelineParallel(DataParallel):
             anchor = torch.zeros((), device="cpu", requires_grad=True)
             # Some versions of torch annotate its type.
             apply: Any = _Join.apply
-            tensors = list(apply(anchor, self._once(passages), flags, *tensors))
+            tensors = list(apply(anchor, functools.partial(self._backward, passages), flags, *tensors))
         found = iter(tensors)
         return pytree.tree_map_only(Shape, lambda _: next(found), described)
 
     # -- the backward pass -----------------------------------------------------------------------------------------
 
-    def _once(self, passages: list[_Passage]) -> Callable[[Sequence[Tensor | None]], None]:
-        waiting = [passages]
-
-        def backward(gradients: Sequence[Tensor | None]) -> None:
-            if not waiting:
-                raise KaleDistError(
-                    "strategy=Pipeline: backward() came to the same call of the model a second time. Add the losses up, or"
-                    " call the model again"
-                )
-            self._backward(waiting.pop(), gradients)
-
-        return backward
-
     def _backward(self, passages: list[_Passage], gradients: Sequence[Tensor | None]) -> None:
-        """Run this stage backwards. Autograd calls this within the user's `backward()`."""
-        with self._one_pass(), self._summed_over_stages(), self._ghosts.backward():
+        """Run this stage backwards, once. Autograd calls this within the user's `backward()`."""
+        if not passages:
+            raise KaleDistError(
+                "strategy=Pipeline: backward() came to the same call of the model a second time. Add the losses up, or"
+                " call the model again"
+            )
+        # The hooks take the passes of all micro-batches for one: the user's.
+        task = backward_pass()
+        if not self._is_passive and task != self._task:
+            self._begin(task, None)
+        with self._summed_over_stages(), self._ghosts.backward():
             sizes = [passage.size for passage in passages]
-            for number, passage in enumerate(passages):
+            for number in range(len(sizes)):
+                passage = passages.pop(0)
                 if self.stage == self.stages - 1:
                     self._backward_output(passage, _part_of(gradients, sizes, number))
                 elif passage.sent is not None:
-                    shape = Shape(tuple(passage.sent.shape), passage.sent.dtype)
-                    torch.autograd.backward(passage.sent, self._links.receive(shape, self.stage + 1))
-                passage.sent = None
+                    torch.autograd.backward(passage.sent, self._links.receive(passage.sent, self.stage + 1))
                 if passage.arrived is not None:
                     gradient = passage.arrived.grad
                     self._links.send(
                         torch.zeros_like(passage.arrived) if gradient is None else gradient, self.stage - 1
                     )
-                    passage.arrived = None
             self._links.flush()
 
     def _backward_output(self, passage: _Passage, gradients: Sequence[Tensor | None]) -> None:
@@ -360,24 +347,9 @@ class PipelineParallel(DataParallel):
         ]
         if pairs:
             torch.autograd.backward([pair[0] for pair in pairs], [pair[1] for pair in pairs])
-        passage.outputs = []
-
-    @contextlib.contextmanager
-    def _one_pass(self) -> Iterator[None]:
-        """Make the hooks take the passes of all micro-batches for one: the user's."""
-        task = backward_pass()
-        if not self._is_passive and task != self._task:
-            self._begin(task, None)
-        self._is_within = True
-        try:
-            yield
-        finally:
-            self._is_within = False
-
-    _is_within = False
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        if not self._is_within:
+        if not self._ghosts.runs_backward:
             super()._on_gradient(parameter)
 
     @contextlib.contextmanager
@@ -403,11 +375,10 @@ class PipelineParallel(DataParallel):
         links, (first, *others), gradient = self._links, stages, parameter.grad
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
-        shape = Shape(tuple(parameter.shape), parameter.dtype)
         if self.stage == first:
             for stage in others:
                 if links.receive_note("used", stage)[0]:
-                    part = links.receive(shape, stage)
+                    part = links.receive(parameter, stage)
                     gradient = part if gradient is None else gradient + part
             for stage in others:
                 links.send_note("used", gradient is not None, stage)
@@ -417,7 +388,7 @@ class PipelineParallel(DataParallel):
         links.send_note("used", gradient is not None, first)
         if gradient is not None:
             links.send(gradient, first)
-        return links.receive(shape, first) if links.receive_note("used", first)[0] else None
+        return links.receive(parameter, first) if links.receive_note("used", first)[0] else None
 
     # -- around a step ---------------------------------------------------------------------------------------------
 
@@ -427,7 +398,7 @@ class PipelineParallel(DataParallel):
         Raises:
             ConfigError: It is one.
         """
-        if self._is_within:
+        if self._ghosts.runs_backward:
             problem = "an optimizer steps within backward(), in a hook, where a gradient is that of one micro-batch"
             raise ConfigError("strategy", problem, "Step after backward(), or use strategy='ddp', 'fsdp' or 'tensor'")
         super().complete(correction)
@@ -482,8 +453,7 @@ class PipelineParallel(DataParallel):
                 states, _ = self._links.receive_note("states", stage)
                 shapes, _ = self._links.receive_note("buffers", stage)
                 for name in names:
-                    parameter = named[name]
-                    parameter.data = self._links.receive(Shape(tuple(parameter.shape), parameter.dtype), stage, "cpu")
+                    named[name].data = self._links.receive(named[name], stage, "cpu")
                 for name, shape in shapes.items():
                     _set_buffer(model, name, self._links.receive(shape, stage, "cpu").to(row.device))
                 for optimizer, described in zip(optimizers, states, strict=True):
@@ -498,7 +468,7 @@ class PipelineParallel(DataParallel):
             return None
         self._full = full = super().full_state()
         for parameter in self._elsewhere.values():
-            parameter.data = ghost(Shape(tuple(parameter.shape), parameter.dtype), float("nan"), row.device)
+            parameter.data = ghost(parameter, float("nan"), row.device)
             for optimizer in optimizers:
                 optimizer.state.pop(parameter, None)
         return full

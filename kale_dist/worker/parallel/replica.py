@@ -100,8 +100,8 @@ class Replica(Strategy):
         with_gradient = [parameter for parameter in new if parameter.grad is not None]
         if with_gradient and not column.is_alone:
             self.parts.group.log(
-                f"An optimizer of the step trains tensors that are not the model's ({len(new)}): their gradients are averaged over"
-                " the ranks, and what they learn stays there. Make them nn.Parameter of the model, or name their module in state=[...]."
+                f"An optimizer of the step trains tensors that are not the model's ({len(new)}): their values are taken from rank 0"
+                " and their gradients are averaged over the ranks, too."
             )
         for parameter in new:
             column.send_tensor(parameter)

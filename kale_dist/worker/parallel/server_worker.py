@@ -85,10 +85,8 @@ class Worker(Replica):
             self._step()
 
         alter(optimizer, stack, step=types.MethodType(step, optimizer))
-        self._weights = [shard.weights() for shard in self._shards]
+        self._weights = [shard.weights().read() for shard in self._shards]
         """The weights as the servers have sent them last."""
-        for weights in self._weights:
-            weights.read()
         self._checks = _CHECKED_STEPS
         self._versions = self._present_versions()
 
@@ -130,13 +128,9 @@ class Worker(Replica):
 
     def _check_weights(self) -> None:
         """Refuse weights that are not those of the servers; their bits, because writes to `p.data` leave no other trace."""
-        present = [shard.weights() for shard in self._shards]
-        for mine, theirs in zip(present, self._weights, strict=True):
-            mine.read()
-            if any(
-                not a.view(torch.uint8).equal(b.view(torch.uint8))
-                for a, b in zip(mine.buffers, theirs.buffers, strict=True)
-            ):
+        for shard, theirs in zip(self._shards, self._weights, strict=True):
+            pairs = zip(shard.weights().read().buffers, theirs.buffers, strict=True)
+            if not all(mine.view(torch.uint8).equal(kept.view(torch.uint8)) for mine, kept in pairs):
                 raise KaleDistError(
                     "train_step changed weights by itself. With strategy='parameter-server' the servers hold the weights, and"
                     " would overwrite them. Change weights by the optimizer only, or use strategy='ddp'"
@@ -172,8 +166,7 @@ class Worker(Replica):
                 parameter.grad if flag and parameter.grad is not None else torch.zeros_like(parameter)
                 for parameter, flag in zip(shard.parameters, used, strict=True)
             ]
-            flat = Flat(gradients, torch.device("cpu"))
-            flat.read()
+            flat = Flat(gradients, torch.device("cpu")).read()
             request = (torch.tensor(head, device="cpu"), *(() if new is None else (new,)), *flat.buffers)
             self._each(pairs, Pair.send, *request)
             self._bytes_sent += flat.bytes * len(pairs)
@@ -181,8 +174,7 @@ class Worker(Replica):
     def _send(self, kind: RequestKind) -> None:
         """Send a request without gradients to all servers."""
         for pairs, shard in zip(self._pairs, self._shards, strict=True):
-            head = self._head(kind, shard)
-            self._each(pairs, Pair.send, head)
+            self._each(pairs, Pair.send, self._head(kind, shard))
 
     def _head(self, kind: RequestKind, shard: Shard) -> Tensor:
         return torch.tensor([kind, self.parts.pace.batches, 0, 0, *([0] * len(shard.parameters))], device="cpu")

@@ -280,12 +280,7 @@ class TensorParallel(DataParallel):
         peers = Peers(parts.row)
         self.division = divide_layers(parts.model, self._dividing.plan, peers, parts.optimizer, stack)
         parts.move()
-        alter_blocks(
-            blocks_of(parts.model),
-            stack,
-            compiled=self._dividing.compile,
-            checkpointed=self._dividing.activation_checkpointing,
-        )
+        alter_blocks(blocks_of(parts.model), self._dividing, stack)
         whole = [(name, p) for name, p in parts.named.items() if id(p) not in self.division.dimensions]
         self._whole_names, self._whole = [name for name, _ in whole], [p for _, p in whole]
         super().prepare(parts, stack)
@@ -328,16 +323,11 @@ class TensorParallel(DataParallel):
         """Gather the parts; rank 0 keeps the whole weights."""
         if self.layout.shard != 0:
             return None
-        full, whole = whole_states(self.parts, self._kept)
+        full, whole = whole_states(self.parts, self.division.whole)
         if self.parts.group.rank:
             return None
         self._full = whole
         return full
-
-    def _kept(self, value: Tensor, parameter: Any) -> Tensor:
-        """Gather a tensor: rank 0 keeps it on the CPU, the other ranks drop it at once."""
-        whole = self.division.whole(value, parameter)
-        return whole.cpu() if self.parts.group.rank == 0 else whole.new_empty(0)
 
     def metrics(self) -> dict[str, float]:
         """Return the bytes sent, of activations and of gradients."""
@@ -355,23 +345,29 @@ def prepare_without_fast_path(stack: contextlib.ExitStack) -> None:
 
 
 def whole_states(parts: Parts, whole: Callable[[Tensor, Any], Tensor]) -> tuple[FullState, dict[int, Tensor]]:
-    """The states of model and optimizer with every tensor made whole. All ranks that hold parts call this.
+    """The states of model and optimizer with every tensor made whole, on the CPU. All ranks that hold parts call this.
 
     Args:
         parts: Model and optimizer.
         whole: Makes a tensor whole: a parameter, or a state of that parameter.
 
     Returns:
-        The states, and the model's whole tensors by the identity of the parameter or buffer that they come from.
+        The states, and the model's whole tensors by the identity of the parameter or buffer that they come from. Only rank 0
+        keeps them: the other ranks drop each at once.
     """
     seen: dict[int, Tensor] = {}
+
+    def kept(value: Tensor, parameter: Any) -> Tensor:
+        made = whole(value, parameter)
+        return made.cpu() if parts.group.rank == 0 else made.new_empty(0)
+
     model = parts.model.state_dict(keep_vars=True)
     for name, value in model.items():
         if isinstance(value, Tensor):
             if id(value) not in seen:
-                seen[id(value)] = whole(value, value)
+                seen[id(value)] = kept(value, value)
             model[name] = seen[id(value)]
-    return FullState(model=model, optimizer=_whole_optimizer_state(parts.optimizer, whole)), seen
+    return FullState(model=model, optimizer=_whole_optimizer_state(parts.optimizer, kept)), seen
 
 
 def _whole_optimizer_state(optimizer: Any, whole: Callable[[Tensor, Any], Tensor]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ alone, and sends what there is so far of a blob that it is fetching itself.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import http.server
@@ -493,7 +494,7 @@ class _JobRequest(_Request):
             if received < size:
                 self._reply(200, {"received": received, "complete": False})
                 return
-            if not _is_intact(part, digest):
+            if not is_intact(part, digest):
                 part.unlink()
                 self._reply(422, {"error": f"The bytes that came for {digest} have another digest"})
                 return
@@ -564,15 +565,12 @@ class _LogSender:
         fresh = self._writer.open_log(file.first)
         self.close()
         self._first, self._file = file.first, fresh
-        low, high = 0, file.bytes
-        while low < high:
-            middle = (low + high) // 2
-            after = wire.lines_after(fresh, middle)
-            if after is None or after[0] >= file.bytes or after[1] > self._line:
-                high = middle
-            else:
-                low = after[0] + 1
-        fresh.seek(max(0, low - 1))
+
+        def is_beyond(at: int) -> bool:
+            after = wire.lines_after(fresh, at)
+            return after is None or after[0] >= file.bytes or after[1] > self._line
+
+        fresh.seek(max(0, bisect.bisect_left(range(file.bytes), x=True, key=is_beyond) - 1))
 
 
 def _blob(store: FolderStore, digest: str) -> pathlib.Path:
@@ -591,6 +589,7 @@ def _part(whole: pathlib.Path) -> pathlib.Path:
     return whole.with_name(f".{whole.name}.part")
 
 
-def _is_intact(path: pathlib.Path, digest: str) -> bool:
+def is_intact(path: pathlib.Path, digest: str) -> bool:
+    """Whether a file has the digest that names a blob."""
     with path.open("rb") as file:
         return digest_of(iter(lambda: file.read(_PIECE_BYTES), b"")) == digest

@@ -22,11 +22,11 @@ from kale_dist.worker.agent.attempt import Site
 from kale_dist.worker.agent.job_run import JobRun, open_port
 from kale_dist.worker.agent.writer import JobWriter, StdoutCopy
 from kale_dist.worker.pod import transfers
-from kale_dist.worker.pod.byte_server import ByteServer, ServedJob
+from kale_dist.worker.pod.byte_server import ByteServer, HttpServer, ServedJob
 from kale_dist.worker.pod.head_relays import HeadsRelays
 from kale_dist.worker.pod.mpi import Mpirun
 from kale_dist.worker.pod.pod import Pod
-from kale_dist.worker.pod.prometheus import Gauges, MetricsServer
+from kale_dist.worker.pod.prometheus import Gauges, MetricsRequest
 from kale_dist.worker.pod.store_copy import RETRY_EACH_S, StoreCopy
 from kale_dist.worker.pod.warm_pods import WarmPods
 
@@ -146,7 +146,7 @@ class JobHead:
             return
         port = self._pod.order.metrics_port
         try:
-            MetricsServer(self._pod.place.listen, port, self._gauges.text)
+            HttpServer(self._pod.place.listen, port, MetricsRequest, self._gauges.text)
         except OSError as error:
             self.writer.log(f"Prometheus finds nothing: port {port} (metrics_port) cannot be opened ({error.strerror})")
 

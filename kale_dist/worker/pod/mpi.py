@@ -151,7 +151,7 @@ def run_daemon(command: str, work: pathlib.Path, attempt: int, refuse: Callable[
         if not (work / f"mpi-{attempt}").exists():
             refuse(f"mpirun could not take this pod in: {_tail(output)}")
 
-    _watch(process.pid, ended)
+    processes.watch(asyncio.get_running_loop(), process.pid, ended)
 
 
 class Others(Protocol):
@@ -224,7 +224,7 @@ class Mpirun:
                 reason = f"mpirun has ended before the ranks: {_tail(output)}"
                 self._loop.call_later(_BLAME_AFTER_S, self._fail, FailureCause.NOT_STARTED, reason)
 
-        _watch(pid, ended)
+        processes.watch(self._loop, pid, ended)
 
     def stop(self) -> None:
         """End it, and with it what it has started in all pods."""
@@ -272,23 +272,6 @@ def _start(command: list[str], environment: Mapping[str, str], output: pathlib.P
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-
-def _watch(pid: int, ended: Callable[[], None]) -> None:
-    """Call when a process is over. Its exit code is not to be had: the agent reaps all its children."""
-    loop = asyncio.get_running_loop()
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        loop.call_soon(ended)
-        return
-
-    def over() -> None:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-        ended()
-
-    loop.add_reader(descriptor, over)
 
 
 def _tail(output: pathlib.Path) -> str:

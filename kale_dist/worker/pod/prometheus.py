@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import collections
 import http.server
-import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kale_dist.wire import MetricRow, RankStateName
@@ -119,45 +118,22 @@ def _family(name: str, help_text: str, kind: str, samples: list[tuple[dict[str, 
         return
     yield f"# HELP kale_dist_{name} {help_text}."
     yield f"# TYPE kale_dist_{name} {kind}"
+    # Values as Go's ParseFloat reads them, so that nan and inf are fine, too.
     for labels, value in known:
         pairs = ",".join(f'{key}="{_escaped(str(one))}"' for key, one in labels.items())
-        yield f"kale_dist_{name}{f'{{{pairs}}}' if pairs else ''} {_number(float(value))}"
+        yield f"kale_dist_{name}{f'{{{pairs}}}' if pairs else ''} {value}"
 
 
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return str(int(value)) if value.is_integer() else repr(value)
-
-
-class MetricsServer:
+class MetricsRequest(http.server.BaseHTTPRequestHandler):
     """Answers `GET /metrics`, to anyone who can reach the port: Prometheus has no key, and there are only numbers.
 
-    Args:
-        host: Address to listen on; empty for all.
-        port: Port.
-        text: Gives what is answered.
-
-    Raises:
-        OSError: The port is taken.
+    The server's owner is a function that gives the text.
     """
 
-    def __init__(self, host: str, port: int, text: Callable[[], str]) -> None:
-        self._server = HttpServer(host, port, _MetricsRequest, text)
-        self.port = self._server.port
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.stop()
-
-
-class _MetricsRequest(http.server.BaseHTTPRequestHandler):
     timeout = _SILENCE_LIMIT_S
     server: HttpServer
 

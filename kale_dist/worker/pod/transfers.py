@@ -14,8 +14,8 @@ from kale_dist import wire
 from kale_dist.errors import ContractError, StoreError
 from kale_dist.snapshot import loading
 from kale_dist.wire import InputFiles, Order, Source
-from kale_dist.wire.blobs import FolderStore, digest_of, fresh, unpack_blobs
-from kale_dist.worker.pod.byte_server import NOT_YET, BlobServer
+from kale_dist.wire.blobs import FolderStore, fresh, unpack_blobs
+from kale_dist.worker.pod.byte_server import NOT_YET, BlobServer, is_intact
 from kale_dist.worker.pod.pod import Pod
 
 _LOOK_EACH_S = 0.2
@@ -151,10 +151,9 @@ def _receive(peer: tuple[str, int], prefix: str, server: BlobServer, digest: str
         raise http.client.HTTPException(f"the connection was cut after {size:,} of {whole:,} bytes")
     if size < whole:
         return False
-    with part.open("rb") as file:
-        if digest_of(iter(lambda: file.read(_PIECE_BYTES), b"")) != digest:
-            part.write_bytes(b"")
-            raise http.client.HTTPException("what came is damaged")
+    if not is_intact(part, digest):
+        part.write_bytes(b"")
+        raise http.client.HTTPException("what came is damaged")
     part.chmod(0o444)
     return True
 

@@ -76,6 +76,8 @@ class KeptGroup:
         self.world: Any = None
         self._subgroups: list[Any] = []
         self._steps = self._passes = self._exchanges = 0
+        self.report = "", ""
+        """A fingerprint of the weights that this rank has trained, and what to log where others have other ones."""
         self._has_other_store = False
         self._replace_functions()
 
@@ -176,23 +178,29 @@ class KeptGroup:
         """Whether this rank has made a backward pass or a step of an optimizer."""
         return bool(self._steps or self._passes)
 
-    def advise(self, *, trained: bool) -> None:
+    def advise(self, *, trained: bool, weights: str = "") -> None:
         """Log a hint after the user's function if the ranks have trained and never exchanged anything.
 
         Args:
             trained: Whether weights of known models changed, for functions without an optimizer of torch's.
+            weights: A fingerprint of what this rank has trained of the models that the function was given: then its agent compares
+                those of all ranks.
         """
         world = self._world_size
         steps = self._steps or (self._passes if trained else 0)
-        if self._rank or world == 1 or not steps or self._count_exchanges() != self._exchanges:
-            return
         what, end = ("optimizer step", "s") if self._steps else ("backward pass", "es")
-        made = f"{steps:,} {what}{end * (steps > 1)}"
-        context.log(
-            f"The ranks made {made} and exchanged nothing: has each of the {world} processes trained a copy of its own? Use distribute(), wrap the model in DistributedDataParallel, or give Lightning's"
-            f" Trainer devices={self._assignment.local_world_size} and num_nodes={len(self._attempt.members)}.",
-            warns=True,
+        is_silent = bool(steps) and self._count_exchanges() == self._exchanges
+        made = f"made {steps:,} {what}{end * (steps > 1)} and exchanged nothing"
+        if not is_silent:
+            made = "hold different weights of the models that they were given"
+        text = (
+            f"The ranks {made}: has each of the {world} processes trained a copy of its own? Use distribute(), wrap the model in DistributedDataParallel, or give Lightning's"
+            f" Trainer devices={self._assignment.local_world_size} and num_nodes={len(self._attempt.members)}."
         )
+        if weights:
+            self.report = weights, text
+        elif is_silent and world > 1 and not self._rank:
+            context.log(text, warns=True)
 
     def _replace_functions(self) -> None:
         import torch.distributed as dist

@@ -24,11 +24,13 @@ from kale_dist import wire
 from kale_dist.errors import ContractError
 from kale_dist.errors.local_variables import FrameLocals
 from kale_dist.snapshot import loading, sources
-from kale_dist.snapshot.given_models import GivenModels, Returned
+from kale_dist.snapshot.changes import Arrived, roots_of_call
+from kale_dist.snapshot.given_models import GivenModels, Returned, modules_in
 from kale_dist.snapshot.reducers import References
 from kale_dist.wire import STACKS_SIGNAL, Assignment, JobFiles, context
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.messages import Done, Received, Running
+from kale_dist.wording import listed
 from kale_dist.worker.pod import mpi
 from kale_dist.worker.rank import joint_saving, process_state, rank_gpus, stand_ins, trainers
 from kale_dist.worker.rank.control import Control
@@ -140,7 +142,8 @@ class _Report:
             }  # fmt: skip
         exchanges = joined.exchanges() if joined is not None and self._order.cuda else ()
         shown = "\n".join(map(str, self._shown.values()))
-        self._control.send(Done(locals=shown, exchanges=tuple(exchanges), **failure))
+        weights, copies = joined.report if joined is not None else ("", "")
+        self._control.send(Done(locals=shown, exchanges=tuple(exchanges), weights=weights, copies=copies, **failure))
         self._control.wait_for_go()
         return 0 if self._error is None else 1
 
@@ -165,6 +168,7 @@ def _run(loaded: Loaded, joined: KeptGroup | None, control: Control, assignment:
     module = getattr(loaded.fn, "__module__", "")
     if module.startswith("kale_dist.worker.training."):
         trainers.leave_bars_out()
+        loaded.kwargs["origin"] = loaded.origin
         value = _call(loaded)
         if joined is not None:
             joined.advise(trained=False)
@@ -183,21 +187,24 @@ def _run(loaded: Loaded, joined: KeptGroup | None, control: Control, assignment:
             store_port=attempt.port,
             references=loaded.references,
         )
-    if joined is None:
-        return _call(loaded)
-    from kale_dist.worker.training.notices import used_beside_arguments
-
-    blobs = FolderStore(pathlib.Path(assignment.order.store))
-    models = GivenModels(loaded, assignment.rank, blobs, used_beside_arguments(loaded.fn))
-    value = models.with_weights(_call(loaded), has_trained=joined.has_trained)
-    lost = models.lost()
-    joined.advise(trained=bool(lost) or (isinstance(value, Returned) and value.is_trained))
-    if lost:
-        context.log(
-            f"{', '.join(lost)} changed and stays in the ranks: it is not an argument of the function. Pass it as one"
-            " to launch(), and its weights come back.",
-            warns=True,
-        )
+    arrived = None
+    if not assignment.rank and module != LIVE:
+        roots = roots_of_call(loaded.fn, loaded.args, loaded.kwargs)
+        covered = map(id, modules_in(loaded.args, loaded.kwargs))
+        arrived = Arrived(lambda: roots, covered=set(covered), origin=loaded.origin)
+    models = GivenModels(loaded, assignment.rank)
+    value = _call(loaded)
+    changes, _, stay = (None, {}, []) if arrived is None else arrived.changes()
+    if joined is not None:
+        value = models.with_weights(value, has_trained=joined.has_trained)
+    if changes is not None and changes.places:
+        returned = value if isinstance(value, Returned) else Returned(value=value)
+        value = dataclasses.replace(returned, changes=(changes,))
+    if joined is not None:
+        is_trained = isinstance(value, Returned) and (value.is_trained or any(one.tensors for one in value.changes))
+        joined.advise(trained=is_trained, weights=models.fingerprint)
+    if stay:
+        context.log(f"Changed by the function, and left behind in the ranks: {listed(stay, 5)}. Return what you need.")
     return value
 
 

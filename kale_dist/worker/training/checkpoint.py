@@ -22,18 +22,19 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from kale_dist.errors import SnapshotDamagedError, StoreError
+from kale_dist.snapshot.changes import Changes
 from kale_dist.snapshot.identity import place_of
 from kale_dist.wire import JobFiles, blobs, context, decode, fields_of
 from kale_dist.wire.memory import free_memory
 from kale_dist.worker.training.contents import Checkpoint, Given, Position, RankPosition, Resume
 from kale_dist.worker.training.data.generators import GlobalStates
 
-VERSION = 3
+VERSION = 4
 
 Stored: TypeAlias = dict[str, Any]
 """A checkpoint as its file holds it: dicts, lists, tensors and plain values."""
 
-_OURS = (Resume, Given, Position, RankPosition, GlobalStates)
+_OURS = (Resume, Given, Position, RankPosition, GlobalStates, Changes)
 """Classes whose objects a file holds as dicts of their fields."""
 
 _ROOM = 1.2
@@ -144,7 +145,7 @@ class _Keeper:
 
     def keep(self, value: Any, place: str) -> Any:
         """Return the copy; `_LEFT_OUT` where there is none."""
-        if value is None or type(value) in (bool, int, float):
+        if value is None or type(value) in (bool, int, float, bytes):
             return value
         if isinstance(value, str):
             # Of another class (an enumeration), the text alone.

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kale_dist import callbacks, strategies
+from kale_dist.snapshot.changes import Changes
 from kale_dist.worker.training.data.generators import GlobalStates, RandomStates
 from kale_dist.worker.training.result import Optimizers, state_of
 from kale_dist.worker.training.settings import Training
@@ -24,7 +25,7 @@ class RankPosition:
     began: RandomStates
     """This rank's generators when the epoch began, from which the order of the data is drawn again."""
     buffers: Mapping[str, Tensor]
-    """The model's buffers that differ between ranks until an epoch has ended, such as BatchNorm's."""
+    """The buffers of model and criterion that differ between ranks until an epoch has ended, such as BatchNorm's."""
     samples: int
     """The samples that this rank has had of the pass."""
     before: GlobalStates | None
@@ -83,18 +84,23 @@ class Given:
     batch: str
     """How much data a step takes, for people."""
     state: tuple[str, ...]
-    """Names of the classes of `state=`, and of a criterion that is trained."""
+    """Names of the classes of `state=`."""
     callbacks: tuple[str, ...]
     """Names of the callbacks that keep something, each with the metric that it watches."""
+    classes: dict[str, str]
+    """Names of the classes of the model, the criterion, the optimizer and the scheduler."""
+    snapshot: str
+    """The digest of the call's snapshot; empty outside of a job."""
 
     @classmethod
-    def of(cls, training: Training, trained: Trained, world_size: int) -> Given:
+    def of(cls, training: Training, trained: Trained, world_size: int, snapshot: str = "") -> Given:
         """Read the objects of a call.
 
         Args:
             training: What is trained, and how.
             trained: Its objects.
             world_size: Of the ranks.
+            snapshot: The digest of the call's snapshot.
         """
         optimizer, scheduler = trained.optimizer, trained.scheduler
         named = optimizer.named if isinstance(optimizer, Optimizers) else {"": optimizer}
@@ -123,6 +129,11 @@ class Given:
             batch=batch,
             state=tuple(type(one).__name__ for one in trained.state),
             callbacks=tuple(f"{type(one).__name__} {getattr(one, 'monitor', '')}".strip() for one in kept),
+            classes={
+                name: type(getattr(training, name)).__name__
+                for name in ("model", "criterion", "optimizer", "scheduler")
+            },
+            snapshot=snapshot,
         )
 
 
@@ -149,6 +160,8 @@ class Resume:
     """Names of the parameters that are not trained."""
     state: Sequence[Any] = ()
     """Contents of the objects of `state=`."""
+    changes: Sequence[Changes] = ()
+    """What else the ranks have changed."""
     scaler: dict[str, Any] | None = None
     """The state of the ready-made step's loss scaler."""
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)

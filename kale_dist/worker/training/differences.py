@@ -83,6 +83,8 @@ class Differences:
         self.has_state = self._is_alike("state", "These objects begin as this call gives them")
         self.has_callbacks = self._is_alike("callbacks", "They begin without what earlier epochs were like")
         """Whether the states of these objects are restored."""
+        self.is_same_call = bool(now.snapshot) and before.snapshot == now.snapshot
+        """Whether the checkpoint is one of this very call: then all that its ranks have changed is restored."""
         self.has_frozen = before.frozen == now.frozen
         """Whether parameters are frozen as in the checkpoint, and not as in the call."""
         self.has_same_ranks = (before.strategy, before.world_size) == (now.strategy, now.world_size)
@@ -116,6 +118,12 @@ class Differences:
         """Set the options that this call sets otherwise; needed after all that loads the optimizer's state."""
         for group, options in zip(optimizer.param_groups, self.options, strict=False):
             group.update(options)
+
+    def restores(self, root: str) -> bool:
+        """Whether what ranks have changed in an object of the call is restored; a later call gives some objects anew."""
+        return self.is_same_call or (
+            root in self._now.classes and self._before.classes.get(root) == self._now.classes[root]
+        )
 
     def _add(self, sentence: str) -> None:
         if f"{sentence}." not in self.sentences:

@@ -13,6 +13,8 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kale_dist.errors import ConfigError, KaleDistError
+from kale_dist.snapshot.changes import Arrived, Changes, plain_attributes
+from kale_dist.snapshot.origin import Origin
 from kale_dist.strategies import Layout
 from kale_dist.wire import MetricRow, context, events
 from kale_dist.wording import listed
@@ -25,7 +27,7 @@ from kale_dist.worker.training.data.batches import Feed, Role
 from kale_dist.worker.training.data.generators import RandomStates, seed_generators
 from kale_dist.worker.training.data.loader import Loaders
 from kale_dist.worker.training.data.sharding import Pace
-from kale_dist.worker.training.notices import STOPPED, Captured, OwnLosses, note_layer
+from kale_dist.worker.training.notices import STOPPED, OtherLoaders, OwnLosses, note_layer
 from kale_dist.worker.training.optimizer import OptimizerControl, Schedules
 from kale_dist.worker.training.parts import Folders, Made
 from kale_dist.worker.training.rank_group import Group, bits_of, copy_where_differing, differing, fingerprint
@@ -56,7 +58,7 @@ _DRIFT_HINT = (
 )
 
 
-def train(training: Training, *, cuda: bool = False) -> TrainingResult:
+def train(training: Training, *, cuda: bool = False, origin: Origin | None = None) -> TrainingResult:
     """Train a model in this rank, together with all ranks of the ready process group (or alone, without one).
 
     The objects are altered in place while this runs and are as before when it ends, but for what was learnt. For the
@@ -67,6 +69,7 @@ def train(training: Training, *, cuda: bool = False) -> TrainingResult:
         training: What is trained, and how. With a seed, the ranks with shard s of the data get seed + s. Without a job
             there are no checkpoints.
         cuda: Outside a job: whether to train on the GPU.
+        origin: Where the job's snapshot has the bytes of what arrived.
 
     Returns:
         The metrics, and on rank 0 the states.
@@ -90,13 +93,13 @@ def train(training: Training, *, cuda: bool = False) -> TrainingResult:
     with contextlib.ExitStack() as stack:
         made = parts.make(training, group)
         training = made.training
-        setup = Setup.make(made, group, stack)
+        setup = Setup.make(made, group, origin, stack)
         if setup.layout.shard is None:
             setup.strategy.serve()
             return TrainingResult(metrics={}, epochs=0)
         session = Session.build(setup, stack)
         progress = session.run()
-        extra, folders = session.callbacks.results(), made.folders
+        extra, folders = session.callbacks.results() | {"changes": tuple(session.changes())}, made.folders
         if folders is None:
             final = session.strategy.full_state()
         else:
@@ -115,6 +118,11 @@ class Setup:
 
     training: Training
     trained: Trained
+    arrived: Arrived
+    """The objects of the call as they were then."""
+    datasets: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+    """Their plain attributes, as they were then."""
     given: Given
     structure: Structure
     """The model's, as it was at the call."""
@@ -129,12 +137,13 @@ class Setup:
     """The folders of the states, where no rank holds them whole."""
 
     @classmethod
-    def make(cls, made: Made, group: Group, stack: contextlib.ExitStack) -> Setup:
+    def make(cls, made: Made, group: Group, origin: Origin | None, stack: contextlib.ExitStack) -> Setup:
         """Seed the rank, load the last checkpoint, copy what differs from rank 0's, and prepare the strategy.
 
         Args:
             made: What is trained, and how.
             group: All ranks.
+            origin: Where the job's snapshot has the bytes of what arrived.
             stack: Undoes everything.
         """
         training, folders = made.training, made.folders
@@ -143,7 +152,10 @@ class Setup:
         if training.seed is not None:
             seed_generators(training.seed + (group.rank if layout.shard is None else layout.shard))
         trained = Trained.of(training)
-        given = Given.of(training, trained, group.world_size)
+        datasets = training.datasets
+        data = {*map(id, (*trained.loaders, *datasets.values()))}
+        arrived = Arrived(training.objects, covered=training.covered, left_out=data, origin=origin)
+        given = Given.of(training, trained, group.world_size, origin.digest if origin else "")
         structure = Structure.of(trained.model)
         stack.enter_context(CLOCK.watching_collectives())
         module, _, name = training.strategy.home.partition(".")
@@ -151,7 +163,7 @@ class Setup:
         strategy: Strategy = kind(training.strategy, layout)
         if not strategy.divides:
             trained.move_to(group.device)
-        resumption = Resumption(group, trained, given, is_in_parts=folders is not None)
+        resumption = Resumption(group, trained, given, training.objects, is_in_parts=folders is not None)
         named = trained.tensors()
         # Without values they are alike.
         prints = group.gather(fingerprint(named.values())) if not group.is_alone and made.construction is None else []
@@ -172,7 +184,8 @@ class Setup:
             construction=made.construction,
             are_weights_read=folders is not None and folders.fills(resumption.found.parts),
         )
-        strategy.prepare(parts, stack)
+        with arrived.passing_over():
+            strategy.prepare(parts, stack)
         if folders is not None:
             has_optimizer = resumption.differences.has_optimizer
             folders.fill(trained.model, trained.optimizer, resumption.found.parts, has_optimizer=has_optimizer)
@@ -182,6 +195,9 @@ class Setup:
         return cls(
             training=training,
             trained=trained,
+            arrived=arrived,
+            datasets=datasets,
+            attributes=plain_attributes(datasets),
             given=given,
             structure=structure,
             layouts=layouts,
@@ -214,8 +230,6 @@ class Session:
     control: OptimizerControl
     losses: OwnLosses
     callbacks: Callbacks
-    captured: Captured | None
-    """Set in rank 0 until the end of the first epoch."""
     drifts: int = 0
     """After how many epochs weights were not equal on all ranks."""
     bits: list[int]
@@ -248,6 +262,8 @@ class Session:
         stack.enter_context(losses.watched(trained.criterion, loaders, strategy.passed))
         stack.callback(loaders.restore)
         loaders.divide()
+        if setup.layout.shards > 1:
+            OtherLoaders(training, loaders, group, setup.parts.group).watch(stack)
         callbacks.load(setup.resumption.callbacks)
         setup.resumption.restore_rest(control.scaler, strategy.load_own_state)
         if not setup.parts.row.is_alone:
@@ -265,7 +281,6 @@ class Session:
             control=control,
             losses=losses,
             callbacks=callbacks,
-            captured=Captured(training, trained) if group.rank == 0 else None,
             bits=bits_of(trained.tensors().values()),
         )
         resumption = setup.resumption
@@ -328,23 +343,39 @@ class Session:
                 outcome = self._evaluate(epoch, source="averaged")
             metrics |= {f"averaged/{name}": value for name, value in outcome.values.items()}
         self._step_scheduler(evaluated.get("loss", values.get("loss")))
-        self._name_what_stays()
+        if epoch == self.setup.resumption.progress.epochs + 1:
+            self._name_what_differs()
         if reason := self.callbacks.end_epoch(epoch, metrics):
             self.group.log(reason)
         return Progress(epochs=epoch, values=merge(values, evaluated), stopped=stop or bool(reason))
 
-    def _name_what_stays(self) -> None:
-        captured, self.captured = self.captured, None
-        if captured is None or not (changed := captured.changed()):
-            return
-        text = f"Changed by a step, and left behind in the ranks: {listed(list(changed), _NAMED)}."
-        if objects := [name for name, can_be_state in changed.items() if can_be_state]:
-            text += f" state=[{', '.join(objects)}] in the call brings {'it' if len(objects) == 1 else 'these'} back."
-        if len(objects) < len(changed):
-            text += " Keep what is no list, dict or set and has no state_dict in a dict, and name that in state=[...]."
-        if context.context().max_restarts:
-            text += " A restart begins with them as they were at the call."
-        self.group.log(text)
+    def _name_what_differs(self) -> None:
+        """Log what the ranks have changed each in its own way, and what cannot be sent. All ranks call this."""
+        _, digests, stay = self.setup.arrived.changes()
+        everyone = self.group.gather(digests)
+        names = [name for name, first in digests.items() if any(one.get(name, first) != first for one in everyone)]
+        if names:
+            self.group.log(
+                f"Changed on each rank in its own way: {listed(names, _NAMED)}. Rank 0's comes back. Floating-point buffers of the"
+                " model and the criterion are averaged after each epoch; average others by torch.distributed.all_reduce."
+            )
+        stay += [
+            name
+            for name, value in plain_attributes(self.setup.datasets).items()
+            if self.setup.attributes.get(name) != value
+        ]
+        if stay:
+            self.group.log(
+                f"Changed by a step, and left behind in the ranks: {listed(stay, _NAMED)}. What an object, a list or a dict that is"
+                " there before the call holds comes back, if it is a tensor, an array or a plain value."
+            )
+
+    def changes(self) -> list[Changes]:
+        """In rank 0, what the ranks have changed besides their states: all that it has, and what others alone have. All ranks call this."""
+        mine, *_ = self.setup.arrived.changes()
+        if first := self.group.send(mine.places if self.group.rank == 0 else None):
+            mine, *_ = self.setup.arrived.changes(without=first) if self.group.rank else (mine,)
+        return [one for one in self.group.gather(mine, in_first=True) if one.places]
 
     def _train(self, epoch: int) -> Averaged:
         """Call the user's train_step, and bring the ranks to one state."""
@@ -378,14 +409,16 @@ class Session:
         if len(self.setup.layouts) > 1:
             # Numbers are summed over ranks.
             numbers["collective_s"] = (collective_s() - before_s) / self.group.world_size
-        mine = prints, bool(self.bits) and bits_of(self.named.values()) == self.bits
+        mine = prints, bool(self.bits) and bits_of(self.named.values()) == self.bits, self.losses.rows()
         self.bits = []
         outcome = self._average("train_step", feed, epoch, returned, mine, numbers)
-        self._mend_drift([prints for (prints, _), *_ in outcome.extras], epoch)
+        self._mend_drift([prints for (prints, *_), *_ in outcome.extras], epoch)
+        self.losses.compare_rows([rows for (*_, rows), *_ in outcome.extras])
+        self.control.note_own_rates()
         # First: the last row of `job.metrics` is what a step returned.
         self._report_strategy([numbers for _, numbers, *_ in outcome.extras], epoch)
         self._report_pace([rate for _, _, rate, *_ in outcome.extras], epoch)
-        if all(is_unchanged for (_, is_unchanged), *_ in outcome.extras):
+        if all(is_unchanged for (_, is_unchanged, _), *_ in outcome.extras):
             self._note_unchanged()
         self._emit(outcome.values, epoch, feed.role.name, feed.counts.from_batch)
         return outcome
@@ -652,6 +685,7 @@ class Session:
             evaluating=[name for name, module in trained.model.named_modules() if not module.training],
             frozen=[name for name, parameter in trained.model.named_parameters() if not parameter.requires_grad],
             state=[state_of(value) for value in trained.state],
+            changes=self.changes(),
             scaler=None if scaler is None else scaler.state_dict(),
             values=self.progress.values,
             stopped=self.progress.stopped,

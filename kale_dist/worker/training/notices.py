@@ -1,44 +1,30 @@
-"""Notes that a training logs once: state that will not come back, a loss that is nan, the layer in which a step failed."""
+"""Notes that a training logs once: a loader that is not divided, a loss that is nan, the layer in which a step failed."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
-import inspect
 import math
-import operator
 import time
 import traceback
-import types
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
 
-from kale_dist.snapshot.identity import times_changed
+from kale_dist.errors import ConfigError
+from kale_dist.snapshot import sources
 from kale_dist.wire import context
-from kale_dist.worker.training.data.loader import Loaders
-from kale_dist.worker.training.rank_group import Group, fingerprint, own_part
-from kale_dist.worker.training.settings import Training, can_be_state
-from kale_dist.worker.training.trained import Trained
+from kale_dist.worker.training.data.batches import Batches
+from kale_dist.worker.training.data.loader import Loaders, divides_itself
+from kale_dist.worker.training.rank_group import Group, own_part
+from kale_dist.worker.training.settings import Training
 
 _NAMED = 5
-"""At most this many names are listed."""
-
-_DEPTH = 3
-"""How far functions that call each other are followed."""
-
-_LOOKED_INTO = 32
-"""Longer lists and dicts count as changed by their length alone."""
-
-_COMPARED_BYTES = 1 << 20
-"""The contents of larger arrays are not compared."""
-
-_OF_NO_INTEREST = ("logging", "pandas", "torch", "tqdm")
-"""Packages whose objects change in ways that no user misses, but for those that are looked at by other means."""
+"""At most this many parts of an argument are shown."""
 
 _KEPT = 1000
 """After so many batches, only the losses of every second one are kept; after twice as many, those of every fourth, and so on."""
@@ -46,12 +32,18 @@ _KEPT = 1000
 _MOST_RANKS = 100
 """More ranks keep none: all would get those of all."""
 
+_COMPARED_BATCHES = 16
+"""The criterion's rows are compared between ranks in so many batches."""
+
 STOPPED = (
     "The loss became nan, and with it the weights (stop_on_nan=True): a line of the log says where. If a checkpoint"
     " was written before, job.state_dict(partial=True) has its weights"
 )
 
-_PLAIN = (int, float, str, bool, type(None))
+_IN_TURN = 3
+"""So many batches of another loader, each with one more of the step's own, are taken in turn with them."""
+
+_SHARE = "Put kd.share(...) around it in the step, for this rank's share"
 
 
 class _Harmless(contextlib.suppress, contextlib.ContextDecorator):
@@ -59,113 +51,88 @@ class _Harmless(contextlib.suppress, contextlib.ContextDecorator):
 
 
 _harmless = _Harmless(Exception)
-_differ = _harmless(operator.ne)
 
 
-class Captured:
-    """The names outside of their own bodies that the functions of a training use, and may change.
-
-    Only counts of changes, addresses and lengths are kept, so that ten million numbers cost no more than ten.
+class OtherLoaders:
+    """The loaders that a step iterates beside its own, and that are not divided: each is named once.
 
     Args:
         training: Has the steps, and what they get.
-        trained: The objects that come back.
+        loaders: Those that are divided.
+        group: The ranks with different data.
+        everyone: All ranks, for which samplers may be made as well.
     """
 
-    def __init__(self, training: Training, trained: Trained) -> None:
-        self._functions = training.train_step, training.eval_step
-        self._given = {"train_args": training.train_args, "eval_args": training.eval_args}
-        self._known = {id(value) for value in (*trained.parts(), *trained.loaders, trained.criterion)}
-        self._before = self._marks()
+    def __init__(self, training: Training, loaders: Loaders, group: Group, everyone: Group) -> None:
+        self._training, self._loaders, self._groups = training, loaders, (group, everyone)
+        self._found: weakref.WeakKeyDictionary[Any, tuple[str, list[int]]] = weakref.WeakKeyDictionary()
+        """By loader and by iterator: its name, and in which batches of the training's own loader its first ones were taken."""
+
+    def watch(self, stack: contextlib.ExitStack) -> None:
+        """Look at loaders where they are iterated, until the stack ends it.
+
+        One of which a step takes a batch with each of its own loader's is refused: where all ranks begin with the same ones, none
+        gets to the others.
+        """
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        make, take = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+
+        def made(loader: Any) -> Any:
+            iterator = make(loader)
+            self._look(loader, iterator)
+            return iterator
+
+        def taken(iterator: Any) -> Any:
+            if name := self._taken_in_turn(iterator):
+                problem = (
+                    f"{name} is not divided, and the step takes a batch of it with each batch of its own loader: ranks"
+                )
+                problem += " read some of its samples several times, and others never"
+                raise ConfigError("train_step", problem, _SHARE)
+            return take(iterator)
+
+        setattr(DataLoader, "__iter__", made)  # noqa: B010 - mypy lets no method be replaced
+        setattr(_BaseDataLoaderIter, "__next__", taken)  # noqa: B010
+        stack.callback(setattr, DataLoader, "__iter__", make)
+        stack.callback(setattr, _BaseDataLoaderIter, "__next__", take)
 
     @_harmless
-    def changed(self) -> dict[str, bool]:
-        """Names of what has changed since this object was made, each with whether `state=` takes it."""
-        now, found = self._marks(), self._found()
-        names = sorted(name for name, mark in self._before.items() if name in now and _differ(mark, now[name]))
-        return {name: can_be_state(found[name]) for name in names}
+    def _look(self, loader: Any, iterator: Any) -> None:
+        if isinstance(iterator, Batches) or get_worker_info() is not None or divides_itself(loader, *self._groups):
+            return
+        if loader not in self._found:
+            path = next((path for path, value in self._named() if value is loader), "")
+            self._found[loader] = path or f"The loader at {_users_line()}", []
+        name, _ = self._found[iterator] = self._found[loader]
+        self._groups[0].log(f"{name} is not divided: each rank that iterates it reads all of it. {_SHARE}.")
 
     @_harmless
-    def _marks(self) -> dict[str, Any]:
-        return {name: _mark(value, 2, self._known) for name, value in self._found().items()}
+    def _taken_in_turn(self, iterator: Any) -> str:
+        name, batches = self._found.get(iterator, ("", []))
+        if not name or len(batches) == _IN_TURN:
+            return ""
+        batches.append(self._loaders.train.step)
+        return name if batches == [*range(batches[0], batches[0] + _IN_TURN)] else ""
 
-    def _found(self) -> dict[str, Any]:
-        return {name: value for function in self._functions for name, value in used(function)} | self._given
-
-
-@_harmless
-def _mark(value: Any, depth: int, known: Collection[int] = ()) -> Any:
-    """Return a mark of a value that changes when the value is changed in place; the same for all objects of `known`."""
-    if id(value) in known:
-        return ()
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, Tensor):
-        # Those without a shape have no address, and those of inference mode do not count their changes: the guard gives None.
-        address = value.data_ptr() if value.layout is torch.strided else id(value)
-        return address, times_changed(value)
-    if isinstance(value, torch.nn.Module):
-        return [_mark(tensor, 0, known) for tensor in (*value.parameters(), *value.buffers())]
-    if isinstance(value, collections.deque):
-        # A full one keeps its length.
-        return id(value), len(value), id(value[-1]) if value else 0
-    if hasattr(type(value), "__array_interface__"):
-        return id(value), zlib.crc32(value.tobytes()) if value.nbytes <= _COMPARED_BYTES else 0
-    if isinstance(value, list | dict | set):
-        parts = value.items() if isinstance(value, dict) else enumerate(value)
-        is_looked_into = depth and not isinstance(value, set) and len(value) <= _LOOKED_INTO
-        return (
-            id(value),
-            len(value),
-            [(name, _mark(part, depth - 1, known)) for name, part in parts] if is_looked_into else (),
-        )
-    mark: list[Any] = [id(value), getattr(value, "shape", ())]
-    if isinstance(value, type | types.ModuleType):
-        return mark
-    if callable(getattr(value, "load_state_dict", None)):
-        mark.append(_contents(value.state_dict()))
-    if type(value).__module__.partition(".")[0] not in _OF_NO_INTEREST:
-        mark.append(_mark(dict(getattr(value, "__dict__", {})), depth, known)[1:] if depth else ())
-    return mark
-
-
-@_harmless
-def _contents(value: Any) -> Any:
-    """Return a mark of what a state dict contains, whose tensors may be new copies in each call."""
-    if isinstance(value, Tensor):
-        return fingerprint([own_part(value)])
-    if isinstance(value, dict | list | tuple):
-        return [_contents(one) for one in (value.values() if isinstance(value, dict) else value)]
-    return value if isinstance(value, _PLAIN) else None
-
-
-def used(function: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """Names and values that a function and the notebook's functions that it calls find outside their own bodies.
-
-    Args:
-        function: The function.
-        depth: How far functions that call each other are followed.
-    """
-    if not isinstance(function, types.FunctionType) or not depth:
-        return
-    try:
-        names = inspect.getclosurevars(function)
-    except ValueError:  # a name of the enclosing function that is not bound yet
-        return
-    for name, value in {**names.globals, **names.nonlocals}.items():
-        if type(value) is not types.FunctionType:
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        for name, value in self._training.objects().items():
             yield name, value
-        elif value.__module__ in ("__main__", function.__module__):
-            yield from used(value, depth - 1)
+            listed = (
+                enumerate(value)
+                if isinstance(value, list | tuple)
+                else value.items()
+                if isinstance(value, dict)
+                else ()
+            )
+            yield from ((f"{name}[{key!r}]", one) for key, one in listed)
+            yield from ((f"{name}.{key}", one) for key, one in getattr(value, "__dict__", {}).items())
 
 
-def used_beside_arguments(function: Any) -> dict[str, Any]:
-    """What a call's function uses beside its arguments, by name; of a method also its object, and what that has."""
-    if not isinstance(function, types.MethodType):
-        return dict(used(function))
-    owner, kind = function.__self__, type(function.__self__).__name__
-    own = {f"{kind}.{name}": value for name, value in getattr(owner, "__dict__", {}).items()}
-    return {kind: owner, **own, **dict(used(function.__func__))}
+def _users_line() -> str:
+    """The user's line that is being run, as `place_of` names it."""
+    frames = traceback.walk_stack(None)
+    return next(sources.place_of(one, line) for one, line in frames if sources.is_users(one.f_code.co_filename))
 
 
 class OwnLosses:
@@ -190,6 +157,8 @@ class OwnLosses:
         self._kept: dict[int, tuple[float, Tensor]] = {}
         """Of the epoch's batches, by step: when each was, and its loss, which may still be computed."""
         self._batch, self._batches, self._every = (0, 0), 0, 1
+        self._rows: dict[int, tuple[int, int]] | None = {}
+        """Of the first batches, by step: this rank's samples, and the rows of the criterion's input; None once they are compared."""
 
     @contextlib.contextmanager
     def watched(self, criterion: Any, loaders: Loaders, passed: Callable[[Tensor], None]) -> Iterator[None]:
@@ -251,6 +220,40 @@ class OwnLosses:
         if self._batches % self._every == 0:
             self._kept[feed.step] = time.time(), loss
 
+    def _count_rows(self, criterion: Any, given: Any) -> None:
+        """Note how many rows the criterion gets for the batch's samples, if it averages over them.
+
+        Samples in another dimension than the first, as `CTCLoss` has them, are no rows.
+        """
+        feed, portion = self._loaders.train, self._loaders.train.role.portion
+        if self._rows is None or len(self._rows) >= _COMPARED_BATCHES or portion is None or not portion.local:
+            return
+        is_mean = getattr(criterion, "reduction", "mean") != "sum"
+        if is_mean and isinstance(given, Tensor) and given.dim() and portion.local not in given.shape[1:]:
+            self._rows[feed.step] = portion.local, len(given)
+
+    def rows(self) -> dict[int, tuple[int, int]]:
+        """Return the samples and the rows of the first epoch's first batches, by step; nothing in later epochs."""
+        rows, self._rows = self._rows or {}, None
+        return rows
+
+    def compare_rows(self, everyone: Sequence[Mapping[int, tuple[int, int]]]) -> None:
+        """Log where the criterion got other numbers of rows for equal numbers of samples: its mean is not over samples.
+
+        Args:
+            everyone: What `rows` returned in each rank.
+        """
+        for step in sorted(set().union(*everyone)):
+            found = {ranks[step] for ranks in everyone if step in ranks}
+            if len({samples for samples, _ in found}) < len(found):
+                numbers = [rows for _, rows in found]
+                self._group.log(
+                    f"In batch {step}, the criterion got {min(numbers)} to {max(numbers)} rows on ranks with equally many samples. Its loss"
+                    " is the mean over the rows of each rank: where ranks have unequally many, the gradient is not that of one process."
+                    " Where it has to be, use reduction='sum' and divide by a fixed number in train_step."
+                )
+                return
+
     def _arrived(self, root: Tensor, latest: Tensor) -> tuple[float | None, float | None]:
         """Start to copy two numbers from the GPU, and return those of an earlier copy that has ended."""
         if self._copy is not None and self._copy[1].query():
@@ -264,10 +267,11 @@ class OwnLosses:
         return self._numbers[0], self._numbers[1]
 
     @_harmless
-    def _note(self, _module: Any, _inputs: Any, output: Any) -> None:
+    def _note(self, criterion: Any, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.numel() == 1 and self._loaders.running.role.is_training:
             self._latest = own_part(output.detach())
             self._keep(self._latest)
+            self._count_rows(criterion, inputs[0])
 
     @_harmless
     def _note_root(self, root: Tensor) -> None:

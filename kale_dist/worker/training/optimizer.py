@@ -6,10 +6,12 @@ accumulation window both do nothing and return None.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import inspect
+import numbers
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -141,6 +143,9 @@ class OptimizerControl:
         """Steps of optimizers for other parameters."""
         self.scheduler_calls: set[int] = set()
         """Identities of the schedulers that the user's step has stepped."""
+        self._rates = self._numbers()
+        self._are_own: collections.Counter[bool] = collections.Counter()
+        """Of the epoch's calls of `step`: whether the learning rate was another one than the call before had left."""
         self._model = trained.model
         self._group, self._pace = schedules.group, schedules.pace
         self._strategy = strategy
@@ -206,6 +211,8 @@ class OptimizerControl:
         if self._in_step:
             # The loss scaler of the ready-made step calls `optimizer.step` for the real step.
             return self._real_step()
+        before, self._rates = self._rates, self._numbers()
+        self._are_own[before != self._rates] += 1
         if self._needs_scaler and not self._in_user_scaler:
             raise ConfigError(
                 "precision",
@@ -257,7 +264,24 @@ class OptimizerControl:
         finally:
             self._pace.portion = portion
 
+    def note_own_rates(self) -> None:
+        """Log that a schedule of the step's own may stop early, where the step set the rate in most batches of an epoch without a scheduler."""
+        found, self._are_own, loaders = self._are_own, collections.Counter(), self._schedules.loaders
+        here, alone = loaders.batches or 0, loaders.batches_alone or 0
+        if found[True] > max(1, found[False]) and 0 < here < alone and not self.scheduler_calls:
+            self._group.log(
+                f"train_step sets the learning rate in each batch. The notebook's loader has {alone} batches an epoch, and each rank takes"
+                f" {here}: a schedule that you made with the notebook's len(loader) stops early. Make it for {here} batches an epoch,"
+                " or compute the rate in train_step, from len(data_loader)."
+            )
+
+    def _numbers(self) -> list[Any]:
+        """The learning rates, but for tensors, which may be on a GPU."""
+        return [group["lr"] for group in self.optimizer.param_groups if isinstance(group.get("lr"), numbers.Real)]
+
     def _done(self) -> None:
+        # An optimizer may set a rate itself.
+        self._rates = self._numbers()
         self.real_steps += 1
         self._pace.stepped()
         self._strategy.stepped()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kale_dist.errors import KaleDistError
+from kale_dist.snapshot.identity import sum_of_bits
 from kale_dist.wire import context, events
 from kale_dist.wording import listed
 
@@ -23,9 +25,6 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 _AS_BYTES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 """Dtypes that neither NCCL nor gloo sends."""
-
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Dtypes of whole numbers by their bytes. Their sums wrap around."""
 
 _NAMED = 3
 """At most so many weights that differ are named."""
@@ -249,14 +248,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 def bits_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return for each tensor, of a divided one this rank's part, the sum of its bits as whole numbers: any change shows."""
-    sums = []
-    for tensor in tensors:
-        if not torch.nn.parameter.is_lazy(tensor):
-            own = own_part(tensor.detach())
-            real = torch.view_as_real(own) if own.is_complex() else own
-            dtype = _WHOLE[real.element_size()]
-            sums.append(int(real.view(dtype).sum(dtype=dtype)))
-    return sums
+    return [sum_of_bits(own_part(tensor.detach())) for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)]
 
 
 def differing(fingerprints: Sequence[Sequence[float]], *, tolerance: float = _TOLERANCE) -> list[int]:
@@ -295,46 +287,52 @@ def copy_where_differing(
     return listed([named[p][0] for p in positions], _NAMED)
 
 
+def buffers_of(trained: Any) -> dict[str, Tensor]:
+    """Return the buffers of `trained.model`, and of `trained.criterion` where it is a module, by names such as `criterion.center`."""
+    criterion = trained.criterion if isinstance(trained.criterion, torch.nn.Module) else torch.nn.Module()
+    return dict(torch.nn.ModuleDict({"model": trained.model, "criterion": criterion}).named_buffers())
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return a checksum of a tensor's bytes in their order, of a divided one this rank's part."""
+    own: Any = own_part(tensor.detach()).cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    return zlib.crc32(own.view(torch.uint8).numpy())
+
+
 class Buffers:
-    """The model's buffers, which each rank changes by its own data (BatchNorm's statistics).
+    """The buffers which each rank changes by its own data (BatchNorm's statistics, the centre of a loss).
 
     Args:
-        model: The model.
+        trained: Has model and criterion.
         group: The ranks.
         average: Whether floating-point buffers are averaged; otherwise they stay each rank's own.
     """
 
-    def __init__(self, model: torch.nn.Module, group: Group, *, average: bool) -> None:
-        self._model = model
+    def __init__(self, trained: Any, group: Group, *, average: bool) -> None:
+        self._trained = trained
         self._group = group
         self._average = average
 
     def synchronise(self) -> None:
-        """Make buffers equal in all ranks: floating-point buffers by their mean, others by rank 0's value.
+        """Make buffers that differ between ranks equal: floating-point buffers by their mean, others by rank 0's value.
 
-        Large buffers (tables of positions, masks) are sent only where they differ. Those whose shapes differ, as tables that
-        grow with a rank's longest sample do, stay each rank's own.
+        Equal ones keep their bits, which a sum that is divided does not. Those whose shapes differ, as tables that grow with
+        a rank's longest sample do, stay each rank's own.
         """
         if self._group.is_alone or not self._average:
             return
         # Sparse ones are tables (a graph's edges), which no step changes.
         own = {
             (name, b.shape, b.dtype): b
-            for name, b in sorted(self._model.named_buffers())
+            for name, b in sorted(buffers_of(self._trained).items())
             if not torch.nn.parameter.is_lazy(b) and b.layout is torch.strided
         }
-        everyone = self._group.meet(STEP_ENDS, list(own))
+        everyone = self._group.meet(STEP_ENDS, {kind: _checksum(buffer) for kind, buffer in own.items()})
         alike = set(own).intersection(*everyone)
-        buffers = [buffer for kind, buffer in own.items() if kind in alike]
-        if not buffers:
-            return
-        large = [b for b in buffers if b.numel() > LARGE]
-        if large:
-            prints = self._group.gather(fingerprint(large))
-            changed = {id(large[position]) for position in differing(prints, tolerance=0.0)}
-            buffers = [b for b in buffers if b.numel() <= LARGE or id(b) in changed]
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in buffers:
+        for kind, buffer in own.items():
+            if kind not in alike or len({sums[kind] for sums in everyone}) == 1:
+                continue
             if buffer.is_floating_point():
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
             else:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kale_dist.errors import ConfigError
+from kale_dist.snapshot.changes import Changes
 from kale_dist.snapshot.identity import place_of
 from kale_dist.wire import context
 from kale_dist.worker.training.rank_group import STEP_ENDS, Group
@@ -231,6 +232,8 @@ class TrainingResult:
     scheduler_state: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
     state: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
     """Contents of the objects of `state=`."""
+    changes: tuple[Changes, ...] = dataclasses.field(default=(), repr=False)
+    """What the ranks have changed of the call's objects besides."""
     parts: str = ""
     """The folder of the trained weights, as the ranks see it, where no rank held the whole model; then there is no `model_state`."""
     rest: bytes = dataclasses.field(default=b"", repr=False)

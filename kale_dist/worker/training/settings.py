@@ -7,6 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kale_dist import strategies
+from kale_dist.snapshot.changes import used
+
+_CHANGED = ("model", "criterion", "optimizer", "scheduler", "train_args", "eval_args")
+"""The arguments whose objects a training may change."""
+
+SPLIT_BY_NODE = "_distributed"
+"""Where a stream of the package `datasets` keeps of which rank it is the part."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,16 +64,25 @@ class Training:
         """Whether this makes a model, and is none."""
         return callable(model) and (isinstance(model, type) or not hasattr(model, "named_parameters"))
 
+    def objects(self) -> dict[str, Any]:
+        """The objects that a training may change: those of the call, and those that its steps use, by their names."""
+        given = {name: value for name in _CHANGED if (value := getattr(self, name)) is not None}
+        return {name: value for step in (self.train_step, self.eval_step) for name, value in used(step)} | given
+
     @property
-    def kept(self) -> tuple[Any, ...]:
-        """All objects but model, optimizer and scheduler that come back: `state`, and a criterion with trained weights."""
-        optimizers = self.optimizer.values() if isinstance(self.optimizer, dict) else (self.optimizer,)
-        trained = {
-            id(weight) for one in optimizers for group in getattr(one, "param_groups", ()) for weight in group["params"]
-        }
-        is_trained = any(id(weight) in trained for weight in getattr(self.criterion, "parameters", tuple)())
-        is_named = any(one is self.criterion for one in self.state)
-        return (*self.state, self.criterion) if is_trained and not is_named else tuple(self.state)
+    def covered(self) -> set[int]:
+        """Ids of the objects whose `state_dict` comes back by itself, and of their modules."""
+        models, optimizers = (
+            [*one.values()] if isinstance(one, dict) else [one] for one in (self.model, self.optimizer)
+        )
+        modules = [part for one in (*models, *self.state) if hasattr(one, "modules") for part in one.modules()]
+        return set(map(id, (*modules, *optimizers, self.scheduler, *self.state)))
+
+    @property
+    def datasets(self) -> dict[str, Any]:
+        """What the loaders read, by name; changes of it stay in the ranks."""
+        loaders = {"train_data_loader": self.train_data_loader, "eval_data_loader": self.eval_data_loader}
+        return {f"{name}.dataset": one.dataset for name, one in loaders.items() if hasattr(one, "dataset")}
 
     def arguments(self) -> list[tuple[str, Any]]:
         """Names and values."""

@@ -87,7 +87,7 @@ class Strategy:
     torch_errors: tuple[tuple[str, str, str], ...] = ()
     """Errors of torch's that have a reason with this strategy: a pattern of the text and its line of code, the reason, a remedy."""
     average_buffers = True
-    """Whether floating-point buffers are averaged over shards after each epoch."""
+    """Whether floating-point buffers of model and criterion are averaged over shards after each epoch, where they differ."""
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
         self.settings: Any = settings
@@ -102,7 +102,7 @@ class Strategy:
         values, and before the loop takes over `optimizer.step` and the loaders.
         """
         self.parts = parts
-        self._buffers = Buffers(parts.model, parts.column, average=self.average_buffers)
+        self._buffers = Buffers(parts, parts.column, average=self.average_buffers)
 
     def explain(self, error: Exception) -> None:
         """Raise an error in words in the place of one of torch's that a step met. Local.

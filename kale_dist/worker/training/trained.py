@@ -39,7 +39,7 @@ class Trained:
             criterion=training.criterion,
             optimizer=one_optimizer(training.optimizer),
             scheduler=training.scheduler,
-            state=training.kept,
+            state=tuple(training.state),
             train_loader=train,
             # One object cannot give two different shares.
             eval_loader=copy.copy(evaluation) if evaluation is train else evaluation,

@@ -25,7 +25,7 @@ from kale_dist.worker.training.data.batches import Batches, Feed
 from kale_dist.worker.training.data.generators import GlobalStates, RandomStates
 from kale_dist.worker.training.notices import STOPPED
 from kale_dist.worker.training.optimizer import OptimizerControl
-from kale_dist.worker.training.rank_group import LARGE, Group
+from kale_dist.worker.training.rank_group import LARGE, Group, buffers_of
 from kale_dist.worker.training.resumption import Resumption
 from kale_dist.worker.training.strategy import Strategy
 from kale_dist.worker.training.supervised import Totals
@@ -205,7 +205,7 @@ class Within:
             restored=restored,
             began=began,
             marks=[] if self._schedule is None else self._mark(),
-            buffers={name: _changes(buffer) for name, buffer in self._trained.model.named_buffers()},
+            buffers={name: _changes(buffer) for name, buffer in buffers_of(self._trained).items()},
         )
 
     def ends_epoch(self, *, is_last: bool) -> bool:
@@ -344,7 +344,7 @@ class Within:
             self._schedule.written(self._control.real_steps)
 
     def _load_buffers(self, mine: RankPosition | None) -> None:
-        named = dict(self._trained.model.named_buffers())
+        named = buffers_of(self._trained)
         with torch.no_grad():
             for name, saved in () if mine is None else mine.buffers.items():
                 # A later call's model may lack a buffer that is in no `state_dict`.
@@ -354,7 +354,7 @@ class Within:
     def _own_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that differ between ranks until an epoch has ended, such as BatchNorm's, or that the step may reset."""
         found = {}
-        for name, buffer in self._trained.model.named_buffers():
+        for name, buffer in buffers_of(self._trained).items():
             is_plain = buffer.layout is torch.strided and not isinstance(buffer, DTensor)
             if is_plain and (buffer.numel() <= LARGE or _changes(buffer) != self._epoch.buffers.get(name)):
                 found[name] = buffer.detach().cpu().clone()

@@ -441,6 +441,37 @@ def test_a_schedule_of_unknown_length_is_stepped_once_and_the_log_says_so(ranks)
     assert "LambdaLR, of unknown length, is stepped once in each batch (41 batches an epoch on one process, 21" in said
 
 
+SETS_RATE = "train_step sets the learning rate in each batch. The notebook's loader has 8 batches an epoch, and each rank takes 4"
+
+
+@pytest.mark.parametrize(
+    ("way", "world", "is_said"),
+    [("in each batch", 2, True), ("in each batch", 1, False), ("in the first two", 2, False), ("once an epoch", 2, False),
+     ("by a scheduler, too", 2, False)],
+)  # fmt: skip
+def test_a_rate_that_the_step_sets_in_each_batch_is_said_where_ranks_take_fewer(ranks, way, world, is_said):
+    def job():
+        optimizer = torch.optim.SGD((model := net()).parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+        def step(model, loader, criterion, optimizer, device, args):
+            for i, (x, y) in enumerate(loader):
+                if i < {"in the first two": 2, "once an epoch": 1}.get(way, 99):
+                    optimizer.param_groups[0]["lr"] *= 0.9
+                if way == "by a scheduler, too":
+                    scheduler.step()
+                optimizer.zero_grad()
+                criterion(model(x), y).backward()
+                optimizer.step()
+
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            fit(step, model, optimizer, DataLoader(labelled(32), 4), epochs=2)
+        return said.getvalue()
+
+    assert "".join(ranks(world, job)).count(SETS_RATE) == is_said
+
+
 def test_a_model_may_have_a_sparse_table_among_its_buffers(ranks):
     """Buffers are averaged after each epoch; the edges of a graph are not."""
 

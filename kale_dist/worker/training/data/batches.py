@@ -60,11 +60,13 @@ class Role:
     pace: Pace | None = None
     """None for a loader that is not trained on."""
     strategy: Strategy | None = None
+    is_beside: bool = False
+    """Whether the loader is one of the step's own, which has no progress, and whose batches stay where it makes them."""
 
     @property
     def argument(self) -> str:
         """The argument by which the loader came, for errors."""
-        return f"{self.name}_data_loader"
+        return "loader" if self.is_beside else f"{self.name}_data_loader"
 
     @property
     def reads(self) -> bool:
@@ -269,7 +271,7 @@ class Batches:
                 self._finish()
                 raise
             with CLOCK.phase(MOVING):
-                batch = move(batch, role.group.device)
+                batch = batch if role.is_beside else move(batch, role.group.device)
         self.index += 1
         self.samples += portion.local
         counts.samples += portion.local
@@ -508,6 +510,8 @@ class Batches:
         # Reading a loss from a GPU waits for it, so this is not done for every batch.
         self._reported, self._reported_index, self._reported_in_hand = now, self.index, in_hand
         feed, role = self._feed, self._feed.role
+        if role.is_beside:
+            return
         seconds, done = now - self._started, self.samples - in_hand - self._skipped
         # Peers have the same samples: only the rank that reads them counts them, so that every sum over ranks is right.
         if role.reads and done and seconds > 0:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from kale_dist.worker.training.data import dealing, sharding
 from kale_dist.worker.training.data.batches import Batches, Feed, Role, Share
 from kale_dist.worker.training.data.generators import advance_generators, generator_states
 from kale_dist.worker.training.rank_group import Group
-from kale_dist.worker.training.settings import Training
+from kale_dist.worker.training.settings import SPLIT_BY_NODE, Training
 from kale_dist.worker.training.trained import Trained
+
+GET_ITERATOR = "_get_iterator"
+"""The method of a loader that is replaced in those that give this rank's share."""
 
 
 class Loaders:
@@ -54,22 +58,29 @@ class Loaders:
             ConfigError: A loader cannot be divided.
         """
         self.restore()
+        RUNNING.append(self)
         training, train_loader, eval_loader = self._training, self._trained.train_loader, self._trained.eval_loader
-        role = self.train.role
+        role, split = self.train.role, training.split_batches
         if role.pace is not None:
             role.pace.world_size = role.group.world_size
-        _prepare(train_loader, self.train, training, self._divided, shard=training.shard)
+        prepare(train_loader, self.train, self._divided, shard=training.shard, split=split)
         self.batches = dealing.length(train_loader)
         self._group.log(self.train.share.sentence)
         if eval_loader is not None:
             shard = training.eval_sharding == "samples"
-            _prepare(eval_loader, self.evaluation, training, self._divided, shard=shard)
+            prepare(eval_loader, self.evaluation, self._divided, shard=shard, split=split)
             note = "metrics are averaged by samples" if shard else "for metrics that are not means"
             self._group.log(f"{self.evaluation.share.sentence}; {note}")
 
     def restore(self) -> None:
         """Make the loaders what they were before `divide`."""
+        RUNNING.clear()
         self._divided.close()
+
+    @property
+    def ranks(self) -> tuple[Group, Group, bool]:
+        """The ranks with different data, those with the same, and whether a `batch_size` is that of all ranks together."""
+        return self.train.role.group, self.train.role.row, self._training.split_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the samplers and datasets that have it.
@@ -89,28 +100,30 @@ class Loaders:
                     method(epoch)
 
 
-def _prepare(
-    loader: DataLoader[Any], feed: Feed, training: Training, stack: contextlib.ExitStack, *, shard: bool
-) -> None:
+RUNNING: list[Loaders] = []
+"""Those of the training that runs in this process, if one does."""
+
+
+def prepare(loader: DataLoader[Any], feed: Feed, stack: contextlib.ExitStack, *, shard: bool, split: bool) -> None:
     """Alter a loader in place so that its iterators are `Batches` of this rank's share; the stack restores it.
 
     Args:
         loader: The loader.
         feed: The iterators report to it; it gets the share.
-        training: The call's.
         stack: Undoes it.
         shard: Whether to divide the data at all.
+        split: Whether `batch_size` is that of all ranks together.
     """
     before = dict(loader.__dict__)
     role, state = feed.role, loader.__dict__
     # Out of order, batches would be weighed with each other's numbers of samples.
     state["in_order"] = True
     if isinstance(loader.dataset, IterableDataset):
-        feed.share = _share_of_stream(loader, role, shard=shard, split=training.split_batches)
+        feed.share = _share_of_stream(loader, role, shard=shard, split=split)
     else:
         sampler = _undistributed(loader, role)
         if shard and sampler is not None:
-            feed.share = _share_of_map(loader, role, training, sampler)
+            feed.share = _share_of_map(loader, role, sampler, split=split)
         else:
             feed.share = _share_of_whole(loader, role, shards_itself=shard)
     if role.group.rank and loader.generator is not None:
@@ -118,13 +131,14 @@ def _prepare(
         derived = torch.Generator()
         derived.manual_seed((loader.generator.initial_seed() + role.group.rank) % 2**63)
         state["generator"] = derived
-    make_iterator = loader._get_iterator  # noqa: SLF001 - the seam: the class itself stays
+    # The seam: the class itself stays.
+    make_iterator = getattr(loader, GET_ITERATOR)
     state[LOADERS_ITERATOR] = None
 
     def get_iterator(self: DataLoader[Any]) -> Batches:
         return Batches(self, feed, make_iterator)
 
-    state["_get_iterator"] = types.MethodType(get_iterator, loader)
+    state[GET_ITERATOR] = types.MethodType(get_iterator, loader)
 
     def restore() -> None:
         state.clear()
@@ -140,13 +154,9 @@ def _undistributed(loader: DataLoader[Any], role: Role) -> Any:
     Torch's own DistributedSampler is made to give everything, in the order and by the seed it has: ranks then share
     it like any other, without its padding.
     """
-    group, batch_sampler, sampler = role.group, loader.batch_sampler, loader.sampler
-    inner = getattr(batch_sampler, "sampler", None)
-    candidates: tuple[Any, ...] = (sampler, batch_sampler, inner)
-    for candidate in candidates:
-        replicas = getattr(candidate, "num_replicas", None)
-        if replicas is None or not hasattr(candidate, "rank"):
-            continue
+    group = role.group
+    for candidate in samplers_of_ranks(loader):
+        replicas = candidate.num_replicas
         if type(candidate) is DistributedSampler:
             candidate.num_replicas, candidate.rank = 1, 0
             candidate.num_samples = candidate.total_size = dealing.length(candidate.dataset) or 0
@@ -161,15 +171,32 @@ def _undistributed(loader: DataLoader[Any], role: Role) -> Any:
                 f"its {type(candidate).__name__} is made for {replicas} ranks, and there are {group.world_size}",
                 f"Make it with num_replicas={group.world_size}, or use a plain sampler, which is shared out for you",
             )
-    return sampler if loader.batch_sampler is None or loader.batch_size is not None else batch_sampler
+    return loader.sampler if loader.batch_sampler is None or loader.batch_size is not None else loader.batch_sampler
 
 
-def _share_of_map(loader: DataLoader[Any], role: Role, training: Training, sampler: Any) -> Share:
+def samplers_of_ranks(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The samplers of a loader that are made for one rank of several, as torch's DistributedSampler is."""
+    batch_sampler = loader.batch_sampler
+    for candidate in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if getattr(candidate, "num_replicas", None) is not None and hasattr(candidate, "rank"):
+            yield candidate
+
+
+def divides_itself(loader: DataLoader[Any], *groups: Group) -> bool:
+    """Whether a loader gives this rank a part, by its sampler or its dataset, without having been prepared."""
+    places = [(group.world_size, group.rank) for group in groups]
+    if any((one.num_replicas, one.rank) in places for one in samplers_of_ranks(loader)):
+        return True
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    return bool(getattr(loader.dataset, SPLIT_BY_NODE, None)) or (is_stream and _asks_for_rank(loader.dataset))
+
+
+def _share_of_map(loader: DataLoader[Any], role: Role, sampler: Any, *, split: bool) -> Share:
     """Alter a map-style loader so that a `Deal` divides what its sampler or batch sampler gives."""
-    group, state, aligned, split = role.group, loader.__dict__, role.is_training, training.split_batches
+    group, state, aligned = role.group, loader.__dict__, role.is_training
     world = group.world_size
     total = dealing.length(sampler)
-    accumulate = training.accumulate if aligned else 1
+    accumulate = 1 if role.pace is None else role.pace.accumulate
     dealt = functools.partial(dealing.Deal, source=sampler, group=group, aligned=aligned, accumulate=accumulate)
     if loader.batch_sampler is not None and loader.batch_size is None:
         items = "split" if split else "batches"
