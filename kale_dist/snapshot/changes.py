@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from kale_dist.snapshot.identity import has_same_bytes, sum_of_bits, times_changed
+from kale_dist.snapshot.identity import checksum, has_same_bytes, is_same_array, times_changed
 from kale_dist.snapshot.origin import Origin, Stayed, is_own
 from kale_dist.wording import listed
 
@@ -130,31 +130,33 @@ class Arrived:
         yield
         self._passed_over |= self._differing(leaves=False)[0].keys() - before
 
-    def changes(self, *, without: Collection[Place] = ()) -> tuple[Changes, dict[str, int], list[str]]:
-        """What differs from what arrived.
+    def changes(self, *, without: Collection[Place] = ()) -> tuple[Changes, list[str]]:
+        """What differs from what arrived and can be sent, without these places; and the paths, as code, of what cannot be sent."""
+        sent, stands, stay = self._sent()
+        sent = {place: content for place, content in sent.items() if place not in without}
+        values, tensors = _pickled([*sent.values()], stands)
+        return Changes(places=tuple(sent), values=values, tensors=tuple(map(_packed, tensors))), stay
 
-        Args:
-            without: Places that are left out.
+    def digests(self) -> tuple[dict[str, int], list[str]]:
+        """As `changes`, but of each path, as code, a number that is equal where ranks have changed it alike."""
+        sent, stands, stay = self._sent()
+        return {shown(path): digest(*_pickled(content, stands)) for (path, _), content in sent.items()}, stay
 
-        Returns:
-            What can be sent; of each path, as code, a number that is equal where ranks have changed it alike; and the paths of what
-            cannot be sent.
-        """
+    def _sent(self) -> tuple[dict[Place, Any], dict[int, Path], list[str]]:
+        """The contents of what can be sent, the path that each object stands for, and the paths of what cannot be sent."""
         found, stands = self._differing()
-        sent, digests, stay = dict[Place, Any](), dict[str, int](), list[str]()
+        sent, stay = dict[Place, Any](), list[str]()
         for (path, is_new), value in found.items():
             # A name of the notebook's that means another object now stays, and so do those of a module.
             try:
                 if (is_new and len(path) == 1) or "." in path[0]:
                     raise _Stays  # noqa: TRY301 - as what cannot be pickled
                 content = value if is_new else _contents(value)
-                digests[shown(path)] = digest(*_pickled(content, stands))
-                if (path, is_new) not in without:
-                    sent[path, is_new] = content
+                _pickled(content, stands)
+                sent[path, is_new] = content
             except Exception:  # noqa: BLE001 - of the user's objects
                 stay.append(shown(path))
-        values, tensors = _pickled([*sent.values()], stands)
-        return Changes(places=tuple(sent), values=values, tensors=tuple(map(_packed, tensors))), digests, stay
+        return sent, stands, stay
 
     def differing(self) -> list[tuple[Path, Any]]:
         """What differs from what arrived: where, and what is there now."""
@@ -259,7 +261,7 @@ class Arrived:
             was = mark.tensor(self._origin.memory) if isinstance(mark, Stayed) and self._origin else mark
             return not has_same_bytes(value.detach().cpu(), was.detach().cpu())
         if _is_array(value):
-            return value.shape != mark.shape or value.dtype != mark.dtype or bool(value.tobytes() != mark.tobytes())
+            return not is_same_array(value, mark)
         return mark is not None and self._mark(value) != mark
 
 
@@ -453,7 +455,7 @@ def plain_attributes(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 def digest(values: bytes, tensors: Sequence[Any]) -> int:
     """A number that is equal for what `_pickled` has given for equal objects, in any rank."""
-    sums = [(one.shape, sum_of_bits(one.detach())) if is_tensor(one) else one.tobytes() for one in tensors]
+    sums = [(one.shape, checksum(one.detach())) if is_tensor(one) else one.tobytes() for one in tensors]
     return zlib.crc32(repr(sums).encode(), zlib.crc32(values))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import zlib
 from typing import Any
 
 
@@ -32,6 +33,21 @@ def has_same_bytes(one: Any, other: Any) -> bool:
         return False
     first, second = one.detach().contiguous(), other.detach().contiguous()
     return not _memcmp(first.data_ptr(), second.data_ptr(), first.nbytes)
+
+
+def is_same_array(one: Any, other: Any) -> bool:
+    """Whether two arrays have the same dtype and shape, and hold the same bytes; no copy is made of those that are contiguous."""
+    numpy: Any = importlib.import_module("numpy")
+    first, second = map(numpy.ascontiguousarray, (one, other))
+    is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return is_alike and not _memcmp(first.ctypes.data, second.ctypes.data, first.nbytes)
+
+
+def checksum(tensor: Any) -> int:
+    """A checksum of a tensor's bytes in their order."""
+    torch: Any = importlib.import_module("torch")
+    whole = tensor.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    return zlib.crc32(whole.view(torch.uint8).numpy())
 
 
 def sum_of_bits(tensor: Any) -> int:

@@ -503,7 +503,7 @@ def reads_parts_by_the_way(model, data, criterion, optimizer, *_):
 def test_notices_of_a_rank_wait_for_no_other_rank():
     job = kd.launch(fit, reads_parts_by_the_way, FSDP(), epochs=20, number_of_processes=2, threads=1, timeout_s=60)
     job.result()
-    assert "left behind in the ranks: AVERAGE" in "\n".join(map(str, job.logs()))
+    assert "left behind in the ranks: test_fsdp.AVERAGE" in "\n".join(map(str, job.logs()))
 
 
 def averages_by_callback():

@@ -194,7 +194,7 @@ def _run(loaded: Loaded, joined: KeptGroup | None, control: Control, assignment:
         arrived = Arrived(lambda: roots, covered=set(covered), origin=loaded.origin)
     models = GivenModels(loaded, assignment.rank)
     value = _call(loaded)
-    changes, _, stay = (None, {}, []) if arrived is None else arrived.changes()
+    changes, stay = (None, []) if arrived is None else arrived.changes()
     if joined is not None:
         value = models.with_weights(value, has_trained=joined.has_trained)
     if changes is not None and changes.places:

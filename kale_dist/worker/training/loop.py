@@ -351,7 +351,7 @@ class Session:
 
     def _name_what_differs(self) -> None:
         """Log what the ranks have changed each in its own way, and what cannot be sent. All ranks call this."""
-        _, digests, stay = self.setup.arrived.changes()
+        digests, stay = self.setup.arrived.digests()
         everyone = self.group.gather(digests)
         names = [name for name, first in digests.items() if any(one.get(name, first) != first for one in everyone)]
         if names:
@@ -372,9 +372,10 @@ class Session:
 
     def changes(self) -> list[Changes]:
         """In rank 0, what the ranks have changed besides their states: all that it has, and what others alone have. All ranks call this."""
-        mine, *_ = self.setup.arrived.changes()
-        if first := self.group.send(mine.places if self.group.rank == 0 else None):
-            mine, *_ = self.setup.arrived.changes(without=first) if self.group.rank else (mine,)
+        arrived = self.setup.arrived
+        mine = None if self.group.rank else arrived.changes()[0]
+        places = self.group.send(mine and mine.places)
+        mine = mine or arrived.changes(without=places)[0]
         return [one for one in self.group.gather(mine, in_first=True) if one.places]
 
     def _train(self, epoch: int) -> Averaged:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kale_dist.errors import KaleDistError
-from kale_dist.snapshot.identity import sum_of_bits
+from kale_dist.snapshot.identity import checksum, sum_of_bits
 from kale_dist.wire import context, events
 from kale_dist.wording import listed
 
@@ -293,12 +292,6 @@ def buffers_of(trained: Any) -> dict[str, Tensor]:
     return dict(torch.nn.ModuleDict({"model": trained.model, "criterion": criterion}).named_buffers())
 
 
-def _checksum(tensor: Tensor) -> int:
-    """Return a checksum of a tensor's bytes in their order, of a divided one this rank's part."""
-    own: Any = own_part(tensor.detach()).cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    return zlib.crc32(own.view(torch.uint8).numpy())
-
-
 class Buffers:
     """The buffers which each rank changes by its own data (BatchNorm's statistics, the centre of a loss).
 
@@ -327,7 +320,9 @@ class Buffers:
             for name, b in sorted(buffers_of(self._trained).items())
             if not torch.nn.parameter.is_lazy(b) and b.layout is torch.strided
         }
-        everyone = self._group.meet(STEP_ENDS, {kind: _checksum(buffer) for kind, buffer in own.items()})
+        everyone = self._group.meet(
+            STEP_ENDS, {kind: checksum(own_part(buffer.detach())) for kind, buffer in own.items()}
+        )
         alike = set(own).intersection(*everyone)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for kind, buffer in own.items():

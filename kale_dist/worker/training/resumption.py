@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import mmap
 import pathlib
 from collections.abc import Callable, Mapping
@@ -165,9 +164,9 @@ class Resumption:
         trained, before, differences = self._trained, self.before, self.differences
         if trained.scheduler is not None and differences.has_scheduler:
             trained.scheduler.load_state_dict(_of_kinds(differences.schedule, trained.scheduler.state_dict()))
-        problems = [put(self._roots(), one, differences.restores) for one in before.changes]
-        for problem in itertools.chain(*problems):
-            self._group.log(f"A part of the checkpoint was left out: {problem}.")
+        for one in before.changes:
+            for problem in put(self._roots(), one, differences.restores):
+                self._group.log(f"A part of the checkpoint was left out: {problem}.")
         for value, state in zip(trained.state, before.state if differences.has_state else (), strict=False):
             # Sets cannot be kept: `collect` left them out, and the log named them.
             if state is not None:
