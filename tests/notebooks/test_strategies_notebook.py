@@ -48,6 +48,7 @@ def test_a_quick_run_gives_what_the_repositorys_copy_has(tmp_path):
 @pytest.mark.timeout(900)
 def test_all_learn_the_digits(tmp_path):
     notebook = executed(tmp_path)
+    assert "6 of 9 have the losses of ddp" in str(notebook)
     (table,) = (
         output.data["text/plain"]
         for cell in notebook.cells
