@@ -73,6 +73,7 @@ class _Met:
 
     value: Any
     parts: dict[Any, Any]
+    owner: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class Arrived:
         found: dict[Place, Any] = {}
         for at, one in met.items():
             # A name that means another object is told from an object that has changed.
-            owner = stands.get(id(met[at[:-1]].value)) if len(at) > 1 else None
+            owner = stands.get(id(one.owner)) if len(at) > 1 else None
             if at and (known := self._known(one.value, owner, at[-1:], reached)) is not None:
                 stands[id(one.value)] = known
         for at, one in met.items():
@@ -210,9 +211,9 @@ class Arrived:
         found: dict[Path, _Met] = {}
         seen: set[int] = set()
         # A stack of its own: models may be nested more deeply than Python's.
-        left: list[tuple[Path, Any]] = [((), self._roots())]
+        left: list[tuple[Path, Any, Any]] = [((), self._roots(), None)]
         while left:
-            path, value = left.pop()
+            path, value, owner = left.pop()
             if id(value) in seen:
                 continue
             seen.add(id(value))
@@ -220,22 +221,21 @@ class Arrived:
             # Objects of the user's may raise whatever is asked of them: those are passed over.
             with contextlib.suppress(Exception):
                 parts = dict(_parts(value, self._covered))
-            found[path] = _Met(value, parts)
-            left += [((*path, name), part) for name, part in reversed(parts.items()) if not self._is_value(part)]
+            found[path] = _Met(value, parts, owner)
+            left += [((*path, name), part, value) for name, part in reversed(parts.items()) if not self._is_value(part)]
         return found
 
     def _is_value(self, part: Any) -> bool:
         """Whether a part is plain, or is not looked at: it is what it is."""
-        is_covered = id(part) in self._covered and _nature_of(part) not in ("module", "optimizer")
-        return is_covered or id(part) in self._left_out or _is_plain(part)
+        if _is_plain(part) or id(part) in self._left_out:
+            return True
+        return id(part) in self._covered and _nature_of(part) not in ("module", "optimizer")
 
     def _token(self, part: Any, paths: Mapping[int, Path]) -> _Plain | Path | None:
         """What a part is: a value, an object that arrived, or a new one."""
-        if not self._is_value(part):
-            return paths.get(id(part))
-        if not _is_plain(part):
-            return _Plain(object, id(part))
-        return _Plain(type(part), part if type(part) in (str, bytes, int, bool) else repr(part))
+        if _is_plain(part):
+            return _Plain(type(part), part if type(part) in (str, bytes, int, bool) else repr(part))
+        return _Plain(object, id(part)) if self._is_value(part) else paths.get(id(part))
 
     def _mark(self, value: Any) -> Any:
         with contextlib.suppress(Exception):

@@ -105,6 +105,46 @@ def test_a_one_line_call_trains_on_both_and_gives_the_model_back_where_it_was(jo
         torch.testing.assert_close(result.model_state[name], value)
 
 
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+        self.largest = torch.zeros(3)
+
+    def forward(self, found, y):
+        self.center += found.detach().mean(0) - self.center
+        self.largest = torch.maximum(self.largest.to(found.device), found.detach().amax(0))
+        return nn.functional.cross_entropy(found - self.center, y)
+
+
+def counts(model, data_loader, criterion, optimizer, device, args):
+    for x, y in data_loader:
+        assert model.batches.device == x.device == device
+        criterion(model(x), y).backward()
+        model.batches += 1
+        args["rows"] += len(x)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_what_a_step_changes_on_a_gpu_comes_back_to_where_it_was(device, jobs):
+    model, criterion, args = net().to(device), Centred().to(device), {"rows": torch.zeros((), dtype=torch.int64)}
+    model.register_buffer("batches", torch.zeros((), device=device), persistent=False)
+    loader = DataLoader(data(), 4, shuffle=True, generator=torch.Generator().manual_seed(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    there = batches, center, rows = model.batches, criterion.center, args["rows"]
+    jobs.append(
+        kd.distribute(
+            model, loader, criterion, optimizer, counts, epochs=2, train_args=args, number_of_processes=2, on="local"
+        )
+    )
+    jobs[0].wait()
+    assert all(one is other for one, other in zip(there, (model.batches, criterion.center, args["rows"]), strict=True))
+    assert (batches.item(), rows.item()) == (4, 16)
+    assert str(batches.device) == str(center.device) == device
+    assert criterion.largest.device.type == "cpu"
+    assert center.count_nonzero() == criterion.largest.count_nonzero() == 3
+
+
 @pytest.mark.filterwarnings("ignore:number_of_processes")
 def test_more_processes_than_gpus_train_on_the_cpu_and_the_model_stays_where_it_was(jobs, capsys):
     model = net().to("cuda:1")
