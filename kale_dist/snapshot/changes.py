@@ -274,7 +274,7 @@ def _parts(value: Any, covered: Collection[int] = ()) -> Iterator[tuple[Any, Any
     elif nature in _OF_ATTRIBUTES:
         for name, part in _attributes(value, is_covered=id(value) in covered):
             # All others, such as functions, are passed over.
-            if (kind := _nature_of(part)) != "other" and (kind != "tensor" or is_tensor(part)):
+            if _nature_of(part) != "other":
                 yield name, part
 
 

@@ -49,6 +49,20 @@ def criterion(scores: Any, targets: Any) -> Any:
     return loss
 
 
+class Criterion(nn.Module):
+    """With a buffer that stays as it is, to the last bit."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("thirds", torch.full((5,), 1 / 3))
+
+    def forward(self, scores, targets):
+        return criterion(scores, targets)
+
+
+CRITERIA: dict[str, Callable[[], Any]] = {"function": lambda: criterion, "buffer": Criterion}
+
+
 # -- models: `data` is what they take; every model has a method `loss` --------------------------------------------------
 
 
@@ -814,8 +828,8 @@ class Thing:
     make: Callable[[], Any]
     touch: Callable[[Any], Any] | None = None
     """Changes the object in each epoch, alike on all ranks: the notebook's has to change as often."""
-    stays: bool = False
-    """Whether it cannot come back: the log must name it."""
+    said: str = ""
+    """What the log says where it does not come back, with its name as `{}`."""
 
 
 def _steps(optimizer):
@@ -862,12 +876,23 @@ THINGS: dict[str, Thing] = {
     "list": Thing(make=list, touch=lambda log: log.append(1)),
     "tensor": Thing(make=lambda: torch.zeros(3), touch=lambda tensor: tensor.add_(1)),
     "sparse-changed": Thing(
-        make=lambda: torch.eye(3).to_sparse().coalesce(), touch=lambda t: t.values().add_(1), stays=True
+        make=lambda: torch.eye(3).to_sparse().coalesce(),
+        touch=lambda t: t.values().add_(1),
+        said=r"left behind.*\b{}\b",
     ),
+    "second-loader": Thing(make=lambda: DataLoader(range(4)), touch=list, said=r"\b{}\b.* is not divided"),
     "array-changed": Thing(make=lambda: torch.zeros(3).numpy(), touch=lambda array: array.__iadd__(1)),
     "object": Thing(make=Meter, touch=lambda meter: meter.see()),
     "module": Thing(make=lambda: nn.Linear(2, 2), touch=_trains),
     "second-optimizer": Thing(make=lambda: torch.optim.Adam([nn.Parameter(torch.ones(3))]), touch=_steps),
 }
 
-PLACES = ("global", "closure", "dict", "train_args")
+PLACES = {
+    "global": "thing_of_notebook",
+    "closure": "thing",
+    "dict": "box['thing']",
+    "train_args": "args.get('thing')",
+    "model": "vars(model).get('thing')",
+    "optimizer": "vars(optimizer).get('thing')",
+}
+"""Where a step finds the object."""

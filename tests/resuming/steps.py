@@ -6,6 +6,7 @@ import threading
 import torch
 from tqdm import tqdm
 
+import kale_dist as kd
 from kale_dist.worker.training import supervised
 
 EXACT = "exact"
@@ -398,7 +399,7 @@ def step_as_generator(model, loader, criterion, optimizer, device, args):
 
 @case()
 def a_second_loader_beside(model, loader, criterion, optimizer, device, args):
-    other, total = iter(torch.utils.data.DataLoader(torch.arange(64.0), 2)), 0.0
+    other, total = iter(kd.share(torch.utils.data.DataLoader(torch.arange(64.0), 2))), 0.0
     for x, y in loader:
         total += learn(model, criterion, optimizer, x, y).item() * next(other).sum().item()
     return {"loss": total}
