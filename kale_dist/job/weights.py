@@ -117,7 +117,7 @@ def put_changes(targets: Targets, changes: Sequence[Changes], ref: str, *, has_m
     if lost:
         notes.append(f"What {ref} has changed was written over what changed here after it had started: {_few(lost)}")
     objects = {name: value for name, value in targets.objects().items() if has_model or name != "model"}
-    if problems := [problem for one in changes for problem in put(objects, one)]:
+    if problems := put(objects, changes, arrived=targets.arrived):
         notes.append(f"{ref} has changed what could not be written here: {listed(problems, _NAMED)}")
     return notes
 

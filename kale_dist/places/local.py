@@ -47,7 +47,7 @@ class LocalBackend(FolderBackend):
     name = "local"
 
     def __init__(self) -> None:
-        super().__init__(_agent_lives)
+        super().__init__(lambda record: processes.is_running(record.agent_pid, record.agent_start))
         self._client: AgentClient | None = None
         self._note = ""
 
@@ -197,10 +197,6 @@ class LocalBackend(FolderBackend):
         client = self._client
         own = client is not None and client.alive and client.pid == self._reader(ref).record().agent_pid
         return _OWN_POLL_S if own else _FOREIGN_POLL_S
-
-
-def _agent_lives(record: Record) -> bool:
-    return processes.is_running(record.agent_pid, record.agent_start)
 
 
 @functools.cache

@@ -35,6 +35,9 @@ Place: TypeAlias = tuple[Path, bool]
 _MANY = 10_000
 """Longer lists and dicts are not looked into: they count as changed by their length alone."""
 
+_NESTED = 8
+"""Tuples that are nested more deeply are looked into as lists are."""
+
 _CALLED = 3
 """How far functions that call each other are followed."""
 
@@ -67,8 +70,13 @@ class _Plain(NamedTuple):
     value: Any
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Met:
+class _Seen(NamedTuple):
+    """A number or a text of a dataset, or how many parts it has: it is looked at, and stays."""
+
+    value: Any
+
+
+class _Met(NamedTuple):
     """An object that a walk has met, and its parts by name, key or position."""
 
     value: Any
@@ -76,8 +84,7 @@ class _Met:
     owner: Any
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Was:
+class _Was(NamedTuple):
     """An object as it arrived."""
 
     get: Callable[[], Any]
@@ -98,7 +105,7 @@ class Arrived:
     Args:
         roots: Gives the objects by the names of the call's arguments, and those that its functions use by their names.
         covered: What comes back by its own `state_dict`: modules, whose attributes are looked at all the same, and others.
-        left_out: Objects that are not looked into, such as the dataset.
+        datasets: What stays, and is only looked at, beside torch's datasets.
         origin: Where the snapshot has their bytes; None outside of a job.
     """
 
@@ -107,10 +114,10 @@ class Arrived:
         roots: Callable[[], Mapping[str, Any]],
         *,
         covered: Collection[int] = (),
-        left_out: Collection[int] = (),
+        datasets: Collection[int] = (),
         origin: Origin | None = None,
     ) -> None:
-        self._roots, self._covered, self._left_out, self._origin = roots, covered, left_out, origin
+        self.roots, self._covered, self._datasets, self._origin = roots, covered, datasets, origin
         met = self._walk()
         self._paths = {id(one.value): path for path, one in met.items()}
         self._before = {
@@ -134,7 +141,8 @@ class Arrived:
     def changes(self, *, without: Collection[Place] = ()) -> tuple[Changes, list[str]]:
         """What differs from what arrived and can be sent, without these places; and the paths, as code, of what cannot be sent."""
         sent, stands, stay = self._sent()
-        sent = {place: content for place, content in sent.items() if place not in without}
+        paths = {path for path, _ in without}
+        sent = {place: content for place, content in sent.items() if place[0] not in paths}
         values, tensors = _pickled([*sent.values()], stands)
         return Changes(places=tuple(sent), values=values, tensors=tuple(map(_packed, tensors))), stay
 
@@ -143,14 +151,18 @@ class Arrived:
         sent, stands, stay = self._sent()
         return {shown(path): digest(*_pickled(content, stands)) for (path, _), content in sent.items()}, stay
 
+    def there(self) -> dict[Path, Any]:
+        """What has arrived and is still there, by its path on arrival."""
+        return {path: value for path, was in self._before.items() if path and (value := was.get()) is not None}
+
     def _sent(self) -> tuple[dict[Place, Any], dict[int, Path], list[str]]:
         """The contents of what can be sent, the path that each object stands for, and the paths of what cannot be sent."""
         found, stands = self._differing()
         sent, stay = dict[Place, Any](), list[str]()
         for (path, is_new), value in found.items():
-            # A name of the notebook's that means another object now stays, and so do those of a module.
+            # A name of the notebook's that means another object now stays, and so do those of a module, and datasets.
             try:
-                if (is_new and len(path) == 1) or "." in path[0]:
+                if (is_new and len(path) == 1) or "." in path[0] or id(value) in self._datasets:
                     raise _Stays  # noqa: TRY301 - as what cannot be pickled
                 content = value if is_new else _contents(value)
                 _pickled(content, stands)
@@ -185,13 +197,22 @@ class Arrived:
     ) -> Iterator[tuple[Place, Any]]:
         was, nature = self._before[path], _nature_of(one.value)
         parts = {name: self._token(part, stands) for name, part in one.parts.items()}
-        if path and nature in _OF_PARTS:
-            is_other = [*parts.items()] != [*was.parts.items()] or len(one.value) != was.mark
+        # Of a dict that has only grown, what cannot be sent keeps nothing else there.
+        has_grown = nature == "dict" and [*parts] == [*one.value] and [*parts][: len(was.parts)] == [*was.parts]
+        if path and nature in _OF_PARTS and not (has_grown and parts):
+            is_other = [*parts.items()] != [*was.parts.items()] or self._mark(one.value) != was.mark
+            for name, token in parts.items() if is_other else ():
+                # A later call may have others in these places: their values travel as well.
+                if token not in (None, (*path, name)) and _fits(part := one.parts[name], part):
+                    yield (token, False), part
         else:
             is_other = leaves and nature != "dict" and self._is_other(one.value, was.mark)
             for name, token in parts.items():
                 if (name in was.parts or path) and (token is None or was.parts.get(name) != token):
                     yield ((*path, name), True), one.parts[name]
+            for name in [name for name in was.parts if name not in parts] if path else ():
+                # It is gone, or of a kind that is passed over.
+                yield ((*path, name), True), _Inert()
         if is_other:
             yield (path, False), one.value
 
@@ -211,7 +232,7 @@ class Arrived:
         found: dict[Path, _Met] = {}
         seen: set[int] = set()
         # A stack of its own: models may be nested more deeply than Python's.
-        left: list[tuple[Path, Any, Any]] = [((), self._roots(), None)]
+        left: list[tuple[Path, Any, Any]] = [((), self.roots(), None)]
         while left:
             path, value, owner = left.pop()
             if id(value) in seen:
@@ -220,16 +241,15 @@ class Arrived:
             parts: dict[Any, Any] = {}
             # Objects of the user's may raise whatever is asked of them: those are passed over.
             with contextlib.suppress(Exception):
-                parts = dict(_parts(value, self._covered))
+                parts = dict(_seen(value) if id(value) in self._datasets else _parts(value, self._covered))
             found[path] = _Met(value, parts, owner)
             left += [((*path, name), part, value) for name, part in reversed(parts.items()) if not self._is_value(part)]
         return found
 
     def _is_value(self, part: Any) -> bool:
         """Whether a part is plain, or is not looked at: it is what it is."""
-        if _is_plain(part) or id(part) in self._left_out:
-            return True
-        return id(part) in self._covered and _nature_of(part) not in ("module", "optimizer")
+        is_covered = id(part) in self._covered and _nature_of(part) not in ("module", "optimizer", "tensor")
+        return is_covered or _is_plain(part)
 
     def _token(self, part: Any, paths: Mapping[int, Path]) -> _Plain | Path | None:
         """What a part is: a value, an object that arrived, or a new one."""
@@ -247,7 +267,7 @@ class Arrived:
             if _nature_of(value) in _OF_VALUES:
                 return frozenset(value) if len(value) <= _MANY else len(value)
             if _nature_of(value) in _OF_PARTS:
-                return len(value)
+                return zlib.crc32(repr([*value]).encode()) if _is_of_values(value) else len(value)
             if _nature_of(value) == "tensor":
                 # Sparse, expanded or of another class: it stays in the ranks, and is named.
                 return times_changed(value)
@@ -257,6 +277,8 @@ class Arrived:
 
     def _is_other(self, value: Any, mark: Any) -> bool:
         """Whether an object's own contents differ from those that arrived."""
+        if id(value) in self._covered and _nature_of(value) == "tensor":
+            return False
         if is_tensor(value):
             was = mark.tensor(self._origin.memory) if isinstance(mark, Stayed) and self._origin else mark
             return not has_same_bytes(value.detach().cpu(), was.detach().cpu())
@@ -269,34 +291,61 @@ def _parts(value: Any, covered: Collection[int] = ()) -> Iterator[tuple[Any, Any
     """The parts of an object that are looked at, by key, position or name."""
     nature = _nature_of(value)
     if nature in _OF_PARTS:
-        if len(value) <= _MANY and (nature != "dict" or all(map(_is_plain, value))):
-            yield from value.items() if nature == "dict" else enumerate(value)
+        if len(value) <= _MANY and not _is_of_values(value):
+            has_names = nature == "dict" and all(map(_is_plain, value))
+            yield from value.items() if has_names else enumerate(value.values() if nature == "dict" else value)
     elif nature in _OF_ATTRIBUTES:
         for name, part in _attributes(value, is_covered=id(value) in covered):
             # All others, such as functions, are passed over.
             if _nature_of(part) != "other":
                 yield name, part
+    elif nature == "dataset":
+        yield from _seen(value)
 
 
-def put(roots: Mapping[str, Any], changes: Changes, takes: Callable[[str], bool] = lambda _: True) -> list[str]:
+def _is_of_values(value: Any) -> bool:
+    """Whether a list, deque or tuple has numbers and texts only: it is compared as a whole."""
+    return _nature_of(value) != "dict" and {*map(type, value)} <= {*_PLAIN}
+
+
+def _seen(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """What is looked at of a dataset, or of a loader that is not torch's, by name."""
+    for name, part in () if _nature_of(dataset) == "other" else vars(dataset).items():
+        if (nature := _nature_of(part)) in (*_OF_PARTS, *_OF_VALUES):
+            yield name, _Seen(len(part))
+        elif nature in ("plain", "dataset"):
+            yield name, part if nature == "dataset" else _Seen(part)
+
+
+def put(
+    roots: Mapping[str, Any],
+    several: Sequence[Changes],
+    takes: Callable[[str], bool] = lambda _: True,
+    arrived: Arrived | None = None,
+) -> list[str]:
     """Write what came back into this process's own objects, in place where that can be.
 
     Args:
         roots: The objects by the names that the walk has given them.
-        changes: What came back. Parts of a root that is not there any more are passed over.
+        several: What came back, of one rank or more. Parts of a root that is not there any more are passed over.
         takes: Whether to write into a root of this name.
+        arrived: The objects as they arrived, if that was here: paths lead to what was there then.
 
     Returns:
         A clause for each part that could not be written, and why.
     """
-    at, problems = _Places(roots), []
+    at, problems, found = _Places(roots, arrived), list[str](), list[Any]()
     # All paths lead to what is there before anything is written.
-    owners: list[Any] = [(at[path[:-1]], None if is_new else at[path]) for path, is_new in changes.places]
-    try:
-        values = _Unpickler(changes, at).load()
-    except Exception as error:  # noqa: BLE001 - of a file that may be anything
-        return [f"{listed([shown(path) for path, _ in changes.places], 3)} ({type(error).__name__}: {error})"]
-    for (path, is_new), (owner, own), value in zip(changes.places, owners, values, strict=False):
+    for changes in several:
+        owners = [(at[path[:-1]], at[path], is_new) for path, is_new in changes.places]
+        try:
+            # First with objects that can do nothing: a pickle may call those that it is given, and fill them.
+            _Unpickler(changes, collections.defaultdict(_Inert)).load()
+            found += zip(changes.places, owners, _Unpickler(changes, at).load(), strict=False)
+        except Exception as error:  # noqa: BLE001 - of a file that may be anything
+            names = listed([shown(path) for path, _ in changes.places], 3)
+            problems.append(f"{names} ({type(error).__name__}: {error})")
+    for (path, _), (owner, own, is_new), value in found:
         if path[0] in roots and takes(path[0]):
             try:
                 if is_new or not _is_written(own, value):
@@ -309,7 +358,7 @@ def put(roots: Mapping[str, Any], changes: Changes, takes: Callable[[str], bool]
 def _is_written(own: Any, value: Any) -> bool:
     """Write a value into an object, if it can take it."""
     if _nature_of(own) in _OF_STATE:
-        own.load_state_dict(value)
+        load_state_dict(own, value)
     elif is_tensor(own) and _fits(own, value):
         with _torch().no_grad():
             own.copy_(value)
@@ -323,27 +372,48 @@ def _is_written(own: Any, value: Any) -> bool:
     return True
 
 
+def load_state_dict(value: Any, state: Any) -> None:
+    """Load an object's state. The groups of an optimizer stay the same objects: another optimizer may hold them, as SAM's does."""
+    groups = [*value.param_groups] if _nature_of(value) == "optimizer" else []
+    value.load_state_dict(state)
+    for number, own in enumerate(groups):
+        if own is not (loaded := value.param_groups[number]):
+            own.clear()
+            own.update(loaded)
+            value.param_groups[number] = own
+
+
 def _set(owner: Any, name: Any, value: Any) -> None:
     if _nature_of(owner) in _OF_PARTS:
         owner[name] = value
     elif _nature_of(owner) == "module":
         setattr(owner, name, value)
     else:
-        vars(owner)[name] = value
+        object.__setattr__(owner, name, value)
+
+
+class _Inert:
+    """Stands for an object that a pickle may not touch."""
+
+    __slots__ = ()
+
+    def __setstate__(self, _: object) -> None:
+        raise pickle.UnpicklingError("an object that arrived cannot be filled by it")
 
 
 class _Places(dict[Path, Any]):
     """What is at each path; None if nothing is. Only parts that a walk meets have one: a path may come from somebody else's file."""
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
-        super().__init__({(): roots})
+    def __init__(self, roots: Mapping[str, Any], arrived: Arrived | None) -> None:
+        super().__init__({**({} if arrived is None else arrived.there()), (): roots})
         self._parts: dict[int, dict[Any, Any]] = {id(roots): dict(roots)}
 
     def __missing__(self, path: Path) -> Any:
         owner = self[path[:-1]]
         if id(owner) not in self._parts:
-            self._parts[id(owner)] = dict(_parts(owner))
-        return self.setdefault(path, self._parts[id(owner)].get(path[-1]))
+            with contextlib.suppress(Exception):
+                self._parts[id(owner)] = dict(_parts(owner))
+        return self.setdefault(path, self._parts.get(id(owner), {}).get(path[-1]))
 
 
 def _contents(value: Any) -> Any:
@@ -352,6 +422,8 @@ def _contents(value: Any) -> Any:
         return value.detach()
     if _is_array(value):
         return value.view()
+    if _nature_of(value) == "dict" and not all(map(_is_plain, value)):
+        raise _Stays
     return value.state_dict() if _nature_of(value) in _OF_STATE else copy.copy(value)
 
 
@@ -399,9 +471,10 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Makes no objects but of the classes of `_SENT`: what it reads may come from somebody else's file."""
 
-    def __init__(self, changes: Changes, places: _Places) -> None:
+    def __init__(self, changes: Changes, places: Mapping[Any, Any]) -> None:
         super().__init__(io.BytesIO(changes.values))
-        self._tensors, self._places = [*map(_unpacked, changes.tensors)], places
+        tensors = [*map(_unpacked, changes.tensors)]
+        self._places, self._tensors = places, tensors if isinstance(places, _Places) else places
 
     def find_class(self, module: str, name: str) -> Any:
         found = {(kind.__module__, kind.__qualname__): kind for kind in _SENT}
@@ -414,9 +487,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _packed(value: Any) -> Any:
-    """A tensor on the CPU; of an array, or a number of NumPy's, its form and its bytes as one."""
+    """A tensor on the CPU, and of one that is trained, whether it is a parameter; of an array, or a number of NumPy's, its form and its bytes as one."""
     if is_tensor(value):
-        return value.detach().cpu().resolve_conj().resolve_neg()
+        whole, is_leaf = value.detach().cpu().resolve_conj().resolve_neg(), value.requires_grad and value.is_leaf
+        return (isinstance(value, _torch().nn.Parameter), whole) if is_leaf else whole
     import numpy as np
 
     # A copy: torch warns of a tensor of memory that cannot be written.
@@ -428,6 +502,8 @@ def _packed(value: Any) -> Any:
 def _unpacked(packed: Any) -> Any:
     if not isinstance(packed, tuple):
         return packed
+    if len(packed) == 2:  # noqa: PLR2004 - of a tensor
+        return _torch().nn.Parameter(packed[1]) if packed[0] else packed[1].detach().requires_grad_()
     import numpy as np
 
     dtype, shape, is_array, flat = packed
@@ -438,25 +514,15 @@ def _unpacked(packed: Any) -> Any:
 def shown(path: Path) -> str:
     """A path as code."""
     return str(path[0]) + "".join(
-        f".{one}" if isinstance(one, str) and one.isidentifier() else f"[{one!r}]" for one in path[1:]
+        f".{one}" if isinstance(one, str) and one.isidentifier() else f"[{one if str(one).isdigit() else repr(one)}]"
+        for one in path[1:]
     )
-
-
-def plain_attributes(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and texts that objects have as attributes, by their paths as code."""
-    found: dict[str, Any] = {}
-    for name, value in objects.items():
-        with contextlib.suppress(Exception):
-            found |= {
-                f"{name}.{one}": part for one, part in vars(value).items() if type(part) in (bool, int, float, str)
-            }
-    return found
 
 
 def digest(values: bytes, tensors: Sequence[Any]) -> int:
     """A number that is equal for what `_pickled` has given for equal objects, in any rank."""
-    sums = [(one.shape, checksum(one.detach())) if is_tensor(one) else one.tobytes() for one in tensors]
-    return zlib.crc32(repr(sums).encode(), zlib.crc32(values))
+    sums = [checksum(one.detach()) if is_tensor(one) else zlib.crc32(one.tobytes()) for one in tensors]
+    return zlib.crc32(repr([sums, [(one.shape, one.dtype) for one in tensors]]).encode(), zlib.crc32(values))
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -472,16 +538,22 @@ def used(function: Any, depth: int = _CALLED) -> Iterator[tuple[str, Any]]:
     """
     if not isinstance(function, types.FunctionType) or not depth or not _is_users(function.__module__):
         return
-    try:
-        names = inspect.getclosurevars(function)
-    except ValueError:  # a name of the enclosing function that is not bound yet
-        return
+    found = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it is not bound yet
+            found[name] = cell.cell_contents
     prefix = f"{function.__module__}." if _is_imported(function) else ""
-    for name, value in {**names.globals, **names.nonlocals}.items():
+    for name, value in found.items():
         if type(value) is not types.FunctionType:
             yield f"{prefix}{name}", value
         elif value.__module__ in ("__main__", function.__module__):
             yield from used(value, depth - 1)
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """The names that a function, and those within it, may find among its globals."""
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return [*code.co_names, *(name for one in inner for name in _names(one))]
 
 
 def _is_imported(function: types.FunctionType) -> bool:
@@ -492,11 +564,19 @@ def _is_imported(function: types.FunctionType) -> bool:
     return found is function
 
 
+def roots_of_step(step: Any) -> dict[str, Any]:
+    """The objects that a step may change beside its arguments: those that it uses by name, and that which it is a method or a part of."""
+    if isinstance(step, functools.partial):
+        given = {f"argument {number}": value for number, value in enumerate(step.args, 1)} | step.keywords
+        return roots_of_step(step.func) | given
+    roots = dict(used(getattr(step, "__func__", step)))
+    own = step if _nature_of(step) == "own" else getattr(step, "__self__", None)
+    return roots if own is None or _nature_of(own) == "other" else roots | {type(own).__name__: own}
+
+
 def roots_of_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The objects that a call of a function may change: its arguments, those that it uses by name, and of a method its object."""
-    roots = dict(used(getattr(function, "__func__", function)))
-    if isinstance(function, types.MethodType):
-        roots[type(function.__self__).__name__] = function.__self__
+    """The objects that a call of a function may change: its arguments, and those of `roots_of_step`."""
+    roots = roots_of_step(function)
     with contextlib.suppress(TypeError, ValueError):
         return roots | inspect.signature(function).bind(*args, **kwargs).arguments
     return roots | {f"argument {number}": value for number, value in enumerate(args, 1)} | dict(kwargs)
@@ -518,7 +598,10 @@ def _torch() -> Any:
 
 def _nature_of(value: Any) -> str:
     kind: Any = type(value)
-    return _nature(kind)
+    # A metaclass of the user's may raise.
+    with contextlib.suppress(Exception):
+        return _nature(kind)
+    return "other"
 
 
 @functools.cache
@@ -533,10 +616,11 @@ def _nature(kind: type) -> str:
         if issubclass(kind, base):
             return base.__name__
     if torch is not None:
-        if issubclass(kind, torch.nn.Module | torch.optim.Optimizer):
-            return "module" if issubclass(kind, torch.nn.Module) else "optimizer"
-        if issubclass(kind, torch.Tensor | torch.utils.data.Dataset | torch.utils.data.DataLoader):
-            return "tensor" if issubclass(kind, torch.Tensor) else "other"
+        data = torch.utils.data
+        known = ((torch.nn.Module, "module"), (torch.optim.Optimizer, "optimizer"), (torch.Tensor, "tensor"))
+        for base, word in (*known, (data.Dataset, "dataset"), (data.DataLoader, "other")):
+            if issubclass(kind, base):
+                return word
     if issubclass(kind, type | types.ModuleType | types.FunctionType | types.MethodType | types.BuiltinFunctionType):
         return "other"
     if callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None)):
@@ -562,13 +646,18 @@ def _is_array(value: Any) -> bool:
     return _nature_of(value) == "array" and not (value.dtype.hasobject or value.dtype.fields)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, depth: int = _NESTED) -> bool:
     nature = _nature_of(value)
-    return nature in ("plain", "number") or (nature == "tuple" and all(map(_is_plain, value)))
+    if nature == "tuple":
+        return depth > 0 and all(_is_plain(one, depth - 1) for one in value)
+    return nature in ("plain", "number")
 
 
 def _attributes(value: Any, *, is_covered: bool) -> Iterator[tuple[str, Any]]:
-    torch, own, nature = _torch(), vars(value), _nature_of(value)
+    torch, nature = _torch(), _nature_of(value)
+    # An object may have slots in place of a dict.
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]
+    own = vars(value) if hasattr(value, "__dict__") else {name: getattr(value, name) for name in slots}
     base: Collection[str] = ()
     if nature == "module":
         base, lasting = _of_base(torch.nn.Module), own["_buffers"].keys() - own["_non_persistent_buffers_set"]

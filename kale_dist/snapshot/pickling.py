@@ -232,9 +232,8 @@ def _reduce_cached(cached: Any) -> Reduced:
 
 
 def _reduce_new_type(new: Any) -> Reduced:
-    if is_importable(new):
-        return NotImplemented
-    return reducers.make_new_type, (new.__name__, new.__module__, new.__supertype__)
+    made = reducers.make_new_type, (new.__name__, new.__module__, new.__supertype__)
+    return NotImplemented if is_importable(new) else made
 
 
 def is_importable(value: Any) -> bool:

@@ -25,12 +25,9 @@ def encode(one: Any) -> dict[str, Any]:
     return {
         field.name: _plain(value)
         for field, value in values
-        if field.metadata.get("written") or value != _default(field)
+        if field.metadata.get("written")
+        or value != (field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
     }
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _plain(value: Any) -> Any:

@@ -47,11 +47,6 @@ KNOWN = (
         "the step stacks the norms of a stage's gradients, and a stage of frozen layers has none",
     ),
     Found(
-        "step=sam-by-two-steps optimizer=sam fault=between|within",
-        "the momentum of an optimizer within another is in no state_dict, so that no checkpoint has it",
-        is_certain=False,
-    ),
-    Found(
         "step=sam-by-two-steps optimizer=sam strategy=fsdp|fsdp-whole",
         "after `p.data = old` the two share memory in one process, and with parts the values are copied: only the kept ones differ",
     ),
@@ -102,6 +97,7 @@ MENDED = (
     Found("thing=second-optimizer place=dict", "no notice named an optimizer whose state stays in the ranks"),
     Found("step=adds-to-data strategy=local-sgd-2", "weights that no optimizer changed were not averaged"),
     Found("step=sam-by-two-steps optimizer=sam strategy=local-sgd-2", "steps of an optimizer within did not count"),
+    Found("step=sam-by-two-steps optimizer=sam fault=within", "the state of an optimizer within was in no checkpoint"),
     Found("step=adds-to-data strategy=server ranks=3", "the error named random numbers as the reason"),
     Found("step=sam-in-the-step strategy=fsdp", "the norm was that of this rank's part"),
     Found("step=penalizes-weights strategy=tensor", "the loss had the penalty of this rank's part"),

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import dataclasses
 import pathlib
 import pickle
 import random
@@ -37,7 +38,7 @@ def there_and_back(change, here=None):
     arrived = Arrived(lambda: {"model": there}, covered=covered)
     change(there)
     sent, stay = arrived.changes()
-    problems = put({"model": here}, sent)
+    problems = put({"model": here}, [sent])
     return here, names(sent), problems, stay
 
 
@@ -106,10 +107,15 @@ def test_a_queue_that_moves_on_keeps_its_tensors():
     first, second = here["queue"]
     here["first"] = first
 
-    def change(there):
-        there["queue"] = [*there["queue"][1:], torch.full((1,), 2.0)]
-
-    there_and_back(change, here)
+    there = copy.deepcopy(here)
+    arrived = Arrived(lambda: {"args": there})
+    there["queue"] = [*there["queue"][1:], torch.full((1,), 2.0)]
+    sent, _ = arrived.changes()
+    for objects in (here, later := copy.deepcopy(here)):
+        assert put({"args": objects}, [copy.deepcopy(sent)]) == []
+    # As a later call that resumes from this one does.
+    put({"args": later}, [sent])
+    assert [one.item() for one in later["queue"]] == [1, 2]
     assert here["queue"][0] is second
     assert [one.item() for one in here["queue"]] == [1, 2]
     assert here["first"] is first
@@ -135,7 +141,7 @@ def test_a_second_optimizer_comes_back_with_its_state_and_a_name_that_means_some
     there["opt"].step()
     there["best"] = 1.0
     sent, stay = arrived.changes()
-    assert put(here, sent) == []
+    assert put(here, [sent]) == []
     assert stay == ["best"]
     assert here["opt"].state_dict()["state"][0]["step"] == 1
 
@@ -171,19 +177,22 @@ def test_a_checkpoint_holds_what_came_back(tmp_path):
     assert kept["left_out"] == ()
     path = pathlib.Path(tmp_path, "checkpoint.pt")
     checkpoint.save(path, kept)
-    assert put({"args": here}, *checkpoint.read(path).resume.changes) == []
+    assert put({"args": here}, checkpoint.read(path).resume.changes) == []
     assert repr(here) == repr(there)
 
 
 @pytest.mark.parametrize("path", [("args", "__class__", "n"), ("args", "f", "__globals__", "n"), ("no", "n")])
 def test_what_somebody_else_wrote_reaches_no_class_and_runs_nothing(path):
-    here = types.SimpleNamespace(f=there_and_back)
+    here = types.SimpleNamespace(f=there_and_back, d={"f": pytest.fail})
     given = Changes(places=((path, True),), values=pickle.dumps([1]), tensors=())
-    assert all("args" in problem for problem in put({"args": here}, given))
-    assert vars(here) == {"f": there_and_back}
+    assert all("args" in problem for problem in put({"args": here}, [given]))
+    assert vars(here) == {"f": there_and_back, "d": {"f": pytest.fail}}
     assert "n" not in there_and_back.__globals__
     evil = Changes(places=((("args", "n"), True),), values=pickle.dumps([print]), tensors=())
-    assert put({"args": here}, evil) == ["args.n (UnpicklingError: builtins.print is no plain value)"]
+    assert put({"args": here}, [evil]) == ["args.n (UnpicklingError: builtins.print is no plain value)"]
+    calls = b"\x80\x02](X\x04\0\0\0argsX\x01\0\0\0dX\x01\0\0\0ftQ)Ra."
+    evil = dataclasses.replace(evil, values=calls)
+    assert put({"args": here}, [evil]) == ["args.n (TypeError: '_Inert' object is not callable)"]
 
 
 # -- random graphs and edits -------------------------------------------------------------------------------------------
@@ -269,7 +278,10 @@ def test_after_random_edits_both_are_equal_and_what_kept_its_shape_is_the_same_o
         for _ in range(draw.randint(1, 6)):
             edit(draw, there)
         sent, stay = arrived.changes()
-        assert (put(here, sent), stay) == ([], [])
+        known = Arrived(lambda here=here: here)
+        # Of two ranks, and once more, as after a restart.
+        assert (put(here, [sent, sent], arrived=known), stay) == ([], [])
+        assert put(here, [sent], arrived=known) == []
         same(there, here, twins, {})
         del keep
 

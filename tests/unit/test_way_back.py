@@ -224,7 +224,7 @@ def test_what_does_not_come_back_is_named():
     call.loader = DataLoader(Counted(*call.loader.dataset.tensors), 2)
     call.loader.dataset.reads, call.args, call.step = 0, [], step
     job = call.run(number_of_processes=1)
-    names = "history, test_way_back.seen_here, train_args, train_data_loader.dataset.reads."
+    names = "history, train_args, test_way_back.seen_here, train_data_loader.dataset.reads."
     assert f"left behind in the ranks: {names}" in str(job.logs())
     assert (history, seen_here, call.args) == ([], [], [])
     job.delete()

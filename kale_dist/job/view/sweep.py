@@ -143,11 +143,8 @@ def _notes(picture: SweepPicture) -> list[str]:
 
 
 def _params(row: TrialRow) -> str:
-    return wire.visible(", ".join(f"{name}={_param(value)}" for name, value in row.params.items()))
-
-
-def _param(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.params.items()}
+    return wire.visible(", ".join(f"{name}={value}" for name, value in shown.items()))
 
 
 def _curve(picture: SweepPicture) -> curves.Curve:

@@ -279,17 +279,12 @@ def _use(place: Place, there: Record) -> None:
         atexit.register(_release, place, there, mark)
 
 
-def _handle_of(there: Record) -> PlacedJob:
-    """The handle of a set itself."""
-    return PlacedJob(ref=JobRef.parse(there.ref), object=there.spec.name, spec=there.spec, place=there.place)
-
-
 def _release(place: Place, there: Record, mark: pathlib.Path) -> None:
     mark.unlink(missing_ok=True)
     others = (other.name.split("-")[1:] for other in mark.parent.glob("kernel-*"))
     if any(processes.is_running(int(pid), int(start)) for pid, start in others):
         return
-    handle = _handle_of(there)
+    handle = PlacedJob(ref=JobRef.parse(there.ref), object=there.spec.name, spec=there.spec, place=there.place)
     # Where it cannot be reached it ends idle, if it has not ended.
     with contextlib.suppress(KaleDistError, OSError):
         HeadClient(lambda: place.connect(handle), records.read_key(there.name) or b"").ack()

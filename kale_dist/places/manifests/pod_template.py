@@ -206,9 +206,8 @@ def _environment(spec: Settled, first_pod: int, index: str, container: str) -> l
 
 def _security(asked: Resources) -> dict[str, Any]:
     """What Pod Security "restricted" asks for; with RDMA, which pins memory, one capability more than it allows."""
-    if not any(any(word in name for word in _RDMA) for name, _ in asked.extended):
-        return CONTAINER_SECURITY
-    return {**CONTAINER_SECURITY, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
+    pins = any(word in name for word in _RDMA for name, _ in asked.extended)
+    return CONTAINER_SECURITY | ({"capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}} if pins else {})
 
 
 def _tolerations(cluster: ClusterOptions, asked: Resources) -> list[Any]:

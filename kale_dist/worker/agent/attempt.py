@@ -182,13 +182,12 @@ class RunningAttempt:
             self._grace_s = FAILURE_GRACE_S if grace_s is None else grace_s
         elif grace_s is not None:
             self._site.loop.call_later(grace_s, self._kill, self.ranks)
-        if self.verdict is None or self._leads_on(self.verdict):
+        # The first one stands, unless another attempt would follow: after a loss that the job may have, or where pods wait for ranks.
+        if (last := self.verdict) is None or (
+            last.may_restart and (last.state is StateName.PENDING or not self._is_last)
+        ):
             self.verdict = verdict
         self._changed.set()
-
-    def _leads_on(self, verdict: Verdict) -> bool:
-        """Whether another attempt follows: after a loss that the job may have, or because there are pods for more ranks."""
-        return verdict.may_restart and (verdict.state is StateName.PENDING or not self._is_last)
 
     def save_first(self, then: Callable[[], None], limit_s: float, *, are_leaving: bool = False) -> None:
         """Have the ranks save that can, and call a function once all of them have.

@@ -17,7 +17,6 @@ import pathlib
 import secrets
 import socket
 import time
-from collections.abc import Mapping
 
 from kale_dist.errors import KaleDistError
 from kale_dist.snapshot import loading
@@ -259,7 +258,8 @@ class JobRun:
         give_up_at = limit_s + (time.monotonic() if self._has_started else self._began_at)
         log_at, has_enough = time.monotonic() + LOG_MISSING_EACH_S, False
         if reason and not self._size:
-            text = f"Waits for {_name_pods(self._missing)}. {reason}"
+            pods = "a pod" if len(self._missing) == 1 else f"{len(self._missing)} pods"
+            text = f"Waits for {pods}: {', '.join(self._missing.values())}. {reason}"
             writer.event(JobState(state=StateName.STARTING, reason=text))
         while self._stop is None and not self._can_begin:
             now, names = time.monotonic(), ", ".join(self._missing.values())
@@ -407,8 +407,3 @@ def open_port(host: str, port: int, backlog: int) -> socket.socket:
             return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=backlog)
-
-
-def _name_pods(names: Mapping[int, str]) -> str:
-    """`a pod: x-worker-0`, `2 pods: x-worker-0, x-worker-1`."""
-    return f"{'a pod' if len(names) == 1 else f'{len(names)} pods'}: {', '.join(names.values())}"

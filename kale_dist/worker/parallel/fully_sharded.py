@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kale_dist.errors import ConfigError, KaleDistError
+from kale_dist.snapshot.changes import load_state_dict
 from kale_dist.strategies import Layout, Settings
 from kale_dist.strategies.fsdp import select_units
 from kale_dist.strategies.tensor import parameters_of
@@ -179,7 +180,7 @@ class FullySharded(Replica):
                 if name in self._full.model:
                     # On the CPU: one GPU need not hold the whole model.
                     parameter.data = self._full.model[name]
-            optimizer.load_state_dict(self._full.optimizer)
+            load_state_dict(optimizer, self._full.optimizer)
 
     def adopt(self, parameters: Iterable[Tensor]) -> None:
         """Refuse parameters that were not in the model at the call."""
@@ -446,9 +447,8 @@ def _copied(own: set[int], returned: Tensor) -> Tensor:
 
 def _is_part(part: DTensor, whole: Tensor) -> bool:
     """Whether a part has the values of the whole tensor."""
-    if whole.shape != part.shape:
-        return False
-    return torch.allclose(_part_of(whole, part), part.to_local(), rtol=0, atol=0, equal_nan=True)
+    is_alike = whole.shape == part.shape
+    return is_alike and torch.allclose(_part_of(whole, part), part.to_local(), rtol=0, atol=0, equal_nan=True)
 
 
 class _Collective:

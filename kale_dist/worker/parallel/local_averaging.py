@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kale_dist.errors import KaleDistError
+from kale_dist.snapshot.changes import load_state_dict
 from kale_dist.worker.parallel.flat import Flat
 from kale_dist.worker.parallel.replica import Replica
 from kale_dist.worker.training.construction import pytree
@@ -134,7 +135,7 @@ class OwnSteps(Replica):
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Load this rank's optimizer state in the place of the mean."""
-        self.parts.optimizer.load_state_dict(state["optimizer"])
+        load_state_dict(self.parts.optimizer, state["optimizer"])
 
     def metrics(self) -> dict[str, float]:
         """Return the bytes that this rank has sent since the last call."""

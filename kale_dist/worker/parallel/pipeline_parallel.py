@@ -289,7 +289,7 @@ class PipelineParallel(DataParallel):
         if self.stage == last:
             leaves = [pytree.tree_leaves(outcome) for outcome in outcomes]
             for passage, tensors in zip(passages, leaves, strict=True):
-                passage.outputs = [_differentiable(one) for one in tensors if isinstance(one, Tensor)]
+                passage.outputs = [one if one.requires_grad else None for one in tensors if isinstance(one, Tensor)]
             flags = [one is not None for one in passages[0].outputs]
             sizes = [passage.size for passage in passages]
             output = _joined(outcomes, sizes)
@@ -518,10 +518,6 @@ def _divided(batch: int, parts: int) -> list[int]:
     """Return the sizes of the micro-batches: as even as possible, none empty, the larger ones first."""
     parts = max(1, min(parts, batch))
     return [batch // parts + (number < batch % parts) for number in range(parts)]
-
-
-def _differentiable(tensor: Tensor) -> Tensor | None:
-    return tensor if tensor.requires_grad else None
 
 
 def _described(leaf: Any) -> Any:

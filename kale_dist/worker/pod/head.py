@@ -264,7 +264,9 @@ class JobHead:
         """Put small outcomes into stdout, where no connection brings them."""
         if not (self._pod.order.outcomes_on_stdout or self._is_alone):
             return
-        left, paths = STDOUT_OUTCOMES_BYTES, sorted(self._pod.files.folder.glob("outcome-*"), key=_by_rank)
+        left, paths = STDOUT_OUTCOMES_BYTES, list(self._pod.files.folder.glob("outcome-*"))
+        # By rank, then by attempt.
+        paths.sort(key=lambda path: [*map(int, reversed(path.name.split("-")[1:]))])
         self._on_stdout = True
         for path in paths:
             size = path.stat().st_size
@@ -407,8 +409,3 @@ class WarmHead(Head):
 
     async def _prepare(self) -> None:
         self._warm.start()
-
-
-def _by_rank(path: Any) -> tuple[int, int]:
-    _, attempt, rank = path.name.split("-")
-    return int(rank), int(attempt)

@@ -52,18 +52,8 @@ def cell(source: str, filename: str, names: Callable[..., Any]) -> Any:
 def execute(source: str, filename: str, namespace: dict[str, Any]) -> Any:
     """Run a cell in a namespace; returns the value of its last expression, None if there is none."""
     before, value = split(source, filename)
-    return (
-        asyncio.run(_run(before, value, namespace))
-        if _awaits(before, value)
-        else _run_plainly(before, value, namespace)
-    )
-
-
-def _awaits(*codes: Any) -> bool:
-    return any(code is not None and code.co_flags & inspect.CO_COROUTINE for code in codes)
-
-
-def _run_plainly(before: Any, value: Any, namespace: dict[str, Any]) -> Any:
+    if any(code is not None and code.co_flags & inspect.CO_COROUTINE for code in (before, value)):
+        return asyncio.run(_run(before, value, namespace))
     if before is not None:
         exec(before, namespace)  # noqa: S102 - that is what a cell is for
     return eval(value, namespace) if value is not None else None  # noqa: S307 - likewise

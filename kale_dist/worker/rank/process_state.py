@@ -220,7 +220,8 @@ def read_flags(*, cuda: bool) -> tuple[Flag, ...]:
         ("deterministic_algorithms", bool(torch.are_deterministic_algorithms_enabled())),
         ("deterministic_warn_only", bool(torch.is_deterministic_algorithms_warn_only_enabled())),
         ("anomaly_detection", bool(torch.is_anomaly_enabled())),
-        ("flush_denormal", _flushes_denormal(torch)),
+        # Torch has no question for it, but an operation shows it.
+        ("flush_denormal", not bool((torch.tensor(1e-310, dtype=torch.float64, device="cpu") * 1.0).item())),
     ]
     # `torch.get_default_device()` would initialise CUDA to find the number of a device that was set without one.
     if (chosen := getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)) is not None:  # noqa: SLF001
@@ -281,8 +282,3 @@ def set_default_device(flags: Iterable[Flag], own: str) -> None:
         import torch
 
         torch.set_default_device(wanted if wanted == "meta" else own)
-
-
-def _flushes_denormal(torch: Any) -> bool:
-    """Torch has no question for it, but an operation shows it."""
-    return not bool((torch.tensor(1e-310, dtype=torch.float64, device="cpu") * 1.0).item())

@@ -204,7 +204,8 @@ def _run(loaded: Loaded, joined: KeptGroup | None, control: Control, assignment:
         is_trained = isinstance(value, Returned) and (value.is_trained or any(one.tensors for one in value.changes))
         joined.advise(trained=is_trained, weights=models.fingerprint)
     if stay:
-        context.log(f"Changed by the function, and left behind in the ranks: {listed(stay, 5)}. Return what you need.")
+        said = f"Changed by the function, and left behind in the ranks: {listed(stay, 5)}. Return what you need."
+        context.log(said, warns=True)
     return value
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kale_dist.errors import ConfigError, KaleDistError
-from kale_dist.snapshot.changes import Arrived, Changes, plain_attributes
+from kale_dist.snapshot.changes import Arrived, Changes
 from kale_dist.snapshot.origin import Origin
 from kale_dist.strategies import Layout
 from kale_dist.wire import MetricRow, context, events
@@ -120,9 +120,6 @@ class Setup:
     trained: Trained
     arrived: Arrived
     """The objects of the call as they were then."""
-    datasets: Mapping[str, Any]
-    attributes: Mapping[str, Any]
-    """Their plain attributes, as they were then."""
     given: Given
     structure: Structure
     """The model's, as it was at the call."""
@@ -153,8 +150,8 @@ class Setup:
             seed_generators(training.seed + (group.rank if layout.shard is None else layout.shard))
         trained = Trained.of(training)
         datasets = training.datasets
-        data = {*map(id, (*trained.loaders, *datasets.values()))}
-        arrived = Arrived(training.objects, covered=training.covered, left_out=data, origin=origin)
+        data, roots = {*map(id, (*trained.loaders, *datasets.values()))}, lambda: training.objects() | datasets
+        arrived = Arrived(roots, covered=training.covered, datasets=data, origin=origin)
         given = Given.of(training, trained, group.world_size, origin.digest if origin else "")
         structure = Structure.of(trained.model)
         stack.enter_context(CLOCK.watching_collectives())
@@ -163,7 +160,7 @@ class Setup:
         strategy: Strategy = kind(training.strategy, layout)
         if not strategy.divides:
             trained.move_to(group.device)
-        resumption = Resumption(group, trained, given, training.objects, is_in_parts=folders is not None)
+        resumption = Resumption(group, trained, given, arrived, is_in_parts=folders is not None)
         named = trained.tensors()
         # Without values they are alike.
         prints = group.gather(fingerprint(named.values())) if not group.is_alone and made.construction is None else []
@@ -196,8 +193,6 @@ class Setup:
             training=training,
             trained=trained,
             arrived=arrived,
-            datasets=datasets,
-            attributes=plain_attributes(datasets),
             given=given,
             structure=structure,
             layouts=layouts,
@@ -262,7 +257,7 @@ class Session:
         stack.enter_context(losses.watched(trained.criterion, loaders, strategy.passed))
         stack.callback(loaders.restore)
         loaders.divide()
-        if setup.layout.shards > 1:
+        if setup.layout.shards > 1 and training.shard:
             OtherLoaders(training, loaders, group, setup.parts.group).watch(stack)
         callbacks.load(setup.resumption.callbacks)
         setup.resumption.restore_rest(control.scaler, strategy.load_own_state)
@@ -356,18 +351,15 @@ class Session:
         names = [name for name, first in digests.items() if any(one.get(name, first) != first for one in everyone)]
         if names:
             self.group.log(
-                f"Changed on each rank in its own way: {listed(names, _NAMED)}. Rank 0's comes back. Floating-point buffers of the"
-                " model and the criterion are averaged after each epoch; average others by torch.distributed.all_reduce."
+                f"Changed on each rank in its own way: {listed(names, _NAMED)}. Rank 0's comes back, and is every rank's after a"
+                " restart. Floating-point buffers of the model and the criterion are averaged after each epoch; average others by"
+                " torch.distributed.all_reduce."
             )
-        stay += [
-            name
-            for name, value in plain_attributes(self.setup.datasets).items()
-            if self.setup.attributes.get(name) != value
-        ]
         if stay:
             self.group.log(
-                f"Changed by a step, and left behind in the ranks: {listed(stay, _NAMED)}. What an object, a list or a dict that is"
-                " there before the call holds comes back, if it is a tensor, an array or a plain value."
+                f"Changed by a step, and left behind in the ranks: {listed(stay, _NAMED)}. Put it into a dict that is there before"
+                " the call, as a tensor, an array or a plain value; or pass the list, dict or object that has it as state=[...].",
+                warns=True,
             )
 
     def changes(self) -> list[Changes]:
@@ -700,11 +692,7 @@ class Session:
             state: The strategy's full state before that; None in all ranks but rank 0.
             extra: Results of the callbacks.
         """
-        outcome = TrainingResult(
-            metrics=progress.values,
-            epochs=progress.epochs,
-            stopped_early=progress.stopped,
-        )
+        outcome = TrainingResult(metrics=progress.values, epochs=progress.epochs, stopped_early=progress.stopped)
         if state is None:
             return outcome
         trained, is_whole = self.trained, self.setup.folders is None

@@ -103,7 +103,11 @@ class OtherLoaders:
             return
         if loader not in self._found:
             path = next((path for path, value in self._named() if value is loader), "")
-            self._found[loader] = path or f"The loader at {_users_line()}", []
+            lines = ((one.f_code.co_filename, sources.place_of(one, line)) for one, line in traceback.walk_stack(None))
+            self._found[loader] = (
+                path or f"The loader at {next(at for file, at in lines if sources.is_users(file))}",
+                [],
+            )
         name, _ = self._found[iterator] = self._found[loader]
         self._groups[0].log(f"{name} is not divided: each rank that iterates it reads all of it. {_SHARE}.")
 
@@ -118,21 +122,11 @@ class OtherLoaders:
     def _named(self) -> Iterator[tuple[str, Any]]:
         for name, value in self._training.objects().items():
             yield name, value
-            listed = (
-                enumerate(value)
-                if isinstance(value, list | tuple)
-                else value.items()
-                if isinstance(value, dict)
-                else ()
+            held = (
+                dict(enumerate(value)) if isinstance(value, list | tuple) else value if isinstance(value, dict) else {}
             )
-            yield from ((f"{name}[{key!r}]", one) for key, one in listed)
+            yield from ((f"{name}[{key!r}]", one) for key, one in held.items())
             yield from ((f"{name}.{key}", one) for key, one in getattr(value, "__dict__", {}).items())
-
-
-def _users_line() -> str:
-    """The user's line that is being run, as `place_of` names it."""
-    frames = traceback.walk_stack(None)
-    return next(sources.place_of(one, line) for one, line in frames if sources.is_users(one.f_code.co_filename))
 
 
 class OwnLosses:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kale_dist.errors import ConfigError
-from kale_dist.snapshot.changes import Changes
+from kale_dist.snapshot.changes import Changes, load_state_dict
 from kale_dist.snapshot.identity import place_of
 from kale_dist.wire import context
 from kale_dist.worker.training.rank_group import STEP_ENDS, Group
@@ -51,7 +51,7 @@ class Optimizers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
         for name, optimizer in self.named.items():
-            optimizer.load_state_dict(state["named"][name])
+            load_state_dict(optimizer, state["named"][name])
 
 
 def one_model(model: Any) -> torch.nn.Module:
@@ -79,7 +79,7 @@ def state_of(value: Any) -> Any:
 def load_state(value: Any, state: Any) -> None:
     """Set an object's contents, in place, to what `state_of` returned."""
     if callable(getattr(value, "load_state_dict", None)):
-        value.load_state_dict(state)
+        load_state_dict(value, state)
     else:
         value.clear()
         # What is changed in place is not the state itself, which may be loaded again.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import mmap
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kale_dist.errors import KaleDistError, SnapshotDamagedError
-from kale_dist.snapshot.changes import put
+from kale_dist.snapshot.changes import Arrived, load_state_dict, put
 from kale_dist.wire import blobs, context, events
 from kale_dist.worker.training.checkpoint import read
 from kale_dist.worker.training.contents import Checkpoint, Given, Progress, Resume
@@ -32,15 +32,13 @@ class Resumption:
         group: The ranks.
         trained: The objects that are trained, moved to the rank's device and otherwise as at the call.
         given: What the call sets.
-        roots: Gives the objects of which a checkpoint holds what ranks have changed, by name.
+        arrived: The objects of which a checkpoint holds what ranks have changed.
         is_in_parts: Whether checkpoints are folders of parts.
     """
 
-    def __init__(
-        self, group: Group, trained: Trained, given: Given, roots: Callable[[], Mapping[str, Any]], *, is_in_parts: bool
-    ) -> None:
+    def __init__(self, group: Group, trained: Trained, given: Given, arrived: Arrived, *, is_in_parts: bool) -> None:
         self._group, self._trained, self._given, self._is_in_parts = group, trained, given, is_in_parts
-        self._roots = roots
+        self._arrived = arrived
         place = context.context()
         # Also at the first attempt: a job that was suspended counts from 0 again, and there may be no restart left.
         path, problem = self._usable() if group.rank == 0 else (None, "")
@@ -156,7 +154,7 @@ class Resumption:
         if isinstance(trained.criterion, torch.nn.Module):
             _load_module(trained.criterion, self.before.criterion or {})
         if self.differences.has_optimizer:
-            trained.optimizer.load_state_dict(found.optimizer or {})
+            load_state_dict(trained.optimizer, found.optimizer or {})
             self.differences.apply(trained.optimizer)
         self._load_rest()
 
@@ -164,9 +162,8 @@ class Resumption:
         trained, before, differences = self._trained, self.before, self.differences
         if trained.scheduler is not None and differences.has_scheduler:
             trained.scheduler.load_state_dict(_of_kinds(differences.schedule, trained.scheduler.state_dict()))
-        for one in before.changes:
-            for problem in put(self._roots(), one, differences.restores):
-                self._group.log(f"A part of the checkpoint was left out: {problem}.")
+        for problem in put(self._arrived.roots(), before.changes, differences.restores, self._arrived):
+            self._group.log(f"A part of the checkpoint was left out: {problem}.")
         for value, state in zip(trained.state, before.state if differences.has_state else (), strict=False):
             # Sets cannot be kept: `collect` left them out, and the log named them.
             if state is not None:

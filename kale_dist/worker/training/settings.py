@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kale_dist import strategies
-from kale_dist.snapshot.changes import used
+from kale_dist.snapshot.changes import roots_of_step
 
 _CHANGED = ("model", "criterion", "optimizer", "scheduler", "train_args", "eval_args")
 """The arguments whose objects a training may change."""
@@ -66,8 +66,11 @@ class Training:
 
     def objects(self) -> dict[str, Any]:
         """The objects that a training may change: those of the call, and those that its steps use, by their names."""
-        given = {name: value for name in _CHANGED if (value := getattr(self, name)) is not None}
-        return {name: value for step in (self.train_step, self.eval_step) for name, value in used(step)} | given
+        found = {name: value for name in _CHANGED if (value := getattr(self, name)) is not None}
+        for word in ("train_step", "eval_step", "criterion"):
+            for name, value in roots_of_step(getattr(self, word)).items():
+                found[name if found.get(name, value) is value else f"{word}'s {name}"] = value
+        return found
 
     @property
     def covered(self) -> set[int]:
@@ -76,7 +79,8 @@ class Training:
             [*one.values()] if isinstance(one, dict) else [one] for one in (self.model, self.optimizer)
         )
         modules = [part for one in (*models, *self.state) if hasattr(one, "modules") for part in one.modules()]
-        return set(map(id, (*modules, *optimizers, self.scheduler, *self.state)))
+        weights = [weight for part in modules for weight in getattr(part, "_parameters", {}).values()]
+        return set(map(id, (*modules, *weights, *optimizers, self.scheduler, *self.state)))
 
     @property
     def datasets(self) -> dict[str, Any]:

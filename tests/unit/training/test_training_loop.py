@@ -688,7 +688,7 @@ def test_what_a_step_writes_into_a_dict_or_list_of_the_same_length_comes_back(ra
         tables[0]["lr"] += 0.1
         return 0.5
 
-    assert changed_by(lambda: fit(train_step=step), ranks) == "records tables[0] weights.mean"
+    assert changed_by(lambda: fit(train_step=step), ranks) == "records.best tables[0].lr weights.mean"
 
 
 @pytest.mark.parametrize(
@@ -763,7 +763,7 @@ def test_queues_arrays_and_attributes_come_back(ranks):
             b[1] = 1
         return 0.5
 
-    assert changed_by(lambda: fit(train_step=step), ranks) == "a b large noam._step replay stats"
+    assert changed_by(lambda: fit(train_step=step), ranks) == "a b[1] large noam._step replay stats"
 
 
 def test_what_a_step_notes_in_its_arguments_comes_back(ranks):
