@@ -190,8 +190,7 @@ def test_what_somebody_else_wrote_reaches_no_class_and_runs_nothing(path):
     assert "n" not in there_and_back.__globals__
     evil = Changes(places=((("args", "n"), True),), values=pickle.dumps([print]), tensors=())
     assert put({"args": here}, [evil]) == ["args.n (UnpicklingError: builtins.print is no plain value)"]
-    calls = b"\x80\x02](X\x04\0\0\0argsX\x01\0\0\0dX\x01\0\0\0ftQ)Ra."
-    evil = dataclasses.replace(evil, values=calls)
+    evil = dataclasses.replace(evil, values=b"\x80\x02](X\x04\0\0\0argsX\x01\0\0\0dX\x01\0\0\0ftQ)Ra.")
     assert put({"args": here}, [evil]) == ["args.n (TypeError: '_Inert' object is not callable)"]
 
 
