@@ -162,7 +162,6 @@ def _check_secret(argument: str, name: str, url: str) -> None:
 
 def _is_path(text: str) -> bool:
     """Whether a text of one line is a path rather than a requirement (`requirements.txt` could be either)."""
-    is_other = (
-        "\0" in text or "://" in text or text.lstrip().startswith(("-", "#")) or len(text.strip().splitlines()) > 1
-    )
-    return not is_other and (text.rstrip().endswith((".txt", ".in", ".toml", ".yml", ".yaml", ".lock")) or "/" in text)
+    if len(text.strip().splitlines()) > 1 or "\0" in text or "://" in text or text.lstrip().startswith(("-", "#")):
+        return False
+    return text.rstrip().endswith((".txt", ".in", ".toml", ".yml", ".yaml", ".lock")) or "/" in text

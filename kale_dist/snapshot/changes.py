@@ -88,10 +88,10 @@ class _Was(NamedTuple):
     """An object as it arrived."""
 
     get: Callable[[], Any]
-    """Gives it; None where it is gone."""
+    """Gives the object; None where it is gone."""
     kind: type
     mark: Any
-    """Its own contents, beside its parts."""
+    """What the object itself contains, beside its parts."""
     parts: dict[Any, _Plain | Path | None]
 
 
@@ -473,8 +473,8 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, changes: Changes, places: Mapping[Any, Any]) -> None:
         super().__init__(io.BytesIO(changes.values))
-        tensors = [*map(_unpacked, changes.tensors)]
-        self._places, self._tensors = places, tensors if isinstance(places, _Places) else places
+        self._places = places
+        self._tensors = [*map(_unpacked, changes.tensors)] if isinstance(places, _Places) else places
 
     def find_class(self, module: str, name: str) -> Any:
         found = {(kind.__module__, kind.__qualname__): kind for kind in _SENT}
@@ -656,7 +656,7 @@ def _is_plain(value: Any, depth: int = _NESTED) -> bool:
 def _attributes(value: Any, *, is_covered: bool) -> Iterator[tuple[str, Any]]:
     torch, nature = _torch(), _nature_of(value)
     # An object may have slots in place of a dict.
-    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]
+    slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(value, name))
     own = vars(value) if hasattr(value, "__dict__") else {name: getattr(value, name) for name in slots}
     base: Collection[str] = ()
     if nature == "module":

@@ -114,7 +114,7 @@ def test_a_queue_that_moves_on_keeps_its_tensors():
     for objects in (here, later := copy.deepcopy(here)):
         assert put({"args": objects}, [copy.deepcopy(sent)]) == []
     # As a later call that resumes from this one does.
-    put({"args": later}, [sent])
+    assert put({"args": later}, [sent]) == []
     assert [one.item() for one in later["queue"]] == [1, 2]
     assert here["queue"][0] is second
     assert [one.item() for one in here["queue"]] == [1, 2]

@@ -103,11 +103,7 @@ class OtherLoaders:
             return
         if loader not in self._found:
             path = next((path for path, value in self._named() if value is loader), "")
-            lines = ((one.f_code.co_filename, sources.place_of(one, line)) for one, line in traceback.walk_stack(None))
-            self._found[loader] = (
-                path or f"The loader at {next(at for file, at in lines if sources.is_users(file))}",
-                [],
-            )
+            self._found[loader] = path or f"The loader at {_users_line()}", []
         name, _ = self._found[iterator] = self._found[loader]
         self._groups[0].log(f"{name} is not divided: each rank that iterates it reads all of it. {_SHARE}.")
 
@@ -127,6 +123,12 @@ class OtherLoaders:
             )
             yield from ((f"{name}[{key!r}]", one) for key, one in held.items())
             yield from ((f"{name}.{key}", one) for key, one in getattr(value, "__dict__", {}).items())
+
+
+def _users_line() -> str:
+    """The user's line that is being run, as `place_of` names it."""
+    frames = traceback.walk_stack(None)
+    return next(sources.place_of(one, line) for one, line in frames if sources.is_users(one.f_code.co_filename))
 
 
 class OwnLosses:
