@@ -82,17 +82,12 @@ def named(job, monkeypatch):
         job.delete()
 
 
+EXCHANGED = kd.strategies.DDP(exchange="torch")
 STAGED = {
     "slow loader": (lambda: training(Slow(), 16), "Ranks wait "),
     "uneven ranks": (lambda: training(rows(4000), 8, train_step=at_work, train_args=0.02), "Rank 1 is the slowest"),
-    "tiny batch": (
-        lambda: training(rows(20_000), 1, strategy=kd.strategies.DDP(exchange="torch")),
-        "Try larger batches",
-    ),
-    "exchange": (
-        lambda: training(rows(4000), 4, width=1500, strategy=kd.strategies.DDP(exchange="torch")),
-        "Try accumulate=",
-    ),
+    "tiny batch": (lambda: training(rows(20_000), 1, strategy=EXCHANGED), "Try larger batches"),
+    "exchange": (lambda: training(rows(4000), 4, width=3000, strategy=EXCHANGED), "Try accumulate="),
     "checkpoint": (lambda: training(rows(64), 32, width=1500, checkpoint_every=1), "Checkpoints take"),
     "healthy": (lambda: training(rows(4000), 8, train_step=at_work, train_args=0.0), ""),
 }
@@ -101,6 +96,10 @@ STAGED = {
 @pytest.mark.parametrize("stage", STAGED)
 def test_a_bottleneck_is_named_right(stage, monkeypatch):
     start, sentence = STAGED[stage]
+    if stage in ("tiny batch", "exchange"):
+        # How much of a batch's time these take, and how long, differs from machine to machine, and with their load.
+        monkeypatch.setattr(bottlenecks, "EXCHANGE", 0.2)
+        monkeypatch.setattr(bottlenecks, "_LATENCY_S", 0.025)
     said = named(start(), monkeypatch)
     assert sentence in said
     assert bool(sentence) == bool(said), said

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import resource
 import signal
 import socket
@@ -240,7 +241,7 @@ def test_a_stall_shows_the_stacks_of_all_pods(make):
     assert job.end() == [1, 0]
     state = job.state()
     assert (state["state"], state["cause"]) == ("failed", "stalled")
-    assert "Ranks 0 and 1 wait in a collective, rank 2 is not" in state["reason"]
+    assert re.search(r"Rank 2 is in \S+ in wait_in_barrier, ranks 0 and 1 wait for it\.", state["reason"])
     waiting = job.events("waiting")[-1]
     assert (waiting["waiting"], waiting["busy"]) == ([0, 1], [2])
     assert job.text().count("in wait_in_barrier") >= 3
