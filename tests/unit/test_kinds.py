@@ -64,7 +64,7 @@ def test_states(word, status, finished, is_running, is_known):
         ("job", {"store": ""}, False),
         ("pytorch", {"saves": False}, False),
         ("pytorch", {"policy": Policy()}, False),
-        ("train", {}, False),
+        ("train", {}, True),
         ("mpi", {}, False),
         ("tf", {}, False),
     ],

@@ -88,6 +88,10 @@ class TrainJob(Kind):
         name = object_name(spec.name, life)
         return tuple(f"{name}-{_STEP}-0-{index}" for index in range(spec.topology.number_of_pods))
 
+    def replaces_pods(self, spec: Settled) -> bool:
+        """As often as its runtime's `backoffLimit` allows, six times in a job if it says nothing; a killed container in its own pod."""
+        return spec.policy.max_restarts > 0
+
     def state(self, made: Mapping[str, Any]) -> ObjectState:
         """Read from its conditions how it ended or was resumed, and from its jobs whether it runs."""
         status = made.get("status") or {}
