@@ -187,10 +187,11 @@ def lives_of(data: Mapping[str, Any], last: int = 0) -> tuple[PodView, ...]:
         data: The pod.
         last: The number of the last life that was seen of it. An agent that has judged ends in each later one as it did there.
     """
-    past = dataclasses.replace(pod_view(data), life=last)
+    past = pod_view(data)
     main = past.main
     if (main.last_exit_code or 0) < FIRST_SIGNAL:
-        return (past,)
+        # Of one that has succeeded, the kubelet no longer says how the lives before have ended.
+        return (dataclasses.replace(past, life=main.restarts if main.exit_code == 0 else last),)
     status = next(item for item in data["status"]["containerStatuses"] if item["name"] == main.name)
     present, before = next(iter(status["state"].items())), status["lastState"]["terminated"]
     life = main.restarts + (present[0] == "waiting")
