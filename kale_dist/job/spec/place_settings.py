@@ -218,7 +218,7 @@ class ClusterOptions:
     """User and group of the processes; None: the notebook pod's own in a pod, else 1000. -1: left to the cluster."""
     ttl_s: int | None = setting(TTL_S, _whole(0))
     """Seconds after its end when the cluster deletes the job with its pods, their logs and its Secret (snapshot and key); None
-    for never. What this machine has fetched and what is in a store stays. A TrainJob takes it from its runtime."""
+    for never. What this machine has fetched and what is in a store stays. TrainJobs have none."""
     pending_timeout_s: float | None = setting(
         PENDING_TIMEOUT_S, number("a number of seconds", "Give seconds, or None for no limit").or_(None)
     )
