@@ -34,6 +34,6 @@ def _runtime(options: argparse.Namespace) -> int:
     names.OBJECT_NAME("--name", options.name)
     asked = ClusterOptions(**{field: getattr(options, field) for field in _HELP})
     with needing("kubernetes", "runtime", "to write YAML"):
-        text = manifests.to_yaml(train_runtime.make(options.name, asked))
+        text = manifests.to_yaml(train_runtime.make(options.name, asked, asked.ttl_s))
     print(text if asked.ttl_s is None else _TTL + text, end="")
     return 0

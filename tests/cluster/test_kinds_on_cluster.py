@@ -121,7 +121,9 @@ def own_runtime(namespace, cluster):
     run_kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
     made = train_runtime.make(train_runtime.NAME, ClusterOptions(namespace=namespace))
     run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(made))
-    assert train_runtime.chosen(objects.runtimes(cluster), "") == ("TrainingRuntime/kale-dist", train_runtime.VERSION)
+    there = objects.runtimes(cluster)
+    assert not train_runtime.has_ttl(there["TrainingRuntime/kale-dist"])
+    assert train_runtime.chosen(there, "") == ("TrainingRuntime/kale-dist", train_runtime.VERSION)
 
 
 @pytest.mark.nightly

@@ -294,7 +294,7 @@ class Cluster:
 
 
 def a_runtime(name, version, ttl_s=None):
-    made = train_runtime.make(name, ClusterOptions(ttl_s=ttl_s))
+    made = train_runtime.make(name, ClusterOptions(), ttl_s)
     made["metadata"]["labels"] = {"kale-dist.dev/runtime": str(version)} if version else {}
     return made
 

@@ -38,13 +38,14 @@ _GRACE_S = 330
 """Before Trainer 2.3 it holds for all jobs, whatever their `grace_s` is."""
 
 
-def make(name: str, options: ClusterOptions) -> dict[str, Any]:
+def make(name: str, options: ClusterOptions, ttl_s: int | None = None) -> dict[str, Any]:
     """The runtime to create.
 
     Args:
         name: Of the runtime.
-        options: Its namespace (empty for a runtime of the whole cluster), user, priority class, runtime class, scheduler, pull
-            policy, and the time to live of its jobs (None for none).
+        options: Its namespace (empty for a runtime of the whole cluster), user, priority class, runtime class, scheduler and pull
+            policy.
+        ttl_s: Seconds after its end when a job is deleted; None for never. Before Trainer 2.4 such a job runs again, for ever.
     """
     pod = {
         "restartPolicy": "Never", "automountServiceAccountToken": False, "enableServiceLinks": False,
@@ -70,7 +71,7 @@ def make(name: str, options: ClusterOptions) -> dict[str, Any]:
     }
     labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     jobs = [{"name": STEP, "template": {"metadata": {"labels": labels}, "spec": job}}]
-    ttl = {} if options.ttl_s is None else {"ttlSecondsAfterFinished": options.ttl_s}
+    ttl = {} if ttl_s is None else {"ttlSecondsAfterFinished": ttl_s}
     own_labels = {"trainer.kubeflow.org/framework": "torch", _VERSION_LABEL: str(VERSION)}
     return {
         "apiVersion": f"{API_GROUP}/{API_VERSION}",
