@@ -48,8 +48,8 @@ SHARED = {"shareProcessNamespace": True}
 """In a pod's specification: its agent is not process 1, which nothing in the pod can kill."""
 
 
-def settings_of(word, namespace, cluster):
-    """The settings of a kind of job; of TrainJobs there are two, with Trainer's own runtime and with ours."""
+def settings_of(word, namespace, cluster, pod=SHARED):
+    """The settings of a kind of job; of TrainJobs there are two, with Trainer's own runtime and with ours, whose pods have `pod`."""
     if word not in ("stock", "ours"):
         return {"kind": word}
     if not objects.is_served(cluster, KINDS["train"]):
@@ -59,7 +59,7 @@ def settings_of(word, namespace, cluster):
     if word == "stock":
         runtime = {**runtime, "metadata": {"name": word, "namespace": namespace}, "spec": stock["spec"]}
     [job] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    job["template"]["spec"]["template"]["spec"] |= SHARED
+    job["template"]["spec"]["template"]["spec"] |= pod
     run_kubectl("apply", "-f", "-", text=json.dumps(runtime))
     return {"kind": "train", "runtime": f"TrainingRuntime/{word}"}
 
@@ -240,27 +240,37 @@ def test_what_a_pods_exit_code_says_its_controller_does(namespace, word, whose, 
 GATED = {"schedulingGates": [{"name": "kale-dist.dev/late"}]}
 
 
-def let_in(namespace, pod):
-    """Let a pod be scheduled."""
-    run_kubectl("-n", namespace, "wait", "--for=create", f"pod/{pod}", "--timeout=60s")
+def let_in(namespace, name, number):
+    """Let a pod of a job be scheduled; gives its name."""
+
+    def found():
+        return [pod["metadata"]["name"] for pod in pods_of(namespace, name) if pod_view(pod).number == number]
+
+    until(found)
+    [pod] = found()
     run_kubectl("-n", namespace, "patch", "pod", pod, "--type=merge", "-p", '{"spec": {"schedulingGates": null}}')
+    return pod
 
 
-def test_a_range_begins_with_fewer_grows_when_a_pod_comes_and_shrinks_when_it_goes(namespace):
+@pytest.mark.parametrize("word", ["pytorch", "ours"])
+def test_a_range_begins_with_fewer_grows_when_a_pod_comes_and_shrinks_when_it_goes(namespace, cluster, word):
     from trainings import summing
 
-    late = {"spec": {"pytorchReplicaSpecs": {"Worker": {"template": {"spec": GATED}}}}}
+    settings = settings_of(word, namespace, cluster, GATED)
+    if word == "pytorch":
+        settings["patch"] = {"spec": {"pytorchReplicaSpecs": {"Worker": {"template": {"spec": GATED}}}}}
     job = kd.distribute(
         *summing(32_000, 1, lr=0.01), number_steps, epochs=1, train_args=(0.2, {0, 1}), seed=1, split_batches=True,
-        number_of_processes=(1, 2), threads=1, on=pods_in(namespace, kind="pytorch", patch=late),
+        number_of_processes=(1, 2), threads=1, on=pods_in(namespace, **settings),
     )  # fmt: skip
-    worker = f"{job.name}-worker-0"
+    if word == "ours":
+        let_in(namespace, job.name, 0)
 
     def until_attempt(number):
         until(lambda: any(attempt == number for attempt, _, _ in batches_of(job)), 180)
 
     until_attempt(0)
-    let_in(namespace, worker)
+    worker = let_in(namespace, job.name, 1)
     until_attempt(1)
     lose(namespace, worker, "delete")
     until_attempt(2)
