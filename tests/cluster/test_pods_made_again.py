@@ -173,7 +173,7 @@ def test_a_head_that_is_lost_comes_back_and_resumes_without_a_notebook(namespace
     lose(namespace, lost["name"], how)
     if (word, how) != ("stock", "kill"):
         until(lambda: lost["uid"] not in {pod["metadata"]["uid"] for pod in pods_of(namespace, name) if is_active(pod)})
-    until(lambda: head_has_ended(namespace, name))
+    until(lambda: head_has_ended(namespace, name), 240)
     assert not any(pod_view(pod).main.restarts for pod in pods_of(namespace, name) if is_worker(pod))
     job = kd.attach(f"kubernetes://{namespace}/{name}")
     assert job.wait(120).state is StateName.SUCCEEDED, list(job.logs())
