@@ -11,7 +11,7 @@ from typing import Self
 
 from kale_dist.wire.decoding import WRITTEN
 
-VERSION = 5
+VERSION = 6
 """Version of all formats of this package. Notebook and worker must have the same."""
 
 FIRST_SIGNAL = 128

@@ -133,7 +133,7 @@ def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(na
     name = submit_and_die(namespace, store="pvc://kept/runs", **settings_of(word, namespace, cluster))
     [lost] = [pod["metadata"] for pod in pods_of(namespace, name) if is_worker(pod)]
     lose(namespace, lost["name"], how)
-    until(lambda: head_has_ended(namespace, name))
+    until(lambda: head_has_ended(namespace, name), 240)
     again = [pod["metadata"]["uid"] for pod in pods_of(namespace, name) if is_worker(pod)]
     assert (again == [lost["uid"]]) == ((word, how) == ("stock", "kill"))
     # A notebook of the next day.

@@ -194,8 +194,10 @@ class FollowedLife:
     @property
     def has_another_head(self) -> bool:
         """Whether the object has a new head: it was resumed, or its controller has made a lost pod again."""
-        head = self._sight.look.head
-        return head is not None and self.record.uid not in ("", head.uid)
+        head, (known, _, life) = self._sight.look.head, self.record.uid.partition(".")
+        now, _, next_life = head.uid.partition(".") if head is not None else ("", "", "")
+        # A process that follows anew may know of fewer lives of a container than the one before.
+        return bool(known and now) and (now != known or int(next_life or 0) > int(life or 0))
 
     @property
     def is_current(self) -> bool:

@@ -195,10 +195,12 @@ def lives_of(data: Mapping[str, Any], last: int = 0) -> tuple[PodView, ...]:
     status = next(item for item in data["status"]["containerStatuses"] if item["name"] == main.name)
     present, before = next(iter(status["state"].items())), status["lastState"]["terminated"]
     life = main.restarts + (present[0] == "waiting")
-    began = present[1].get("startedAt") or before["finishedAt"]
+    began = present[1].get("startedAt") or before.get("finishedAt")
     return (
-        dataclasses.replace(past, life=life - 1, created=seconds(before["startedAt"]) or 0.0, is_past=True),
-        dataclasses.replace(pod_view(data, ends_once=False), life=life, created=seconds(began) or 0.0),
+        dataclasses.replace(
+            past, life=life - 1, created=seconds(before.get("startedAt")) or past.created, is_past=True
+        ),
+        dataclasses.replace(pod_view(data, ends_once=False), life=life, created=seconds(began) or past.created),
     )
 
 

@@ -275,7 +275,8 @@ class _State:
         if name in self._followed:
             pods[pod.identity] = dataclasses.replace(pod, is_gone=True)
             return
-        pods.pop(pod.identity, None)
+        for key in [key for key, one in pods.items() if one.uid == pod.uid]:
+            del pods[key]
         if not pods:
             del self._pods[name]
 

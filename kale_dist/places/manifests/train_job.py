@@ -68,8 +68,9 @@ class TrainJob(Kind):
             ranks=min(topology.number_of_processes, topology.processes_per_pod),
         )  # fmt: skip
         main, served = template["spec"]["containers"][0], options.trainer or NEWEST
-        # A patch cannot set the pod's own.
-        deadline = {_DEADLINE: template["spec"][_DEADLINE]} if _DEADLINE in template["spec"] and served != OLD else {}
+        # A patch cannot set the pod's own. The object's counts on while pods are made again.
+        has_deadline, lives = _DEADLINE in template["spec"] and served != OLD, spec.policy.max_restarts + 1
+        deadline = {_DEADLINE: template["spec"][_DEADLINE] * lives} if has_deadline else {}
         return {
             "runtimeRef": {"name": name, "kind": kind or OF_CLUSTER, "apiGroup": API_GROUP},
             **deadline,
@@ -87,8 +88,9 @@ class TrainJob(Kind):
         """Refuse a range where the cluster was asked and the runtime would keep pods that wait when the head has ended.
 
         Raises:
-            ConfigError: It is another runtime than those of `kale-dist runtime`.
+            ConfigError: It is another runtime than those of `kale-dist runtime`, or a lost pod is not made again.
         """
+        super().check_range(spec)
         if spec.cluster.trainer and not spec.cluster.runtime_version:
             problem = "a range needs a runtime that ends the pods which still wait when a TrainJob has ended"
             remedy = f"Have an administrator make it ({MAKE_RUNTIME}), give kind='job', or give one number"

@@ -12,7 +12,7 @@ from typing import Any
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.manifests.bootstrap import EXIT_CODE
 from kale_dist.places.manifests.pod_template import CONTAINER_SECURITY, pod_security
-from kale_dist.wire import EXIT_BROKEN, EXIT_LOST_HEAD, EXIT_TERMINATED
+from kale_dist.wire import EXIT_BROKEN, EXIT_LOST_HEAD
 
 API_GROUP, API_VERSION = "trainer.kubeflow.org", "v1alpha1"
 NAMESPACED, OF_CLUSTER = "TrainingRuntime", "ClusterTrainingRuntime"
@@ -60,7 +60,7 @@ def make(name: str, options: ClusterOptions, ttl_s: int | None = None) -> dict[s
         {"action": "FailJob", "onExitCodes": {**codes, "values": [1, EXIT_BROKEN, EXIT_CODE]}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         # The head counts its losses.
-        {"action": "Ignore", "onExitCodes": {**codes, "values": [EXIT_TERMINATED, EXIT_LOST_HEAD]}},
+        {"action": "Ignore", "onExitCodes": {**codes, "values": [EXIT_LOST_HEAD]}},
     ]
     job = {
         "completionMode": "Indexed",

@@ -19,8 +19,8 @@ from kale_dist.wire import InputFiles, Order
 from kale_dist.worker.agent import ending, processes
 from kale_dist.worker.agent.fork_pool import ForkPool
 from kale_dist.worker.pod.head import Head, WarmHead
-from kale_dist.worker.pod.pod import Pod, PodPlace, Problem, place_of
-from kale_dist.worker.pod.relay import LOST_HEAD, HeadReturnsError, Relay
+from kale_dist.worker.pod.pod import LOST_HEAD, Pod, PodPlace, Problem, place_of
+from kale_dist.worker.pod.relay import HeadReturnsError, Relay
 
 INPUT_LIMIT_S = 300.0
 """How long the job's input may take to appear."""
@@ -74,7 +74,8 @@ async def serve(place: PodPlace, pool: ForkPool) -> int:
     pod = Pod(place, order, key, pool)
     if order.returns_head or (order.replaces_pods and place.pod):
         # What an agent has left that was killed here, or has lost the head: this one takes its place, as a new pod's would.
-        shutil.rmtree(pod.files.folder, ignore_errors=True)
+        for folder in (pod.files.folder, place.work / "jobs"):
+            shutil.rmtree(folder, ignore_errors=True)
     try:
         pod.files.folder.mkdir(mode=0o700, parents=True)
     except FileExistsError:
@@ -145,12 +146,11 @@ def main(launched: tuple[socket.socket, int]) -> int:
         ending.write_termination(place.termination_log, words)
         return int(number)
     environment = {**os.environ, LOST_HEAD: "1"}
+    os.environ.pop(LOST_HEAD, None)
     try:
         return asyncio.run(_main(place, launched))
     except HeadReturnsError:
-        # Its container goes on: the controller counts no failure, and the scheduler gives its place to nobody else. Until the
-        # new process has a handler of its own, SIGTERM waits.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        # Its container goes on: the controller counts no failure, and the scheduler gives its place to nobody else.
         os.execve(sys.executable, sys.orig_argv, environment)  # noqa: S606 - it is itself
     except Exception as error:  # noqa: BLE001 - any error here is our own fault and has to be reported as such
         traceback.print_exc()

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import random
 import secrets
@@ -40,9 +39,6 @@ BODY_S = 0.03
 
 HELD_BYTES = 1 << 20
 """This much may wait for the connection; then lines and events stay in their ranks' pipes."""
-
-LOST_HEAD = "KALE_DIST_LOST_HEAD"
-"""Variable of an agent that has begun again because it had lost the head."""
 
 _ANSWER_S = 20.0
 _PART_BYTES = 256 << 10
@@ -112,6 +108,8 @@ class Relay:
         # With the connection this pod's part of the attempt has ended: its ranks end with this process.
         sys.stderr.write("kale_dist: the connection to the first pod's agent has ended, and with it this pod's ranks\n")
         if self._pod.order.returns_head and not self._is_terminating:
+            # From here on, SIGTERM waits until the agent that begins again has a handler.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             raise HeadReturnsError
         return EXIT_TERMINATED if self._is_terminating else EXIT_LOST_HEAD
 
@@ -139,9 +137,10 @@ class Relay:
             if answer.get("op") == RelayOp.OVER:
                 return None
             waited_s = time.monotonic() - began
-            if LOST_HEAD in os.environ and waited_s > REPLACE_WAIT_S:
-                raise TimeoutError
-            if waited_s > order.start_wait_s:
+            if self._pod.place.has_lost_head:
+                if waited_s > REPLACE_WAIT_S:
+                    raise TimeoutError
+            elif waited_s > order.start_wait_s:
                 raise Problem(
                     f"the first pod's agent at {order.head}:{order.port + 1} could not be reached within "
                     f"{order.start_wait_s:.0f} s: look at the first pod, or at network policies"

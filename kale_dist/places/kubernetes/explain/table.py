@@ -236,7 +236,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "pod-security-runtime", _REFUSED,
             r'violates PodSecurity "(?P<level>[^"]+)": .*container "node" must set securityContext',
             'the namespace {namespace} enforces Pod Security "{level}", and the runtime of the TrainJob sets no security context',
-            "Have an administrator run 'kale-dist runtime | kubectl apply -f -', or install Trainer 2.2 or later; or give kind='job'",
+            "Have an administrator make the runtime that 'kale-dist runtime' prints, or install Trainer 2.2 or later; or give kind='job'",
             heals=False,
         ),
         Entry(
