@@ -97,10 +97,19 @@ JOBS = {
             cluster=ClusterOptions(
                 kind="train",
                 runtime="TrainingRuntime/mine",
-                runtime_field="podTemplateOverrides",
+                trainer="2.1",
                 node_selector=(("pool", "gpu"),),
                 queue="team-queue",
             )
+        ),
+        SETTINGS,
+    ),
+    "train_2.2": (a_spec(policy=Policy(timeout_s=60), cluster=ClusterOptions(kind="train", trainer="2.2")), SETTINGS),
+    "train_own_runtime": (
+        a_spec(
+            topology=Topology(number_of_processes=4, sizes=(2, 3, 4)),
+            policy=Policy(max_restarts=20, timeout_s=60),
+            cluster=ClusterOptions(kind="train", trainer="2.3", runtime="kale-dist", runtime_version=1),
         ),
         SETTINGS,
     ),
@@ -217,4 +226,8 @@ def _difference(path, before, after):
 
 
 def _name(item):
-    return str(item.get("name") or item.get("mountPath") or json.dumps(item)) if isinstance(item, dict) else str(item)
+    return (
+        str(item.get("name") or item.get("mountPath") or item.get("manager") or json.dumps(item))
+        if isinstance(item, dict)
+        else str(item)
+    )

@@ -65,7 +65,7 @@ class Pod:
         self.termination_log = folder / "termination"
         self.items: list[Any] = []
         self.job = job
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         told = {
             PodVariable.INPUT: str(job.input),
             PodVariable.WORK: str(folder / "work"),
@@ -162,8 +162,10 @@ class PodJob:
         parts.rename(self.input)
         return self
 
-    def start(self, number: int, **environment: str) -> Pod:
-        pod = Pod(number, self.root / f"pod-{number}-{len(self.pods)}", self, environment)
+    def start(self, number: int, container_of: Pod | None = None, **environment: str) -> Pod:
+        """A new pod of this number, or another container of one whose container has ended."""
+        folder = self.root / f"pod-{number}-{len(self.pods)}" if container_of is None else container_of.folder
+        pod = Pod(number, folder, self, environment)
         self.pods.append(pod)
         return pod
 

@@ -49,6 +49,7 @@ from kale_dist.wire.order import (
     EXIT_BROKEN,
     EXIT_LOST_HEAD,
     EXIT_TERMINATED,
+    FIRST_SIGNAL,
     GRACE_S,
     STACKS_SIGNAL,
     STALL_WARN_S,

@@ -11,8 +11,11 @@ from typing import Self
 
 from kale_dist.wire.decoding import WRITTEN
 
-VERSION = 5
+VERSION = 6
 """Version of all formats of this package. Notebook and worker must have the same."""
+
+FIRST_SIGNAL = 128
+"""Pods with an exit code from here on may be made again: a signal has ended them, or they had lost the head."""
 
 EXIT_TERMINATED = 143
 """Exit code of a container that got SIGTERM: 128 + SIGTERM."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import resource
+import signal
 import sys
 
 
@@ -46,6 +47,8 @@ def main(arguments: list[str]) -> int:
             kernel_start=given.kernel_start,
         )
     if given.kind == "pod":
+        # An agent that begins again has blocked it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         from kale_dist.worker.agent import forkserver_launch
 
         # Ranks inherit it, and rank 0 has a connection of each other one.

@@ -122,15 +122,17 @@ def undisturbed(tmp_path_factory):
     next(made, None)
 
 
-def test_a_pod_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, undisturbed):
+@pytest.mark.parametrize("how", ["pod", "container"])
+def test_a_pod_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, undisturbed, how):
     job, pause = train_in(make, tmp_path, ranks=2, max_restarts=1)
     job.start_all()
     until_seen(job, 0, 30)
     pause.write_text("1")
     job.pods[1].process.kill()
+    job.pods[1].end()
     pause.write_text("0")
-    job.start(1)
-    assert [job.pods[0].end(), job.pods[2].end()] == [0, 0], job.text()
+    again = job.start(1, job.pods[1] if how == "container" else None)
+    assert [job.pods[0].end(), again.end()] == [0, 0], job.text()
     assert sizes(job) == [2, 2]
     assert torch.equal(weights_of(job), undisturbed)
 
@@ -226,20 +228,14 @@ def train_with_store(make, folder, **options):
     return train_in(make, folder, ranks=2, pause_s=0.05, store=str(store), returns_head=True, **options)
 
 
-def restart(job):
-    """Make the pods again, the head first, as controllers do it; gives the head."""
-    head = job.start(0)
-    job.start(1)
-    return head
-
-
-def test_a_head_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, undisturbed):
+@pytest.mark.parametrize("how", ["pod", "container"])
+def test_a_head_that_was_killed_and_made_again_changes_no_bit(make, tmp_path, undisturbed, how):
     job, _ = train_with_store(make, tmp_path, max_restarts=1)
     head, relay = job.start_all().pods
     job.until((stored(job) / "checkpoint.owner").exists)
     head.process.kill()
-    assert relay.end() == wire.EXIT_LOST_HEAD
-    assert [restart(job).end(), job.pods[-1].end()] == [0, 0], job.text()
+    head.end()
+    assert [job.start(0, head if how == "container" else None).end(), relay.end()] == [0, 0], job.text()
     assert any(event["epoch"] or event.get("batches") for event in job.events("resumed"))
     assert torch.equal(weights_of(job), undisturbed)
 
@@ -250,9 +246,8 @@ def test_a_head_that_was_lost_more_often_than_restarts_are_left_ends_its_pods_fo
     for lives in (1, 2):
         job.until(lambda lives=lives: len(job.events("attempt")) == lives)
         head.process.kill()
-        assert job.pods[-1].end() == wire.EXIT_LOST_HEAD
-        head = restart(job)
-    assert [head.end(), job.pods[-1].end()] == [1, 0], job.text()
+        head = job.start(0)
+    assert [head.end(), job.pods[1].end()] == [1, 0], job.text()
     assert head.last_words["cause"] == FailureCause.AGENT_DIED
     assert "max_restarts" in head.last_words["reason"]
 
@@ -266,7 +261,7 @@ def test_restarts_for_lost_ranks_count_for_the_next_head(make, tmp_path):
     until_seen(job, 1)
     job.until(lambda: (stored(job) / "restarts").read_bytes() != before)
     head.process.kill()
-    assert [job.pods[1].end(), restart(job).end()] == [wire.EXIT_LOST_HEAD, 1], job.text()
+    assert [job.start(0).end(), job.pods[1].end()] == [1, 0], job.text()
 
 
 def test_sigterm_to_a_head_loses_no_step_and_does_not_count_where_the_training_gets_on(make, tmp_path, undisturbed):
@@ -275,9 +270,9 @@ def test_sigterm_to_a_head_loses_no_step_and_does_not_count_where_the_training_g
     for number in range(3):
         job.until(lambda enough=30 * (number + 1): len(seen(job)) > enough)
         head.process.terminate()
-        assert [head.end(), job.pods[-1].end()] == [wire.EXIT_TERMINATED, wire.EXIT_LOST_HEAD], job.text()
-        head = restart(job)
-    assert [head.end(), job.pods[-1].end()] == [0, 0], job.text()
+        assert head.end() == wire.EXIT_TERMINATED, job.text()
+        head = job.start(0)
+    assert [head.end(), job.pods[1].end()] == [0, 0], job.text()
     assert torch.equal(weights_of(job), undisturbed)
 
 
@@ -289,7 +284,7 @@ def test_sigterm_to_a_head_counts_where_nothing_is_kept(make, tmp_path):
         job.until(lambda before=batches: len(seen(job)) > before)
         head.process.terminate()
         codes.append(head.end())
-        head = restart(job)
+        head = job.start(0)
     assert [*codes, head.end()] == [wire.EXIT_TERMINATED, wire.EXIT_TERMINATED, 1], job.text()
 
 

@@ -121,7 +121,7 @@ def number_steps(model, loader, criterion, optimizer, device, args):
 
 def batches_of(job, rank=0):
     """Attempt, ranks and number of each batch, as a rank's `number_steps` has printed them."""
-    pattern = r"attempt (\d+) of (\d+) ranks: batch (\d+)"
+    pattern = r"attempt (\d+) of (\d+) ranks: batch (-?\d+)"
     lines = [re.search(pattern, line.text) for line in job.logs() if line.rank == rank]
     return [tuple(map(int, found.groups())) for found in lines if found]
 

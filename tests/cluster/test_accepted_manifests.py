@@ -13,7 +13,7 @@ from golden_jobs import JOBS, SETTINGS, job
 
 from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Resources, Topology, Volume, VolumeKind
 from kale_dist.places import manifests
-from kale_dist.places.manifests import KINDS
+from kale_dist.places.manifests import KINDS, train_runtime
 
 IMAGE = "localhost:5000/kale-dist/torch-cpu:2.13.0"
 
@@ -91,6 +91,25 @@ def _takes(name, restricted):
     # The server keeps what it knows and drops the rest without a word.
     assert lost(given["spec"], taken["spec"]) == [], name
     return True
+
+
+def test_an_api_server_takes_the_runtime_of_train_jobs_and_a_job_and_a_pod_of_it(restricted):
+    made = train_runtime.make("kale-dist", ClusterOptions(namespace=restricted))
+    spec = made["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    meta = {"name": "one", "namespace": restricted}
+    given = [
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": meta,
+            "spec": {**spec, "completions": 2, "parallelism": 2},
+        },
+        {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec["template"]["spec"]},
+        *([made] if serves(KINDS["train"], ()) else []),
+    ]
+    for one in given:
+        taken = kubectl("apply", "--dry-run=server", "--validate=strict", "-o", "json", "-f", "-", text=json.dumps(one))
+        assert lost(one["spec"], json.loads(taken)["spec"]) == [], one["kind"]
 
 
 def test_pod_security_takes_every_pod_without_a_folder_of_its_node(restricted):

@@ -5,8 +5,6 @@ The gate runs one short job of two kinds; the rest is for the night. A kind that
 
 import dataclasses
 import json
-import pathlib
-import re
 
 import pytest
 from on_cluster import make_claim, pods_in, run_kubectl, wait_for
@@ -19,8 +17,9 @@ from rank_work import (
 
 import kale_dist as kd
 from kale_dist.errors import JobFailedError
+from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.kubernetes import client, objects, roles
-from kale_dist.places.manifests import KINDS
+from kale_dist.places.manifests import KINDS, train_runtime
 from kale_dist.wire import StateName
 
 pytestmark = pytest.mark.usefixtures("jobs_end")
@@ -114,20 +113,27 @@ def test_a_job_that_is_suspended_resumes_in_the_same_object(on, word, namespace)
     assert left_in(namespace, word, job.name) == []
 
 
-@pytest.mark.nightly
-def test_with_the_runtime_of_the_docs_a_train_job_that_fails_is_failed_at_once(namespace, cluster):
+@pytest.fixture
+def own_runtime(namespace, cluster):
+    """The runtime that `kale-dist runtime` prints, in a namespace that enforces Pod Security "restricted"."""
     if not objects.is_served(cluster, KINDS["train"]):
         pytest.skip("the cluster has no TrainJob")
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "kinds.md").read_text()
-    runtime = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1].replace("ClusterTrainingRuntime", "TrainingRuntime")
-    run_kubectl("-n", namespace, "apply", "-f", "-", text=runtime)
-    assert "TrainingRuntime/torch-once" in objects.runtimes(cluster)
-    job = kd.launch(
-        fails_on_1, number_of_processes=2, on=pods_in(namespace, kind="train", runtime="TrainingRuntime/torch-once")
-    )
+    run_kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    made = train_runtime.make(train_runtime.NAME, ClusterOptions(namespace=namespace))
+    run_kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(made))
+    there = objects.runtimes(cluster)
+    assert not train_runtime.has_ttl(there["TrainingRuntime/kale-dist"])
+    assert train_runtime.chosen(there, "") == ("TrainingRuntime/kale-dist", train_runtime.VERSION)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("own_runtime")
+def test_with_a_runtime_of_ours_a_train_job_that_fails_is_failed_at_once_and_its_log_stays(namespace):
+    job = kd.launch(fails_on_1, number_of_processes=2, on=pods_in(namespace, kind="train"))
     with pytest.raises(JobFailedError, match="no such column"):
         job.result(150)
     run_kubectl("-n", namespace, "wait", "--for=condition=Failed", f"trainjob/{job.name}", "--timeout=20s")
+    assert "no such column" in run_kubectl("-n", namespace, "logs", head_of(namespace, job)[0])
     job.delete()
 
 

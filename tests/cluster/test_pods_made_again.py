@@ -16,8 +16,9 @@ from waiting import until
 import kale_dist as kd
 from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
+from kale_dist.places.kubernetes import objects
 from kale_dist.places.kubernetes.views import pod_view
-from kale_dist.places.manifests import KINDS
+from kale_dist.places.manifests import KINDS, train_runtime
 from kale_dist.wire import StateName
 
 pytestmark = [pytest.mark.usefixtures("jobs_end"), pytest.mark.nightly]
@@ -41,6 +42,31 @@ NOTEBOOK = """
         print(job.name, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+SHARED = {"shareProcessNamespace": True}
+"""In a pod's specification: its agent is not process 1, which nothing in the pod can kill."""
+
+
+def settings_of(word, namespace, cluster, pod=SHARED):
+    """The settings of a kind of job; of TrainJobs there are two, with Trainer's own runtime and with ours, whose pods have `pod`."""
+    if word not in ("stock", "ours"):
+        return {"kind": word}
+    if not objects.is_served(cluster, KINDS["train"]):
+        pytest.skip("the cluster has no TrainJob")
+    stock = json.loads(run_kubectl("get", "clustertrainingruntimes", "torch-distributed", "-o", "json"))
+    runtime = train_runtime.make(word, ClusterOptions(namespace=namespace, ttl_s=None))
+    if word == "stock":
+        runtime = {**runtime, "metadata": {"name": word, "namespace": namespace}, "spec": stock["spec"]}
+    [job] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    job["template"]["spec"]["template"]["spec"] |= pod
+    run_kubectl("apply", "-f", "-", text=json.dumps(runtime))
+    return {"kind": "train", "runtime": f"TrainingRuntime/{word}"}
+
+
+def objects_of(namespace, word):
+    kind = KINDS["train" if word in ("stock", "ours") else word]
+    return run_kubectl("-n", namespace, "get", f"{kind.plural}.{kind.group}", "-o", "name")
 
 
 def pods_of(namespace, name):
@@ -69,9 +95,6 @@ def submit_and_die(namespace, *, trains=False, ranks=2, **settings):
     return ended.stdout.split()[-1]
 
 
-SHARED = {"shareProcessNamespace": True}
-"""In a pod's specification: its agent is not process 1, which nothing in the pod can kill."""
-
 KILL_AGENT = """
 import os, pathlib
 found = [int(one.parent.name) for one in pathlib.Path("/proc").glob("[0-9]*/cmdline") if b"['pod']" in one.read_bytes()]
@@ -99,22 +122,25 @@ def head_has_ended(namespace, name):
 
 @pytest.mark.parametrize(
     ("word", "how"),
-    [("pytorch", "evict"), ("pytorch", "delete"), ("job", "evict"), ("job", "delete")],
+    [
+        *((word, how) for word in ("pytorch", "job", "stock", "ours") for how in ("evict", "delete")),
+        ("stock", "kill"),
+        ("ours", "kill"),
+    ],
 )
-def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(namespace, word, how):
+def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(namespace, cluster, word, how):
     make_claim(namespace, "kept")
-    name = submit_and_die(namespace, kind=word, store="pvc://kept/runs")
+    name = submit_and_die(namespace, store="pvc://kept/runs", **settings_of(word, namespace, cluster))
     [lost] = [pod["metadata"] for pod in pods_of(namespace, name) if is_worker(pod)]
     lose(namespace, lost["name"], how)
-    until(lambda: head_has_ended(namespace, name))
-    [again] = [pod["metadata"] for pod in pods_of(namespace, name) if is_worker(pod)]
-    assert again["uid"] != lost["uid"]
+    until(lambda: head_has_ended(namespace, name), 240)
+    again = [pod["metadata"]["uid"] for pod in pods_of(namespace, name) if is_worker(pod)]
+    assert (again == [lost["uid"]]) == ((word, how) == ("stock", "kill"))
     # A notebook of the next day.
     job = kd.attach(f"kubernetes://{namespace}/{name}")
     assert job.wait(120).state is StateName.SUCCEEDED, list(job.logs())
     assert (job.results(), job.status.attempt) == ([1, 1], 1)
-    listed = run_kubectl("-n", namespace, "get", f"{KINDS[word].plural}.{KINDS[word].group}", "-o", "name")
-    assert f"{name}-2" not in listed
+    assert f"{name}-2" not in objects_of(namespace, word)
     job.delete()
 
 
@@ -128,17 +154,27 @@ def test_a_worker_that_is_lost_comes_back_and_the_job_ends_without_a_notebook(na
         ("pytorch", "delete", 1, None),
         ("pytorch", "delete", 2, False),
         ("pytorch", "kill", 2, None),
+        *((word, how, 2, None) for word in ("stock", "ours") for how in ("delete", "kill")),
+        # A runtime's containers are started again six times in a job: relays wait in place.
+        ("stock", "delete", 9, None),
     ],
 )
-def test_a_head_that_is_lost_comes_back_and_resumes_without_a_notebook(namespace, word, how, ranks, master):
+def test_a_head_that_is_lost_comes_back_and_resumes_without_a_notebook(namespace, cluster, word, how, ranks, master):
     make_claim(namespace, "kept")
     pods, role = {"template": {"spec": SHARED}}, "Master" if master is None else "Worker"
-    given = {"patch": {"spec": {"pytorchReplicaSpecs": {role: pods}} if word == "pytorch" else pods}, "master": master}
-    name = submit_and_die(namespace, trains=True, ranks=ranks, kind=word, store="pvc://kept/runs", **given)
+    given, is_train = settings_of(word, namespace, cluster), word in ("stock", "ours")
+    if not is_train:
+        given |= {
+            "patch": {"spec": {"pytorchReplicaSpecs": {role: pods}} if word == "pytorch" else pods},
+            "master": master,
+        }
+    name = submit_and_die(namespace, trains=True, ranks=ranks, store="pvc://kept/runs", **given)
     [lost] = [pod["metadata"] for pod in pods_of(namespace, name) if not is_worker(pod)]
     lose(namespace, lost["name"], how)
-    until(lambda: lost["uid"] not in {pod["metadata"]["uid"] for pod in pods_of(namespace, name) if is_active(pod)})
-    until(lambda: head_has_ended(namespace, name))
+    if (word, how) != ("stock", "kill"):
+        until(lambda: lost["uid"] not in {pod["metadata"]["uid"] for pod in pods_of(namespace, name) if is_active(pod)})
+    until(lambda: head_has_ended(namespace, name), 240)
+    assert not any(pod_view(pod).main.restarts for pod in pods_of(namespace, name) if is_worker(pod))
     job = kd.attach(f"kubernetes://{namespace}/{name}")
     assert job.wait(120).state is StateName.SUCCEEDED, list(job.logs())
     lines = [line.text for line in job.logs() if line.rank in (0, None)]
@@ -148,8 +184,7 @@ def test_a_head_that_is_lost_comes_back_and_resumes_without_a_notebook(namespace
     assert numbers == list(range(numbers[0], 100))
     assert numbers[0] > (30 if how == "delete" else 0)
     assert [row["epoch"] for row in job.metrics if row["source"] == "train"] == [1]
-    listed = run_kubectl("-n", namespace, "get", f"{KINDS[word].plural}.{KINDS[word].group}", "-o", "name")
-    assert f"{name}-2" not in listed
+    assert f"{name}-2" not in objects_of(namespace, word)
     job.delete()
 
 
@@ -205,27 +240,37 @@ def test_what_a_pods_exit_code_says_its_controller_does(namespace, word, whose, 
 GATED = {"schedulingGates": [{"name": "kale-dist.dev/late"}]}
 
 
-def let_in(namespace, pod):
-    """Let a pod be scheduled."""
-    run_kubectl("-n", namespace, "wait", "--for=create", f"pod/{pod}", "--timeout=60s")
+def let_in(namespace, name, number):
+    """Let a pod of a job be scheduled; gives its name."""
+
+    def found():
+        return [pod["metadata"]["name"] for pod in pods_of(namespace, name) if pod_view(pod).number == number]
+
+    until(found)
+    [pod] = found()
     run_kubectl("-n", namespace, "patch", "pod", pod, "--type=merge", "-p", '{"spec": {"schedulingGates": null}}')
+    return pod
 
 
-def test_a_range_begins_with_fewer_grows_when_a_pod_comes_and_shrinks_when_it_goes(namespace):
+@pytest.mark.parametrize("word", ["pytorch", "ours"])
+def test_a_range_begins_with_fewer_grows_when_a_pod_comes_and_shrinks_when_it_goes(namespace, cluster, word):
     from trainings import summing
 
-    late = {"spec": {"pytorchReplicaSpecs": {"Worker": {"template": {"spec": GATED}}}}}
+    settings = settings_of(word, namespace, cluster, GATED)
+    if word == "pytorch":
+        settings["patch"] = {"spec": {"pytorchReplicaSpecs": {"Worker": {"template": {"spec": GATED}}}}}
     job = kd.distribute(
         *summing(32_000, 1, lr=0.01), number_steps, epochs=1, train_args=(0.2, {0, 1}), seed=1, split_batches=True,
-        number_of_processes=(1, 2), threads=1, on=pods_in(namespace, kind="pytorch", patch=late),
+        number_of_processes=(1, 2), threads=1, on=pods_in(namespace, **settings),
     )  # fmt: skip
-    worker = f"{job.name}-worker-0"
+    if word == "ours":
+        let_in(namespace, job.name, 0)
 
     def until_attempt(number):
         until(lambda: any(attempt == number for attempt, _, _ in batches_of(job)), 180)
 
     until_attempt(0)
-    let_in(namespace, worker)
+    worker = let_in(namespace, job.name, 1)
     until_attempt(1)
     lose(namespace, worker, "delete")
     until_attempt(2)

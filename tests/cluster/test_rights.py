@@ -79,7 +79,7 @@ def test_without_any_connection_large_results_are_lost_and_this_is_said(become, 
             bytes_of, LARGE, number_of_processes=1, on=pods_in(namespace, image=plain_image, collect_wait_s=1)
         )
     assert job.wait(150).state is StateName.SUCCEEDED
-    with pytest.raises((ResultUnavailableError, StoreError)):
+    with pytest.raises((BackendError, ResultUnavailableError, StoreError)):
         job.result()
     assert any("could not be fetched" in line.text for line in job.logs())
     job.delete()

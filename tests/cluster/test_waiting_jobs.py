@@ -34,7 +34,9 @@ def test_a_misspelt_image_is_named_in_the_terminal_and_ends_the_job(namespace, t
     assert ended.returncode != 0
     assert "never" not in ended.stdout
     said = [
-        line for line in ended.stderr.splitlines() if re.match(r"\[kale-dist\] kubernetes://\S+: Pod \S+ waits: ", line)
+        line
+        for line in ended.stderr.splitlines()
+        if re.match(r"\[kale-dist\] kubernetes://\S+: Pod \S+ waits: the image ", line)
     ]
     assert len(said) == 1, ended.stderr
     assert f"the image {ABSENT} was not found in its registry" in said[0]

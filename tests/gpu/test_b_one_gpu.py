@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from gpu_jobs import CUDA, DEVICE, data, largest_difference, launch, loader, net, plain_loop, train
 from torch import nn
 from torch.utils.data import DataLoader
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 import kale_dist as kd
 from kale_dist.errors import JobFailedError
 from kale_dist.worker.agent.usage import Driver
+from kale_dist.worker.rank.process_group import collectives
 
 
 def step_with_scaler(model, data_loader, criterion, optimizer, device, scaler):
@@ -360,3 +362,32 @@ def test_b14_a_training_resumes_bit_for_bit():
         )
         states.append(model.state_dict())
     assert largest_difference(*states) == 0.0
+
+
+def counts():
+    """What counts collectives, and its count before and after each of three calls of each kind."""
+    world, device = dist.group.WORLD, torch.device(kd.context().device)
+    one, other, counted = torch.ones(1, device=device), torch.ones(1, device=device), {}
+    for kind, call in {
+        "all_reduce": lambda: dist.all_reduce(one),
+        "asynchronous all_reduce": lambda: dist.all_reduce(one, async_op=True).wait(),
+        "broadcast": lambda: dist.broadcast(one, 0),
+        "all_gather": lambda: dist.all_gather_into_tensor(other, one),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(other, one),
+    }.items():
+        counted[kind] = [collectives(world, device)]
+        for _ in range(3):
+            call()
+            counted[kind].append(collectives(world, device))
+    return type(world._get_backend(device)).__name__, counted
+
+
+def test_b15_each_collective_is_counted(figures):
+    """Which rank waits for which, and whether ranks exchange anything, is read from these counts: each collective must raise them.
+
+    On a real GPU with torch 2.15 or later, this decides whether nccl2 counts every collective.
+    """
+    ((backend, counted),) = launch(counts)
+    figures(backend=backend, **counted)
+    assert all(found == sorted(set(found)) for found in counted.values()), counted
+    assert "NCCL" in backend or not CUDA

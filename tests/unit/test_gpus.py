@@ -14,6 +14,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 
 import kale_dist
@@ -445,6 +446,39 @@ SAID = {
     "gloo-sizes": "what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 84 vs 72.",
     "watchdog": "[Rank 1] Some NCCL operations have failed or timed out. ProcessGroupNCCL watchdog thread terminated with exception",
 }  # fmt: skip
+
+_ENDS = "[TC][rank=12] Aborting process on rank 12 due to "
+BACKENDS = {
+    "the former one, in its log": "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring enqueued collectives.",
+    "the former one ends": "[E ProcessGroupNCCL.cpp:1610] [Rank 0] Terminating the process after attempting to dump debug info, due to collective timeout or exception.",
+    "the former one raises": "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600044 milliseconds before timing out.",
+    "nccl2 raises": "Watchdog caught collective operation timeout: NCCL operation timed out",
+    "nccl2 raises later": "NCCL operation timed out",
+    "nccl2 ends": f"{_ENDS}timeout - timeout watchdog detected operation timeout",
+    "nccl2 ends later": f"{_ENDS}timeout - collective operation timed out",
+    "nccl2 is closed": "Work timed out during finalize",
+    "nccl2 ends for nccl-peer": f"{_ENDS}error - nccl hit async error: remote process exited or there was a network error",
+    "nccl2 ends for nccl-system": f"{_ENDS}error - nccl hit async error: unhandled system error (run with NCCL_DEBUG=INFO for details)",
+    "nccl2 ends for nccl-other": f"{_ENDS}error - nccl hit async error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+}  # fmt: skip
+"""What torch's two NCCL backends say when they have waited for too long, or met an error; of nccl2 (torch 2.15) as read in its library."""
+
+
+@pytest.mark.parametrize("case", BACKENDS)
+def test_what_both_nccl_backends_say_is_known_and_may_be_restarted(case):
+    fault = hardware_faults.find(BACKENDS[case])
+    assert (fault.name, fault.may_restart) == (case.partition(" ends for ")[2] or "watchdog", True)
+
+
+def test_the_log_says_which_nccl_backend_there_is_from_torch_2_15_on(monkeypatch, capsys):
+    monkeypatch.setattr(context, "_not_shown", set())
+    nccl2 = types.SimpleNamespace(_get_backend=lambda device: type("ProcessGroupNCCL2", (), {})())
+    for version in ("2.9.1", "2.15.0+cu130"):
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        group._log_backend(nccl2, "cuda:0")
+    assert capsys.readouterr().out == "The NCCL backend is torch 2.15.0+cu130's ProcessGroupNCCL2\n"
+    group._log_backend(object(), "cuda:0")
+    assert "The NCCL backend cannot be shown" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", SAID)

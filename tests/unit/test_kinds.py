@@ -1,5 +1,6 @@
 """What each kind of object says of its job, in the words of its controller; which kind a cluster gets."""
 
+import copy
 import json
 import types
 
@@ -10,7 +11,7 @@ from kale_dist.errors import ConfigError
 from kale_dist.job.spec import place_settings
 from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
-from kale_dist.places.manifests import KINDS, kind_of
+from kale_dist.places.manifests import KINDS, kind_of, train_runtime
 
 
 def test_every_word_has_a_kind_and_the_first_is_kubeflow_s():
@@ -64,7 +65,7 @@ def test_states(word, status, finished, is_running, is_known):
         ("job", {"store": ""}, False),
         ("pytorch", {"saves": False}, False),
         ("pytorch", {"policy": Policy()}, False),
-        ("train", {}, False),
+        ("train", {}, True),
         ("mpi", {}, False),
         ("tf", {}, False),
     ],
@@ -122,6 +123,27 @@ def test_pods_are_ended_behind_a_head_whose_log_stays(word, change):
     assert KINDS[word].end(spec, head_leaves=True) == {"spec": change}
 
 
+@pytest.mark.parametrize(("version", "change"), [(0, {"spec": {"suspend": True}}), (1, {})])
+def test_a_train_job_s_failed_pods_end_by_a_runtime_of_ours_or_by_a_suspension(version, change):
+    spec = a_spec(cluster=ClusterOptions(kind="train", runtime_version=version))
+    assert KINDS["train"].end(spec, head_leaves=True) == change
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [(0, " Its TrainJob is Suspended, not Failed, to free its GPUs"), (1, "")]
+)
+def test_a_failed_job_that_is_suspended_says_so_in_its_annotation(version, said):
+    pytest.importorskip("kubernetes")
+    from kale_dist.places.kubernetes import objects
+
+    cluster = Cluster("train")
+    spec = a_spec(cluster=ClusterOptions(kind="train", runtime_version=version))
+    objects.end(cluster, spec, "x", {"kale-dist.dev/failed": "KeyError: 'x'."}, head_leaves=True)
+    objects.end(cluster, spec, "x", {"kale-dist.dev/cancelled": "ann"}, head_leaves=False)
+    marks = [body["metadata"]["annotations"] for body in cluster.patched]
+    assert marks == [{"kale-dist.dev/failed": f"KeyError: 'x'.{said}"}, {"kale-dist.dev/cancelled": "ann"}]
+
+
 def test_a_train_job_that_was_resumed_has_only_the_pods_since_then():
     resumed = {
         "type": "Suspended",
@@ -150,10 +172,49 @@ def test_roles_come_back_from_a_record():
     assert KINDS["pytorch"].make(back, SETTINGS) == KINDS["pytorch"].make(spec, SETTINGS)
 
 
-@pytest.mark.parametrize("changes", [{"priority_class": "high"}, {"gang": True}, {"ttl_s": 60}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"priority_class": "high"}, {"runtime_class": "nvidia"}, {"scheduler_name": "volcano"},
+        {"image_pull_policy": "Always"}, {"gang": True}, {"ttl_s": 60},
+        {"runtime": "gold", "runtime_version": 1, "mount_service_account_token": True},
+    ],
+)  # fmt: skip
 def test_what_only_a_runtime_can_say_is_refused_for_a_train_job(changes, refusal):
     error = refusal(lambda: KINDS["train"].make(a_spec(cluster=ClusterOptions(kind="train", **changes)), SETTINGS))
-    assert error.argument == next(iter(changes))
+    assert error.argument == list(changes)[-1]
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_runtime_of_ours_bounds_the_restarts(version, refusal):
+    options = ClusterOptions(kind="train", runtime="kale-dist", runtime_version=version)
+
+    def make(restarts):
+        return KINDS["train"].make(a_spec(policy=Policy(max_restarts=restarts), cluster=options), SETTINGS)
+
+    make(20)
+    if not version:
+        make(21)
+    else:
+        assert refusal(lambda: make(21)).argument == "max_restarts"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "pending_s", "timeout_s", "deadline_s", "has_grace", "has_context"),
+    [
+        ("2.1", 60.0, 10.0, None, False, False), ("2.2", 60.0, 10.0, 1870, False, True), ("2.3", 60.0, 10.0, 1870, True, True),
+        ("", 60.0, 10.0, 1870, True, True), ("2.3", None, 10.0, None, True, True), ("2.3", 60.0, None, None, True, True),
+    ],
+)  # fmt: skip
+def test_a_train_job_has_what_its_trainer_takes(trainer, pending_s, timeout_s, deadline_s, has_grace, has_context):
+    options = ClusterOptions(kind="train", trainer=trainer, pending_timeout_s=pending_s)
+    kind = KINDS["train"]
+    made = kind.make(a_spec(policy=Policy(timeout_s=timeout_s), cluster=options), SETTINGS)
+    assert made["spec"].get("activeDeadlineSeconds") == deadline_s
+    pod = kind.pod_groups(made)[0].template["spec"]
+    assert ("terminationGracePeriodSeconds" in pod) == has_grace
+    assert ("securityContext" in pod, "securityContext" in pod["containers"][0]) == (has_context, has_context)
+    assert kind.trainer_of(made) == (trainer or "2.3")
 
 
 @pytest.mark.parametrize("ttl", [{}, {"ttl_s": None}])
@@ -183,20 +244,59 @@ def test_a_kind_that_there_is_not_is_refused_with_those_there_are(given, refusal
 
 
 class Cluster:
-    """Serves some kinds; every other group is unknown to it."""
+    """Serves some kinds, and keeps of a TrainJob what a version of Trainer knows; every other group is unknown to it.
 
-    server = "https://c"
+    `runtimes` are the versions in the labels of its runtimes, by their names.
+    """
 
-    def __init__(self, *words):
+    server, namespace = "https://c", "team-a"
+
+    def __init__(self, *words, trainer="2.3", runtimes=()):
         self.custom = self
         self.words = words
+        self.trainer = trainer
+        self.runtimes = dict(runtimes)
+        self.asked, self.patched = [], []
 
     def get_api_resources(self, group, version, **_):
+        self.asked.append(group)
         there = [KINDS[word] for word in self.words]
         names = [types.SimpleNamespace(name=kind.plural) for kind in there if kind.api == (group, version)]
         if not names:
             raise pytest.importorskip("kubernetes").client.ApiException(status=404)
         return types.SimpleNamespace(resources=names)
+
+    def list_cluster_custom_object(self, *_, prefix="", **__):
+        named = {name: version for name, version in self.runtimes.items() if name.rpartition("/")[0] == prefix}
+        return {"items": [a_runtime(name.rpartition("/")[2], version) for name, version in named.items()]}
+
+    def list_namespaced_custom_object(self, *_, **__):
+        return self.list_cluster_custom_object(prefix="TrainingRuntime")
+
+    def create_namespaced_custom_object(self, *names, dry_run):
+        self.asked.append(dry_run)
+        if not self.trainer:
+            raise PermissionError
+        taken = copy.deepcopy(names[-1])
+        dropped = {
+            "2.0": ("podTemplateOverrides", "runtimePatches"),
+            "2.1": ("runtimePatches", "activeDeadlineSeconds"),
+        }
+        for field in dropped.get(self.trainer, ("podTemplateOverrides",)):
+            taken["spec"].pop(field, None)
+        if self.trainer == "2.2":
+            patch = taken["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+            del patch["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        return taken
+
+    def patch_namespaced_custom_object(self, *names):
+        self.patched.append(names[-1])
+
+
+def a_runtime(name, version, ttl_s=None):
+    made = train_runtime.make(name, ClusterOptions(), ttl_s)
+    made["metadata"]["labels"] = {"kale-dist.dev/runtime": str(version)} if version else {}
+    return made
 
 
 @pytest.mark.parametrize(
@@ -212,15 +312,118 @@ def test_the_first_kind_that_a_cluster_serves_is_chosen(words, asked, expected):
     pytest.importorskip("kubernetes")
     from kale_dist.places.kubernetes import objects
 
-    assert objects.choose(Cluster(*words), asked).word == expected
+    assert objects.choose(Cluster(*words), ClusterOptions(kind=asked)).kind == expected
 
 
 def test_a_kind_that_a_cluster_does_not_serve_is_refused_with_those_it_has_and_how_to_install_it(refusal):
     pytest.importorskip("kubernetes")
     from kale_dist.places.kubernetes import objects
 
-    error = refusal(lambda: objects.choose(Cluster("job"), "pytorch"))
-    assert error.argument == "kind"
+    for kind in ("pytorch", "train"):
+        error = refusal(lambda kind=kind: objects.choose(Cluster("job"), ClusterOptions(kind=kind)))
+        assert error.argument == "kind"
+
+
+OURS = {"kale-dist": 1}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "runtimes", "changes", "expected"),
+    [
+        ("2.3", OURS, {}, "train"), ("2.2", OURS, {"runtime_class": "", "restarts": 20}, "train"),
+        ("2.2", {"TrainingRuntime/kale-dist": 1}, {}, "train"), ("2.3", {"gold": 1}, {"runtime": "gold"}, "train"),
+        ("2.1", OURS, {}, "pytorch"), ("2.0", OURS, {}, "pytorch"), ("", OURS, {}, "pytorch"),
+        ("2.3", {}, {}, "pytorch"), ("2.3", {"kale-dist": 0, "gold": 1}, {}, "pytorch"),
+        *(("2.3", OURS, changes, "pytorch") for changes in (
+            {"restarts": 21}, {"priority_class": "high"}, {"roles": {"master": {"cpu": 2}}}, {"master": True}, {"master": False},
+            {"gang": True}, {"queue": "team"}, {"patch": {"spec": {"x": 1}}}, {"mount_service_account_token": True}, {"kind": "pytorch"},
+        )),
+    ],
+)  # fmt: skip
+def test_a_train_job_comes_first_where_it_has_all_that_a_pytorchjob_has(trainer, runtimes, changes, expected):
+    pytest.importorskip("kubernetes")
+    from kale_dist.places.kubernetes import objects
+
+    cluster = Cluster("pytorch", "train", "job", trainer=trainer, runtimes=runtimes)
+    policy = Policy(max_restarts=changes.get("restarts", 1))
+    asked = ClusterOptions(**{name: value for name, value in changes.items() if name != "restarts"})
+    options = objects.choose(cluster, asked, policy)
+    assert options.kind == expected
+    named = (options.runtime, options.runtime_version, options.trainer)
+    assert named == ((next(iter(runtimes)), 1, trainer) if expected == "train" else (asked.runtime, 0, ""))
+
+
+def test_a_cluster_without_trainer_is_asked_for_nothing_of_it():
+    pytest.importorskip("kubernetes")
+    from kale_dist.places.kubernetes import objects
+
+    cluster = Cluster("pytorch", "job", runtimes=OURS)
+    assert objects.choose(cluster, ClusterOptions()).kind == "pytorch"
+    assert cluster.asked == ["kubeflow.org", "trainer.kubeflow.org"]
+
+
+@pytest.mark.parametrize("trainer", ["2.1", "2.2", "2.3", ""])
+def test_the_version_of_trainer_shows_in_what_it_keeps(trainer):
+    pytest.importorskip("kubernetes")
+    from kale_dist.places.kubernetes import objects
+
+    cluster = Cluster("train", "job", trainer=trainer)
+    assert objects.choose(cluster, ClusterOptions(kind="train")).trainer == trainer
+    cluster.asked.clear()
+    assert objects.choose(cluster, ClusterOptions(kind="train", trainer="2.2")).trainer == "2.2"
+    assert "All" not in cluster.asked
+
+
+def test_trainer_2_0_is_refused_by_name(refusal):
+    pytest.importorskip("kubernetes")
+    from kale_dist.places.kubernetes import objects
+
+    cluster = Cluster("train", "job", trainer="2.0")
+    assert refusal(lambda: objects.choose(cluster, ClusterOptions())).argument == "kind"
+
+
+@pytest.mark.parametrize(
+    ("runtimes", "wanted", "found"),
+    [
+        ({"kale-dist": 2, "TrainingRuntime/kale-dist": 1}, "", ("TrainingRuntime/kale-dist", 1)),
+        ({"kale-dist": 2, "TrainingRuntime/kale-dist": 0}, "", ("kale-dist", 2)), ({"kale-dist": 1, "mine": 0}, "mine", ("mine", 0)),
+        ({"gold": 3}, "", ("", 0)), ({"gold": 3}, "gold", ("gold", 3)), ({}, "TrainingRuntime/gold", ("TrainingRuntime/gold", 0)),
+    ],
+)  # fmt: skip
+def test_a_train_job_takes_the_runtime_of_ours_that_is_nearest(runtimes, wanted, found):
+    pytest.importorskip("kubernetes")
+    from kale_dist.places.kubernetes import objects
+
+    options = objects.choose(Cluster("train", runtimes=runtimes), ClusterOptions(kind="train", runtime=wanted))
+    assert (options.runtime, options.runtime_version) == found
+
+
+@pytest.mark.parametrize(
+    "runtimes",
+    [{}, {"torch-distributed": 0}, {"kale-dist": 1}, {"TrainingRuntime/kale-dist": 1, "kale-dist": 1}],
+)
+@pytest.mark.parametrize("newest", [1, 2])
+def test_doctor_says_what_a_runtime_lacks(runtimes, newest, monkeypatch, kept_words):
+    pytest.importorskip("kubernetes")
+    from kale_dist.places.kubernetes import doctor
+
+    monkeypatch.setattr(train_runtime, "VERSION", newest)
+    cluster = Cluster("train", runtimes=runtimes)
+    for line in doctor._runtimes(cluster):
+        kept_words(f"{line.verdict} {line.name}: {line.sentence}. {line.remedy}")
+
+
+@pytest.mark.parametrize("of_job", [False, True])
+def test_doctor_warns_of_a_time_to_live(of_job, monkeypatch, kept_words):
+    pytest.importorskip("kubernetes")
+    from kale_dist.places.kubernetes import doctor, objects
+
+    made = a_runtime("gold", 1, ttl_s=None if of_job else 60)
+    if of_job:
+        made["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["ttlSecondsAfterFinished"] = 60
+    monkeypatch.setattr(objects, "runtimes", lambda _: {"gold": made, "kale-dist": a_runtime("kale-dist", 1)})
+    _, warned = doctor._runtimes(Cluster("train"))
+    kept_words(f"{warned.sentence}. {warned.remedy}")
 
 
 class OldMPI(Cluster):
@@ -239,7 +442,7 @@ def test_the_other_mpijob_is_told_apart():
     with pytest.raises(
         ConfigError, match=r"serves another MPIJob, of kubeflow.org/v1 .* not that of kubeflow.org/v2beta1"
     ):
-        objects.choose(OldMPI("job"), "mpi")
+        objects.choose(OldMPI("job"), ClusterOptions(kind="mpi"))
 
 
 def tf(processes, servers):

@@ -12,7 +12,17 @@ from kale_dist.job.backend import JobRef, PlacedJob  # noqa: E402
 from kale_dist.job.spec.job_spec import JobSpec, Policy, Topology  # noqa: E402
 from kale_dist.job.spec.place_settings import ClusterOptions  # noqa: E402
 from kale_dist.places.kubernetes import look  # noqa: E402
-from kale_dist.places.kubernetes.views import ContainerView, EventView, JobView, PodView, QueuePosition, is_about  # noqa: E402
+from kale_dist.places.kubernetes.views import (  # noqa: E402
+    ContainerView,
+    EventView,
+    JobView,
+    PodView,
+    QueuePosition,
+    is_about,
+    lives_of,
+)
+from kale_dist.places.manifests import KINDS  # noqa: E402
+from kale_dist.places.manifests.object_settings import COMPLETION_INDEX, CONTAINER_ANNOTATION  # noqa: E402
 from kale_dist.wire import FailureCause  # noqa: E402
 
 NOW = 1_000_000.0
@@ -314,3 +324,58 @@ def test_events_of_other_jobs_are_told_apart(kind, name, time, expected):
     event = EventView(uid="e", kind=kind, name=name, object_uid="o", is_warning=False, reason="", message="", time=time)
     handle = PlacedJob(ref=JobRef("kubernetes", "team/x"), object="x", spec=spec(), place=(("created", "5.0"),))
     assert is_about(event, handle) is expected
+
+
+# -- containers that are started again in their pods -------------------------------------------------------------------
+
+FIRST, LATER, LAST = "1970-01-12T13:46:31Z", "1970-01-12T13:46:35Z", "1970-01-12T13:46:38Z"
+RUNNING, BACK_OFF = (
+    {"running": {"startedAt": LATER}},
+    {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}},
+)
+
+
+def ends_with(code, began=FIRST):
+    return {"terminated": {"exitCode": code, "reason": "Error", "startedAt": began, "finishedAt": LATER}}
+
+
+def started_again(state, before, restarts=1, last=0, number=0):
+    """The lives of a pod whose container was started again, as the kubelet tells them."""
+    status = {"name": "node", "restartCount": restarts, "state": state, "lastState": before}
+    data = {
+        "metadata": {
+            "name": f"x-node-0-{number}-abcde", "uid": f"p{number}", "creationTimestamp": CREATED,
+            "annotations": {CONTAINER_ANNOTATION: "node"}, "labels": {COMPLETION_INDEX: str(number)},
+        },
+        "spec": {"nodeName": "n1", "containers": [{"name": "node"}]},
+        "status": {"phase": "Running", "containerStatuses": [status]},
+    }  # fmt: skip
+    return lives_of(data, last)
+
+
+@pytest.mark.parametrize(
+    ("state", "before", "restarts", "last", "lives"),
+    [
+        (RUNNING, ends_with(137), 1, 0, [("p0", "terminated", True), ("p0.1", "running", False)]),
+        (BACK_OFF, ends_with(143), 1, 1, [("p0.1", "terminated", True), ("p0.2", "waiting", False)]),
+        (ends_with(1, LATER), ends_with(137), 1, 1, [("p0", "terminated", True), ("p0.1", "terminated", False)]),
+        # The kubelet has forgotten the life before.
+        (ends_with(0, LATER), {}, 2, 0, [("p0.2", "terminated", False)]),
+        # It has judged, and says so again in each life.
+        (BACK_OFF, ends_with(1), 3, 1, [("p0.1", "terminated", False)]),
+        (RUNNING, ends_with(70), 1, 0, [("p0", "terminated", False)]),
+    ],
+)
+def test_the_lives_of_a_container_are_told_apart(state, before, restarts, last, lives):
+    found = started_again(state, before, restarts, last)
+    assert [(one.identity, one.main.state, one.is_past) for one in found] == lives
+
+
+@pytest.mark.parametrize(("store", "uid", "state"), [("pvc://kept", "p0.1", "running"), ("", "p0", "ended")])
+def test_a_head_that_was_killed_stands_for_the_job_unless_it_begins_again(store, uid, state):
+    asked = dataclasses.replace(spec(1, kind="train", master=None), kind="training", store=store)
+    made = job(status={"jobsStatus": [{"name": "node", "active": 1}]}) | {"spec": KINDS["train"].make(asked)["spec"]}
+    head, worker = started_again(RUNNING, ends_with(137)), started_again(RUNNING, ends_with(137), number=1)
+    found = seen(*head, *worker, of=made, asked=asked)
+    assert [(part.number, part.uid, part.state) for part in found.parts] == [(0, uid, state), (1, "p1.1", "running")]
+    assert found.parts[0].exit_code == (137 if state == "ended" else None)

@@ -15,6 +15,7 @@ import golden_jobs
 import pytest
 import yaml
 
+from kale_dist.cli import main
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec import quantities
 from kale_dist.job.spec.job_spec import ClusterOptions, JobSpec, Resources, Settled, Topology, Volume, VolumeKind
@@ -58,8 +59,33 @@ def test_a_pod_has_longer_than_its_ranks(grace_s, pod_s):
         assert pod["terminationGracePeriodSeconds"] == pod_s
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("runtime", ()),
+        ("runtime_gold", ("--namespace", "team-a", "--name", "gold", "--priority-class", "high", "--runtime-class", "nvidia", "--scheduler-name",
+                          "volcano", "--image-pull-policy", "Always", "--run-as-user", "-1", "--ttl", "60")),
+    ],
+)  # fmt: skip
+def test_runtimes_are_printed_as_they_were_looked_at(name, words, capsys):
+    assert main(["runtime", *words]) == 0
+    text = capsys.readouterr().out
+    path = GOLDEN / f"{name}.yaml"
+    if os.environ.get("KALE_DIST_UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize(
+    "words", [("--name", "Gold"), ("--ttl", "-1"), ("--image-pull-policy", "always"), ("--namespace", "a_b")]
+)
+def test_a_runtime_that_cannot_be_is_not_printed(words, capsys, kept_words):
+    assert main(["runtime", *words]) == 2
+    kept_words(capsys.readouterr().err)
+
+
 def test_no_golden_file_is_left_over():
-    assert {path.stem for path in GOLDEN.glob("*.yaml")} == set(golden_jobs.JOBS)
+    assert {path.stem for path in GOLDEN.glob("*.yaml")} == {*golden_jobs.JOBS, "runtime", "runtime_gold"}
 
 
 @pytest.mark.parametrize(

@@ -765,6 +765,10 @@ def test_process_group_collectives(group):
     assert after == before + 1, f"a collective raises a backend's sequence number by {after - before}, no longer by 1"
 
 
+def test_process_group_log_backend(group):
+    assert group._get_backend(torch.device("cpu")) is not None, "a process group has no backend for its device any more"
+
+
 def test_repair_renew(group):
     from torch.distributed import ProcessGroup, _register_comm_hook
     from torch.distributed.distributed_c10d import ProcessGroupGloo

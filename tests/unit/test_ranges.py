@@ -88,9 +88,17 @@ def test_a_range_is_two_whole_numbers(given, refusal):
     assert refusal(lambda: asked(number_of_processes=given)).argument == "number_of_processes"
 
 
-@pytest.mark.parametrize("settings", [{"kind": "mpi"}, {"kind": "tf"}, {"kind": "train"}, {"master": False}])
+@pytest.mark.parametrize(
+    "settings", [{"kind": "mpi"}, {"kind": "tf"}, {"kind": "train", "trainer": "2.3"}, {"master": False}]
+)
 def test_kinds_whose_lost_pods_do_not_come_back_refuse_it(settings, refusal):
     assert refusal(lambda: asked(number_of_processes=(1, 3), on=pods(**settings))).argument == "number_of_processes"
+
+
+@pytest.mark.parametrize("settings", [{}, {"trainer": "2.1", "runtime": "gold", "runtime_version": 1}])
+def test_a_train_job_with_a_runtime_of_ours_takes_it_as_does_one_whose_runtime_is_not_known_yet(settings):
+    call = asked(number_of_processes=(1, 3), on=pods(kind="train", **settings))
+    assert call.request.topology.sizes == (1, 2, 3)
 
 
 def test_a_range_that_fits_into_one_pod_is_one_number():

@@ -165,12 +165,16 @@ class ClusterOptions:
     kind: str = setting("", _choice(*OBJECT_KINDS))
     """What the job is on the cluster: `"pytorch"` (PyTorchJob of Kubeflow's Training Operator), `"train"` (TrainJob of
     Kubeflow Trainer v2), `"job"` (a batch Job, which needs no operator), `"mpi"` (MPIJob of the MPI Operator) or `"tf"` (TFJob of
-    the Training Operator, for `launch`). Empty: the first of the first three that the cluster serves."""
+    the Training Operator, for `launch`). Empty: the first of the first three that the cluster serves; where a TrainJob can have all
+    that a PyTorchJob has, and the call asks for nothing else, the TrainJob."""
     runtime: str = setting("", names.RUNTIME.or_(""))
     """The runtime of a TrainJob: name of a ClusterTrainingRuntime, or `TrainingRuntime/name` for one of the namespace. Empty:
-    `torch-distributed`."""
-    runtime_field: str = setting("", _choice("runtimePatches", "podTemplateOverrides"))
-    """The field of a TrainJob that changes its pods: `runtimePatches`, or `podTemplateOverrides` before Trainer 2.2. Empty: what the cluster serves."""
+    `kale-dist` if there is one that `kale-dist runtime` printed, else `torch-distributed`."""
+    trainer: str = setting("", _choice("2.1", "2.2", "2.3"))
+    """The first version of Kubeflow Trainer whose TrainJobs have the fields that this cluster's have. Empty: what the cluster serves;
+    without a cluster `2.3`."""
+    runtime_version: int = setting(0, whole(0))
+    """The version of `kale-dist runtime` that printed the TrainJob's runtime, 0 for a runtime of others. Looked up where there is a cluster."""
     servers: int = setting(0, _whole(0))
     """Parameter servers of a TFJob, beside the processes of the call."""
     namespace: str = setting("", names.NAMESPACE.or_(""))
@@ -214,7 +218,7 @@ class ClusterOptions:
     """User and group of the processes; None: the notebook pod's own in a pod, else 1000. -1: left to the cluster."""
     ttl_s: int | None = setting(TTL_S, _whole(0))
     """Seconds after its end when the cluster deletes the job with its pods, their logs and its Secret (snapshot and key); None
-    for never. What this machine has fetched and what is in a store stays. A TrainJob takes it from its runtime."""
+    for never. What this machine has fetched and what is in a store stays. TrainJobs have none."""
     pending_timeout_s: float | None = setting(
         PENDING_TIMEOUT_S, number("a number of seconds", "Give seconds, or None for no limit").or_(None)
     )
@@ -297,7 +301,8 @@ class Kubernetes(ClusterOptions):
             store: str | None = None,
             kind: str | None = None,
             runtime: str | None = None,
-            runtime_field: str | None = None,
+            trainer: str | None = None,
+            runtime_version: int = 0,
             servers: int = 0,
             namespace: str | None = None,
             context: str | None = None,

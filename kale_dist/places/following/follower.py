@@ -364,8 +364,7 @@ class Follower:
                 self.sight.problem = f"{error}"
                 job.on_change()
                 if not error.retryable:
-                    reason = f"The job could not be renewed: {error}"
-                    return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, reason)
+                    return Verdict(StateName.FAILED, FailureCause.NOT_STARTED, f"The job could not be renewed: {error}")
             else:
                 life.write(is_started=True, object=made.object, place=made.place)
                 life.reach = self._reach = HeadReach(job, life.record)

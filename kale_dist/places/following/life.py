@@ -20,7 +20,7 @@ from kale_dist.places.following.head_client import HeadClient
 from kale_dist.places.following.sight import Sight
 from kale_dist.places.following.verdict import RETRIED, explains_loss, judge, judge_part, judge_trouble, lost_part
 from kale_dist.places.following.warm_place import prefix_of
-from kale_dist.wire import FailureCause, JobFiles, StateName, Verdict
+from kale_dist.wire import FIRST_SIGNAL, FailureCause, JobFiles, StateName, Verdict
 from kale_dist.wording import listed
 
 HEAD_DECIDES_S = 40.0
@@ -38,9 +38,6 @@ EXPLAIN_S = 10.0
 
 CANCEL_MARGIN_S = 10.0
 """The pods of a cancelled job are killed so long after the grace of its ranks."""
-
-FIRST_SIGNAL = 128
-"""Pods with an exit code from here on may be made again: a signal has ended them, or they had lost the head."""
 
 MADE_AGAIN = RETRIED - {"killed"}
 """Losses of pods that their controller may make again."""
@@ -197,8 +194,10 @@ class FollowedLife:
     @property
     def has_another_head(self) -> bool:
         """Whether the object has a new head: it was resumed, or its controller has made a lost pod again."""
-        head = self._sight.look.head
-        return head is not None and self.record.uid not in ("", head.uid)
+        head, (known, _, life) = self._sight.look.head, self.record.uid.partition(".")
+        now, _, next_life = head.uid.partition(".") if head is not None else ("", "", "")
+        # A process that follows anew may know of fewer lives of a container than the one before.
+        return bool(known and now) and (now != known or int(next_life or 0) > int(life or 0))
 
     @property
     def is_current(self) -> bool:
@@ -366,7 +365,8 @@ class FollowedLife:
             else head is not None and head.exit_code == 1
         )
         is_over = has_judged or look.finished or records.canceller(self._job.files)
-        return verdict.may_restart and look.returns_head and not is_over
+        was_killed = head is not None and not head.lost and (head.exit_code or 0) >= FIRST_SIGNAL
+        return (verdict.may_restart or was_killed) and look.returns_head and not is_over
 
     def keep_last_words(self) -> None:
         """Copy the last output of other pods that failed into the log: their agents may not have reached the head."""

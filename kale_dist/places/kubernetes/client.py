@@ -113,8 +113,7 @@ def connect(namespace: str = "", context: str = "", config: Config | None = None
             _connections[dataclasses.replace(source, context=found.context)] = found
     # What is configured, and this pod, are of one's own cluster.
     configured, pod_s = ("", "") if secret else (config.namespace, own_namespace())
-    own = namespace or configured or found.namespace or pod_s or "default"
-    return dataclasses.replace(found, namespace=own)
+    return dataclasses.replace(found, namespace=namespace or configured or found.namespace or pod_s or "default")
 
 
 def disconnect() -> None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from kale_dist import config
 from kale_dist.config import Config
 from kale_dist.errors import BackendError, ConfigError
-from kale_dist.job.spec.job_spec import Settled, Topology
 from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.checkup import CheckResult, broken, failed, ok, warning
 from kale_dist.places.kubernetes import client, objects, preflight, roles, self_pod
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.preflight import Finding, Namespace
-from kale_dist.places.manifests import KINDS, Kind
+from kale_dist.places.manifests import KINDS, Kind, train_runtime
+from kale_dist.places.manifests.train_job import DEFAULT_RUNTIME, MAKE_RUNTIME, TrainJob
 
 _REMEDY = "Correct it and try again"
+_WEAKER = (
+    "TrainJobs take {runtime}, which makes lost pods again six times in a job at most, and has no ranges of processes. "
+    "A job that fails without its notebook holds its GPUs for some minutes and loses its log. Before Trainer 2.2, "
+    "processes are root"
+)
+_STRONGER = f"Have an administrator run {MAKE_RUNTIME}, or where you may: kale-dist runtime --namespace {{namespace}} | kubectl apply -f -"
 
 
 def examine(namespace: str = "", context: str = "") -> tuple[CheckResult, ...]:
@@ -36,16 +43,18 @@ def examine(namespace: str = "", context: str = "") -> tuple[CheckResult, ...]:
     rows.append(_results(configured, cluster))
     try:
         there = [kind for kind in KINDS.values() if objects.is_served(cluster, kind)]
-        kind = objects.choose(cluster, "")
+        options = objects.choose(cluster, ClusterOptions())
+        kind = KINDS[options.kind]
         others = ", ".join(f"{one.name}s (kind={one.word!r})" for one in there if one is not kind) or "no others"
         rows.append(ok("kind", f"Jobs become {kind.name}s, if you do not say otherwise; the cluster also has {others}"))
-        if KINDS["train"] in there:
-            names = ", ".join(objects.runtimes(cluster)) or "none that you may list"
-            rows.append(ok("runtimes", f"TrainJobs (kind='train') can have the runtimes (runtime=): {names}"))
+        if KINDS[TrainJob.word] in there:
+            rows += _runtimes(cluster)
         found = preflight.look_at_namespace(cluster, kind)
-        rows += _findings(
-            preflight.check(cluster, _example(configured, cluster, found, kind), found), found, cluster, kind
-        )
+        options = dataclasses.replace(options, master=False if found.forbids_master else None)
+        spec = objects.example(cluster, options, configured.image or "none")
+        rows += _findings(preflight.check(cluster, spec, found), found, cluster, kind)
+    except ConfigError as error:
+        rows.append(failed("kind", error.problem, error.remedy))
     except BackendError as error:
         rows.append(broken("namespace", error, _REMEDY))
     return tuple(rows)
@@ -83,18 +92,22 @@ def _results(configured: Config, cluster: Cluster) -> CheckResult:
     return ok("results", f"If no notebook is connected when a job ends, its results {kept}")
 
 
-def _example(configured: Config, cluster: Cluster, namespace: Namespace, kind: Kind) -> Settled:
-    """The smallest job with a worker, with the resources that jobs have by default."""
-    return Settled(
-        name="kale-dist-doctor",
-        label="doctor",
-        kind="call",
-        topology=Topology(number_of_processes=2),
-        image=configured.image or "none",
-        cluster=ClusterOptions(
-            namespace=cluster.namespace, kind=kind.word, master=False if namespace.forbids_master else None
-        ),
-    )
+def _runtimes(cluster: Cluster) -> Iterator[CheckResult]:
+    """What TrainJobs have from their runtimes, and what they lack."""
+    there = objects.runtimes(cluster)
+    name, version = train_runtime.chosen(there, "")
+    listed = ", ".join(there) or "none that you may list"
+    yield ok("runtimes", f"TrainJobs (kind='train') can have the runtimes (runtime=): {listed}")
+    if not version:
+        yield warning("runtime", _WEAKER.format(runtime=DEFAULT_RUNTIME), _STRONGER.format(namespace=cluster.namespace))
+    elif version < train_runtime.VERSION:
+        where = f" --namespace {cluster.namespace}" if "/" in name else ""
+        sentence = f"The runtime {name} is of version {version}, and this kale_dist has version {train_runtime.VERSION}"
+        yield warning("runtime", sentence, f"Replace it: kale-dist runtime{where} | kubectl apply -f -")
+    for one, made in there.items():
+        if train_runtime.has_ttl(made):
+            sentence = f"The runtime {one} has a ttlSecondsAfterFinished: before Trainer 2.4, an ended TrainJob of it runs again, for ever"
+            yield warning("runtime", sentence, "Take it out, or have an administrator install Trainer 2.4")
 
 
 def _findings(found: tuple[Finding, ...], namespace: Namespace, cluster: Cluster, kind: Kind) -> Iterator[CheckResult]:

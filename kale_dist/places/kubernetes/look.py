@@ -52,7 +52,7 @@ def look(view: JobView, spec: JobSpec, now: float) -> Look:
     job, is_fresh, kind = view.job, view.is_complete and not view.problem, kind_of(spec)
     state = ObjectState() if job is None else kind.state(job)
     replaces = kind.replaces_pods(spec)
-    current, replaced = pods_of_object(view, state, replaces=replaces)
+    current, replaced = pods_of_object(view, state, replaces=replaces, returns_head=kind.returns_head(spec))
     pods = [(pod, _trouble_of(pod, view, now)) for pod in current]
     parts = tuple(_part(pod, found) for pod, found in pods)
     if view.is_deleted:
@@ -92,7 +92,9 @@ def _annotation(job: Mapping[str, Any], name: str) -> str:
     return str(((job.get("metadata") or {}).get("annotations") or {}).get(name) or "")
 
 
-def pods_of_object(view: JobView, state: ObjectState, *, replaces: bool) -> tuple[Sequence[PodView], Sequence[PodView]]:
+def pods_of_object(
+    view: JobView, state: ObjectState, *, replaces: bool, returns_head: bool
+) -> tuple[Sequence[PodView], Sequence[PodView]]:
     """One pod of each number: the newest since the job was started or resumed, as a suspension ended those before.
 
     Args:
@@ -100,22 +102,24 @@ def pods_of_object(view: JobView, state: ObjectState, *, replaces: bool) -> tupl
         state: What the object reports.
         replaces: Whether the job goes on with the pod that its controller makes in the place of a worker that was lost. If not,
             the lost one stands for its number.
+        returns_head: Whether it goes on with a head whose container was started again.
 
     Returns:
         These pods, and the lost workers in whose places some of them are.
     """
     began = seconds(state.started) or 0.0
-    latest, gone = view.latest_pods, [pod for pod in view.pods if pod.is_gone and pod.has_started]
+    latest, gone = view.latest_pods, [pod for pod in view.pods if (pod.is_gone or pod.is_past) and pod.has_started]
     head = latest[0] if latest else None
     found, replaced = [], []
     for pod in latest:
         since = began if pod is head or head is None else max(began, head.created)
         lost = [
             old for old in gone
-            if old.number == pod.number and pod is not head and old.created >= since - _START_SLACK_S
+            if old.number == pod.number and (pod is not head or old.is_past) and old.created >= since - _START_SLACK_S
         ]  # fmt: skip
         if pod.created >= began - _START_SLACK_S:
-            found.append(pod if replaces else next(iter(lost), pod))
+            goes_on = returns_head if pod is head else replaces
+            found.append(pod if goes_on else next(iter(lost), pod))
             replaced += [old for old in lost if old is not pod][-1:]
     return found, replaced if replaces else ()
 
@@ -134,7 +138,7 @@ def _part(pod: PodView, found: Found | None) -> Part:
     return Part(
         number=pod.number,
         name=pod.name,
-        uid=pod.uid,
+        uid=pod.identity,
         state=state,
         exit_code=pod.main.exit_code,
         message=pod.main.message,

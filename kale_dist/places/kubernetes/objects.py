@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -11,15 +12,16 @@ from typing import Any
 
 from kale_dist.errors import BackendError, ConfigError, log
 from kale_dist.job.backend import PlacedJob
-from kale_dist.job.spec.job_spec import Settled
+from kale_dist.job.spec.job_spec import Policy, Settled, Topology
+from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.places.kubernetes import roles
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api
 from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.places.kubernetes.views import Owner, owner_in
-from kale_dist.places.manifests import KINDS, POLICY_API, Kind, kind_of
-from kale_dist.places.manifests.object_settings import OBJECT_LABEL, input_secret_name
-from kale_dist.places.manifests.train_job import TrainJob
+from kale_dist.places.manifests import KINDS, POLICY_API, Kind, kind_of, train_runtime
+from kale_dist.places.manifests.object_settings import FAILED_ANNOTATION, OBJECT_LABEL, input_secret_name
+from kale_dist.places.manifests.train_job import NEWEST, OLD, SECURE, TrainJob
 from kale_dist.wording import listed
 
 _POLL_S = 0.3
@@ -45,26 +47,43 @@ def is_served(cluster: Cluster, kind: Kind, version: str = "") -> bool:
     return listed is not None and any(resource.name == kind.plural for resource in listed.resources or ())
 
 
-def choose(cluster: Cluster, word: str) -> Kind:
-    """The kind that a job becomes: the one that was asked for, else the first that the cluster serves.
+def choose(cluster: Cluster, asked: ClusterOptions, policy: Policy | None = None) -> ClusterOptions:
+    """Settle the kind that a job becomes: the one that was asked for, else the best that the cluster serves; of a TrainJob its runtime and form, too.
+
+    A TrainJob is better than a PyTorchJob where Trainer is 2.2 or later, its runtime is one of `kale-dist runtime`, and the job asks for
+    nothing that it cannot have.
 
     Args:
         cluster: Where.
-        word: As `kd.Kubernetes(kind=...)` has it; empty for no wish.
+        asked: What the call asks for.
+        policy: Of the job; None for the usual one.
 
     Raises:
-        ConfigError: The cluster does not serve it; the message names what it serves, and how to install the rest.
+        ConfigError: The cluster does not serve the kind, and the message names what it serves and how to install the rest; or its Trainer is too old.
         BackendError: The cluster does not answer.
     """
-    if word and is_served(cluster, KINDS[word]):
-        return KINDS[word]
+    word = asked.kind
+    if word and not is_served(cluster, KINDS[word]):
+        raise _not_served(cluster, KINDS[word])
     if not word:
         # The last one is a part of Kubernetes itself.
         *first, last = AUTOMATIC
-        return next((kind for kind in first if is_served(cluster, kind)), last)
+        word = next((kind.word for kind in first if is_served(cluster, kind)), last.word)
+    if word == TrainJob.word:
+        return _as_train_job(cluster, asked)
+    wants_pytorch = asked.kind or asked.master is not None or asked.patch or asked.queue
+    if word == AUTOMATIC[0].word and not wants_pytorch and is_served(cluster, KINDS[TrainJob.word]):
+        with contextlib.suppress(ConfigError):
+            better = _as_train_job(cluster, asked)
+            KINDS[better.kind].make(example(cluster, better, policy=policy or Policy()))
+            if better.runtime_version and better.trainer >= SECURE:
+                return better
+    return dataclasses.replace(asked, kind=word)
+
+
+def _not_served(cluster: Cluster, kind: Kind) -> ConfigError:
     there = [repr(kind.word) for kind in KINDS.values() if is_served(cluster, kind)]
-    kind, do = KINDS[word], "install it"
-    api_of = "/".join(kind.api)
+    do, api_of = "install it", "/".join(kind.api)
     problem = f"{cluster.server} serves no {kind.name} of {api_of}: {kind.controller} is not installed there"
     if kind.clashes_with and is_served(cluster, kind, kind.clashes_with):
         do = "replace it by"
@@ -73,32 +92,62 @@ def choose(cluster: Cluster, word: str) -> Kind:
             f"and not that of {api_of} ({kind.controller}). A cluster can have only one of them"
         )
     remedy = f"It serves {', '.join(there)}. Leave out `kind`, or have an administrator {do}: {kind.install}"
-    raise ConfigError("kind", problem, remedy)
+    return ConfigError("kind", problem, remedy)
 
 
-def runtime_field(cluster: Cluster, spec: Settled) -> str:
-    """The field by which this cluster's version of Trainer changes a runtime's pods; empty for what is no TrainJob.
+def example(cluster: Cluster, options: ClusterOptions, image: str = "none", **settings: Any) -> Settled:
+    """The smallest job with a worker, with the resources that jobs have by default; `settings` are other fields of it."""
+    return Settled(
+        name="kale-dist-example", label="example", kind="call", topology=Topology(number_of_processes=2), image=image,
+        cluster=dataclasses.replace(options, namespace=cluster.namespace), **settings,
+    )  # fmt: skip
 
-    A dry run shows it: an API server drops fields that it does not know. Where even that is refused, it is empty, too,
-    and the checks that follow give the reason.
+
+# -- runtimes of TrainJobs ---------------------------------------------------------------------------------------------
+
+
+def _as_train_job(cluster: Cluster, asked: ClusterOptions) -> ClusterOptions:
+    """What was asked for as a TrainJob, with the runtime that there is, in the form that the cluster's Trainer takes."""
+    name, version = train_runtime.chosen(runtimes(cluster), asked.runtime)
+    served = asked.trainer or trainer(cluster, name)
+    return dataclasses.replace(asked, kind=TrainJob.word, runtime=name, runtime_version=version, trainer=served)
+
+
+def trainer(cluster: Cluster, runtime: str) -> str:
+    """The version of Trainer by what it takes, as `kd.Kubernetes(trainer=...)` has it.
+
+    A dry run shows it: an API server drops fields that it does not know. Where even that is refused, it is empty, and the checks that
+    follow give the reason.
+
+    Args:
+        cluster: Where.
+        runtime: As `kd.Kubernetes(runtime=...)` has it.
+
+    Raises:
+        ConfigError: It is too old.
     """
-    kind = kind_of(spec)
-    if isinstance(kind, TrainJob):
-        create: Any = cluster.custom.create_namespaced_custom_object
-        with contextlib.suppress(Exception):
-            taken = create(*kind.api, spec.cluster.namespace, kind.plural, kind.make(spec), dry_run="All")
-            return "runtimePatches" if "runtimePatches" in taken["spec"] else "podTemplateOverrides"
-    return ""
+    kind = TrainJob()
+    create: Any = cluster.custom.create_namespaced_custom_object
+    for tried in (NEWEST, OLD):
+        job = kind.make(example(cluster, ClusterOptions(kind=kind.word, runtime=runtime, trainer=tried)))
+        try:
+            taken = create(*kind.api, cluster.namespace, kind.plural, job, dry_run="All")
+        except Exception:  # noqa: BLE001 - the checks that follow explain it
+            return ""
+        if found := kind.trainer_of(taken):
+            return found
+    problem = f"the Kubeflow Trainer of {cluster.server} is 2.0, which is too old: what pods need beside their image cannot be set"
+    raise ConfigError("kind", problem, f"Give kind='job', or have an administrator install a newer one: {kind.install}")
 
 
-def runtimes(cluster: Cluster) -> tuple[str, ...]:
-    """Names of the runtimes that TrainJobs of the namespace can have, as far as this user may list them."""
-    found: list[str] = []
+def runtimes(cluster: Cluster) -> Mapping[str, Any]:
+    """The runtimes that TrainJobs of the namespace can have, by their names, as far as this user may list them."""
+    found: dict[str, Any] = {}
     for plural, prefix in _RUNTIMES:
         with contextlib.suppress(Exception):
             listed = _list(cluster, KINDS[TrainJob.word].api, cluster.namespace if prefix else "", plural)
-            found += [prefix + item["metadata"]["name"] for item in listed["items"]]
-    return tuple(found)
+            found |= {prefix + item["metadata"]["name"]: item for item in listed["items"]}
+    return found
 
 
 @contextlib.contextmanager
@@ -175,7 +224,11 @@ def end(cluster: Cluster, spec: Settled, name: str, mark: Mapping[str, str], *, 
         BackendError: The cluster refused.
     """
     kind, namespace = kind_of(spec), spec.cluster.namespace
-    change = {"metadata": {"annotations": dict(mark)}, **kind.end(spec, head_leaves=head_leaves)}
+    ended = kind.end(spec, head_leaves=head_leaves)
+    if FAILED_ANNOTATION in mark and kind.is_suspended(ended):
+        why = mark[FAILED_ANNOTATION].rstrip(".")
+        mark = {FAILED_ANNOTATION: f"{why}. Its {kind.name} is Suspended, not Failed, to free its GPUs"}
+    change = {"metadata": {"annotations": dict(mark)}, **ended}
     with asking("patch", kind, namespace, name):
         cluster.custom.patch_namespaced_custom_object(*kind.api, namespace, kind.plural, name, change)
 

@@ -31,7 +31,7 @@ from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.explain import api, sentences
 from kale_dist.places.kubernetes.explain.api import Doing
 from kale_dist.places.kubernetes.self_pod import NODE_REQUIRED
-from kale_dist.places.manifests import Kind, PodGroup, input_secret, kind_of
+from kale_dist.places.manifests import Kind, PodGroup, input_secret, kind_of, train_runtime
 from kale_dist.places.manifests.kubeflow_jobs import INIT_REQUESTS
 from kale_dist.places.manifests.object_settings import ObjectSettings, input_secret_name
 from kale_dist.snapshot import loading
@@ -256,7 +256,10 @@ def _made(
     yield "secrets", secret, core.create_namespaced_secret_with_http_info
     if _lookup(functools.partial(may, cluster, "", "pods", "create")) is True:
         for group in groups:
-            yield "pods", _example_pod(job, group), core.create_namespaced_pod_with_http_info
+            pod = _example_pod(job, group)
+            if spec.cluster.runtime_version:
+                pod["spec"] = train_runtime.secured(pod["spec"])
+            yield "pods", pod, core.create_namespaced_pod_with_http_info
 
 
 def _dry_run(cluster: Cluster, kind: Kind, resource: str, body: Any, create: Callable[..., Any]) -> Iterator[Finding]:

@@ -48,6 +48,13 @@ POLICIES = Right(
     group=POLICY_API[0],
 )
 
+_RUNTIMES = Right(
+    "trainingruntimes",
+    ("list",),
+    "TrainJobs do not take the runtime kale-dist of the namespace by themselves, and go without what it has",
+    group="trainer.kubeflow.org",
+)
+
 _FOR_ALL = (
     POLICIES,
     Right("secrets", ("create",), "No job can be submitted: its code and its key are sent in a Secret", is_needed=True),
@@ -113,6 +120,7 @@ def rights(kind: Kind) -> tuple[Right, ...]:
             group=kind.group,
         ),
         *((_SERVICES,) if kind.makes_services else ()),
+        *((_RUNTIMES,) if kind.group == _RUNTIMES.group else ()),
         *_FOR_ALL,
     )
 

@@ -125,8 +125,7 @@ def affinity_of(options: ClusterOptions, volumes: tuple[Volume, ...], own: SelfP
     if not any(claim.is_of_one_node and claim.claim in named for claim in _own_claims(own, options.namespace)):
         return options.affinity
     field = {"key": "metadata.name", "operator": "In", "values": [own.node]}
-    terms = {"nodeSelectorTerms": [{"matchFields": [field]}]}
-    return json.dumps({"nodeAffinity": {NODE_REQUIRED: terms}})
+    return json.dumps({"nodeAffinity": {NODE_REQUIRED: {"nodeSelectorTerms": [{"matchFields": [field]}]}}})
 
 
 def about_claims(spec: Request, settled: Settled, own: SelfPod | None) -> list[str]:

@@ -30,7 +30,7 @@ from kale_dist.places import manifests, orders
 from kale_dist.places.kubernetes import client, errand, objects, preflight, roles, self_pod
 from kale_dist.places.kubernetes.client import Cluster
 from kale_dist.places.kubernetes.self_pod import SelfPod
-from kale_dist.places.manifests import Kind, kind_of, object_settings, owner_of
+from kale_dist.places.manifests import KINDS, Kind, kind_of, object_settings, owner_of
 from kale_dist.wire import InputFiles, Order, Source, encode, encode_json, payload
 from kale_dist.wire.blobs import FolderStore, Store, map_file, pack_blobs
 from kale_dist.wire.url_store import UrlStore
@@ -52,17 +52,16 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
     configured, asked = config.load(), request.cluster
     cluster = _reach(asked, configured, required=submit)
     own = self_pod.find(cluster) if cluster is not None else None
-    kind = objects.choose(cluster, asked.kind) if cluster is not None else None
-    found = preflight.look_at_namespace(cluster, kind) if cluster is not None and kind is not None else None
+    asked = dataclasses.replace(asked, queue=asked.queue or configured.queue)
+    asked = objects.choose(cluster, asked, request.policy) if cluster is not None else asked
+    found = preflight.look_at_namespace(cluster, KINDS[asked.kind]) if cluster is not None else None
     namespace = cluster.namespace if cluster is not None else asked.namespace or configured.namespace or "default"
     own_secrets = own.image_pull_secrets if own is not None and not image else ()
     options = dataclasses.replace(
         asked,
         namespace=namespace,
         service_account=asked.service_account or configured.service_account,
-        queue=asked.queue or configured.queue,
         image_pull_secrets=asked.image_pull_secrets or configured.image_pull_secrets or own_secrets,
-        kind=kind.word if kind is not None else asked.kind,
         run_as_user=own.run_as_user if asked.run_as_user is None and own is not None else asked.run_as_user,
         master=False if asked.master is None and found is not None and found.forbids_master else asked.master,
         network_policy=_network_policy(asked, found),
@@ -86,8 +85,6 @@ def settle(request: Request, *, name: str, image: str, recipe: Recipe | None, su
 
     # An API server wants an image, also one that is asked before the image is made: a refusal shall not cost a build.
     draft = settled(image or (recipe.base if recipe is not None else "") or preflight.NOT_MADE_YET)
-    if cluster is not None and not options.runtime_field:
-        options = dataclasses.replace(options, runtime_field=objects.runtime_field(cluster, draft))
     if cluster is None or found is None or not submit:
         return settled(image)
     for line in (*self_pod.about_claims(request, draft, own), *([note] if note else [])):

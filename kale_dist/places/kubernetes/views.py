@@ -15,6 +15,7 @@ from kale_dist.places.manifests.object_settings import (
     FIRST_POD_LABEL,
     REPLICA_INDEX_LABEL,
 )
+from kale_dist.wire import FIRST_SIGNAL
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -73,9 +74,18 @@ class PodView:
     """Whether it is being deleted; its processes may run on for their grace period."""
     is_gone: bool = False
     """Whether it no longer exists; the rest is as last seen."""
+    life: int = 0
+    """How often its agent's container was killed and started again in the same pod: then the agent begins again."""
+    is_past: bool = False
+    """Whether its container was killed, and another life follows."""
     containers: tuple[ContainerView, ...] = ()
     claims: tuple[str, ...] = ()
     """Names of the claims it mounts."""
+
+    @property
+    def identity(self) -> str:
+        """Its UID, and from the second life on the life's number."""
+        return f"{self.uid}.{self.life}" if self.life else self.uid
 
     @property
     def main(self) -> ContainerView:
@@ -103,7 +113,7 @@ class PodView:
     @property
     def is_over(self) -> bool:
         """Whether none of its containers runs any longer, so that the cluster's reason is known."""
-        return self.is_gone or self.phase in ("Succeeded", "Failed")
+        return self.is_gone or self.is_past or self.phase in ("Succeeded", "Failed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +159,7 @@ class JobView:
     job: Mapping[str, Any] | None = None
     """Its object; not to be changed."""
     pods: tuple[PodView, ...] = ()
-    """Oldest first, those that are gone among them."""
+    """Oldest first, those that are gone or past among them."""
     events: tuple[EventView, ...] = ()
     """About the job, its pods and their claims; oldest first."""
     is_deleted: bool = False
@@ -170,8 +180,32 @@ class JobView:
         return tuple(newest[key] for key in sorted(newest))
 
 
-def pod_view(data: Mapping[str, Any]) -> PodView:
-    """A pod of the API."""
+def lives_of(data: Mapping[str, Any], last: int = 0) -> tuple[PodView, ...]:
+    """A pod of the API; of one whose agent's container was killed and is started again, how that life ended comes first.
+
+    Args:
+        data: The pod.
+        last: The number of the last life that was seen of it. An agent that has judged ends in each later one as it did there.
+    """
+    past = pod_view(data)
+    main = past.main
+    if (main.last_exit_code or 0) < FIRST_SIGNAL:
+        # Of one that has succeeded, the kubelet no longer says how the lives before have ended.
+        return (dataclasses.replace(past, life=main.restarts if main.exit_code == 0 else last),)
+    status = next(item for item in data["status"]["containerStatuses"] if item["name"] == main.name)
+    present, before = next(iter(status["state"].items())), status["lastState"]["terminated"]
+    life = main.restarts + (present[0] == "waiting")
+    began = present[1].get("startedAt") or before.get("finishedAt")
+    return (
+        dataclasses.replace(
+            past, life=life - 1, created=seconds(before.get("startedAt")) or past.created, is_past=True
+        ),
+        dataclasses.replace(pod_view(data, ends_once=False), life=life, created=seconds(began) or past.created),
+    )
+
+
+def pod_view(data: Mapping[str, Any], *, ends_once: bool = True) -> PodView:
+    """A pod of the API. Where its agent's container was started again and `ends_once`, that of its end."""
     meta, spec, status = data["metadata"], data.get("spec") or {}, data.get("status") or {}
     labels, annotations = meta.get("labels") or {}, meta.get("annotations") or {}
     conditions = {item["type"]: item for item in status.get("conditions") or ()}
@@ -179,7 +213,10 @@ def pod_view(data: Mapping[str, Any]) -> PodView:
     # The one pod of a type may have no index. Before Kubernetes 1.28 that of a Job stands in the annotation alone.
     index = labels.get(REPLICA_INDEX_LABEL) or labels.get(COMPLETION_INDEX) or annotations.get(COMPLETION_INDEX)
     main = annotations.get(CONTAINER_ANNOTATION, "pytorch")
-    statuses = [_ended_once(item) if item["name"] == main else item for item in status.get("containerStatuses") or ()]
+    statuses = [
+        _ended_once(item) if ends_once and item["name"] == main else item
+        for item in status.get("containerStatuses") or ()
+    ]
     digits = (labels.get(FIRST_POD_LABEL, "0"), index or "0")
     return PodView(
         uid=meta.get("uid", ""),
@@ -265,9 +302,9 @@ def _words_of(condition: Mapping[str, Any]) -> str:
 
 
 def _ended_once(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The status of the agent's container; where it was started again, that of its end, for an agent serves one job once."""
+    """The status of the agent's container; where it was started again, that of its end."""
     last = status.get("lastState") or {}
-    return {**status, "state": last} if status.get("restartCount") and "terminated" in last else status
+    return {**status, "state": last} if "terminated" in last else status
 
 
 def _containers(specs: Any, statuses: Any, *, is_init: bool) -> tuple[ContainerView, ...]:

@@ -235,7 +235,7 @@ class _State:
             jobs = [job for job in self.jobs.values() if job["metadata"]["uid"] not in there]
             return {name for job in jobs for name in self._job(DELETED, job)}
         pods = [(name, pod) for name, found in self._pods.items() for pod in found.values()] if what == _PODS else []
-        lost = [(name, pod) for name, pod in pods if pod.uid not in there and not pod.is_gone]
+        lost = [(name, pod) for name, pod in pods if pod.uid not in there and not (pod.is_gone or pod.is_past)]
         for name, pod in lost:
             self._lose_pod(name, pod)
         return {name for name, _ in lost}
@@ -260,22 +260,23 @@ class _State:
         name = (item["metadata"].get("labels") or {}).get(OBJECT_LABEL)
         if name is None:
             return set()
-        pod = views.pod_view(item)
-        if change == DELETED:
-            self._lose_pod(name, pod)
-            return {name}
-        pods = self._pods.setdefault(name, {})
-        if pods.get(pod.uid) == pod:
+        pods = self._pods.get(name, {})
+        last = max((pod.life for pod in pods.values() if pod.uid == item["metadata"]["uid"]), default=0)
+        lives = {pod.identity: pod for pod in views.lives_of(item, last)}
+        if change != DELETED and lives.items() <= pods.items():
             return set()
-        pods[pod.uid] = pod
+        self._pods.setdefault(name, {}).update(lives)
+        if change == DELETED:
+            self._lose_pod(name, [*lives.values()][-1])
         return {name}
 
     def _lose_pod(self, name: str, pod: views.PodView) -> None:
         pods = self._pods.setdefault(name, {})
         if name in self._followed:
-            pods[pod.uid] = dataclasses.replace(pod, is_gone=True)
+            pods[pod.identity] = dataclasses.replace(pod, is_gone=True)
             return
-        pods.pop(pod.uid, None)
+        for key in [key for key, one in pods.items() if one.uid == pod.uid]:
+            del pods[key]
         if not pods:
             del self._pods[name]
 

@@ -163,11 +163,8 @@ class Kind(abc.ABC):
             if role not in self.roles:
                 there = f"It has: {', '.join(self.roles)}" if self.roles else "Its pods are all alike: use resources="
                 raise ConfigError("roles", f"a {self.name} has no role {role!r}", there)
-        if spec.topology.sizes and not self.replaces_pods(spec):
-            problem = (
-                f"a range needs pods that are made again when they are lost, and a lost pod of this {self.name} is not"
-            )
-            raise ConfigError("number_of_processes", problem, "Give one number, or kind='job'")
+        if spec.topology.sizes:
+            self.check_range(spec)
         made = {
             "apiVersion": "/".join(self.api),
             "kind": self.name,
@@ -208,6 +205,18 @@ class Kind(abc.ABC):
             raise refuse(f"it changes {changed[0]}, on which the job depends")
         if without:
             raise refuse(f"it removes the container {self.container!r} of the {without[0]}, in which the ranks run")
+
+    def check_range(self, spec: Settled) -> None:
+        """Refuse a range of processes whose pods cannot come and go.
+
+        Raises:
+            ConfigError: A lost pod is not made again.
+        """
+        if not self.replaces_pods(spec):
+            problem = (
+                f"a range needs pods that are made again when they are lost, and a lost pod of this {self.name} is not"
+            )
+            raise ConfigError("number_of_processes", problem, "Give one number, or kind='job'")
 
     def replaces_pods(self, spec: Settled) -> bool:
         """Whether the controller makes a relay's pod again that is lost, so that the head may wait for it."""

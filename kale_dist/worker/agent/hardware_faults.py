@@ -1,7 +1,8 @@
 """Explains errors of CUDA, cuDNN, NCCL, gloo and shared memory: one sentence and a remedy for each, and what a job may do about it.
 
 An entry is recognised by the text of an exception or by a dead rank's last lines. The first that fits is taken, so the most
-specific ones come first. Texts are those of CUDA 12 and 13, NCCL 2.2x and torch 2.11 to 2.13. Pure.
+specific ones come first. Texts are those of CUDA 12 and 13, NCCL 2.2x and torch 2.11 to 2.13, and of the NCCL backend that torch 2.15 has
+by default ("nccl2"), read in its library. Pure.
 """
 
 from __future__ import annotations
@@ -32,8 +33,14 @@ class Fault:
 _NODE = "Have the node looked at (nvidia-smi -q, dmesg), and keep jobs away from it"
 _NCCL_LOG = 'environment={"NCCL_DEBUG": "INFO"} logs what NCCL tries'
 
+_WATCHDOG = (
+    r"ProcessGroupNCCL.*(watchdog|terminat)|Watchdog caught collective operation timeout|NCCL operation timed out"
+    r"|Aborting process on rank \d+ due to timeout|Work timed out during finalize"
+)
+"""The first is of torch's former NCCL backend, the second of both, the last three are nccl2's."""
+
 TABLE = (
-    Fault("watchdog", r"ProcessGroupNCCL.*(watchdog|terminat)|watchdog (thread )?got stuck", "NCCL gave up waiting for another rank", "Look at the ranks that failed first", may_restart=True, follows=True),
+    Fault("watchdog", _WATCHDOG, "NCCL gave up waiting for another rank", "Look at the ranks that failed first", may_restart=True, follows=True),
     Fault("ecc", r"uncorrectable (ECC|NVLink) error|\bXid\b|GPU (is lost|has fallen off the bus)|device (is )?lost|CUDA error: .*hardware", "The GPU has a hardware fault", _NODE, may_restart=True),
     Fault("launch-failure", r"unspecified launch failure|cudaErrorLaunchFailure", "A kernel died on the GPU: a hardware fault, or a kernel that wrote where it may not", f"If it happens on one node only: {_NODE[0].lower()}{_NODE[1:]}. Otherwise environment={{'CUDA_LAUNCH_BLOCKING': '1'}} shows the line", may_restart=True),
     Fault("duplicate-gpu", r"Duplicate GPU detected", "Two ranks have the same GPU (time slices, or parts of one GPU in one pod)", "Give each rank a GPU: fewer processes, or processes_per_pod=1"),

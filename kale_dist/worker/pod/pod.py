@@ -26,6 +26,10 @@ TERMINATION_LOG_VARIABLE = "KALE_DIST_TERMINATION_LOG"
 """Environment variable: the file for the termination message; unset for the one that a kubelet reads."""
 
 
+LOST_HEAD = "KALE_DIST_LOST_HEAD"
+"""Variable of an agent that has begun again in its container because it had lost the head."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PodPlace:
     """Holds what a pod's environment states of it."""
@@ -40,6 +44,8 @@ class PodPlace:
     """Address to listen on; empty for all."""
     termination_log: pathlib.Path | None
     """Where the pod's last words go; None: they are not read."""
+    has_lost_head: bool = False
+    """Whether it has begun again in its container because it had lost the head."""
 
 
 def place_of(environment: Mapping[str, str]) -> PodPlace:
@@ -57,6 +63,7 @@ def place_of(environment: Mapping[str, str]) -> PodPlace:
         work=pathlib.Path(environment[PodVariable.WORK]),
         listen=environment.get(LISTEN_VARIABLE, ""),
         termination_log=log if given or log.exists() else None,
+        has_lost_head=LOST_HEAD in environment,
     )
 
 

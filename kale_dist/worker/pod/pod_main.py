@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -18,13 +19,15 @@ from kale_dist.wire import InputFiles, Order
 from kale_dist.worker.agent import ending, processes
 from kale_dist.worker.agent.fork_pool import ForkPool
 from kale_dist.worker.pod.head import Head, WarmHead
-from kale_dist.worker.pod.pod import Pod, PodPlace, Problem, place_of
-from kale_dist.worker.pod.relay import Relay
+from kale_dist.worker.pod.pod import LOST_HEAD, Pod, PodPlace, Problem, place_of
+from kale_dist.worker.pod.relay import HeadReturnsError, Relay
 
 INPUT_LIMIT_S = 300.0
 """How long the job's input may take to appear."""
 
 _LOOK_EACH_S = 0.1
+
+_ENDED = "ended"
 
 
 async def wait_for_input(place: PodPlace, terminating: asyncio.Event) -> tuple[Order, bytes]:
@@ -62,12 +65,17 @@ async def serve(place: PodPlace, pool: ForkPool) -> int:
 
     Raises:
         Problem: The agent cannot begin, or received SIGTERM before it had.
+        HeadReturnsError: This relay has lost the head, and another one will come.
     """
     loop = asyncio.get_running_loop()
     terminating = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, terminating.set)
     order, key = await wait_for_input(place, terminating)
     pod = Pod(place, order, key, pool)
+    if order.returns_head or (order.replaces_pods and place.pod):
+        # What an agent has left that was killed here, or has lost the head: this one takes its place, as a new pod's would.
+        for folder in (pod.files.folder, place.work / "jobs"):
+            shutil.rmtree(folder, ignore_errors=True)
     try:
         pod.files.folder.mkdir(mode=0o700, parents=True)
     except FileExistsError:
@@ -95,8 +103,11 @@ async def serve(place: PodPlace, pool: ForkPool) -> int:
     await asyncio.wait((running, broken), return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
         raise broken.result()
-    # A pod that was made again would only reach its deadline again.
-    return 1 if running.result() == wire.EXIT_TERMINATED and pod.is_overdue else running.result()
+    code = running.result()
+    if code == wire.EXIT_TERMINATED and pod.is_overdue:
+        # A pod that was made again would only reach its deadline again.
+        code = 1
+    return code if code >= wire.FIRST_SIGNAL and order.returns_head else _keep_end(place, code)
 
 
 async def _main(place: PodPlace, launched: tuple[socket.socket, int]) -> int:
@@ -111,7 +122,7 @@ async def _main(place: PodPlace, launched: tuple[socket.socket, int]) -> int:
     except (Problem, KaleDistError, OSError) as error:
         sys.stderr.write(f"kale_dist: {error}\n")
         ending.write_termination(place.termination_log, str(error).encode("utf-8", "replace"))
-        return wire.EXIT_TERMINATED if "received SIGTERM" in str(error) else wire.EXIT_BROKEN
+        return _keep_end(place, wire.EXIT_TERMINATED if "received SIGTERM" in str(error) else wire.EXIT_BROKEN)
     finally:
         pool.close()
         processes.end_orphans(limit_s=2.0)
@@ -129,24 +140,28 @@ def main(launched: tuple[socket.socket, int]) -> int:
     except (KeyError, ValueError, OSError) as error:
         sys.stderr.write(f"kale_dist: this pod's environment is incomplete: {type(error).__name__}: {error}\n")
         return wire.EXIT_BROKEN
-    ended = place.work / "ended"
     with contextlib.suppress(OSError, ValueError):
         # The kubelet has started the container again, as a runtime of Kubeflow Trainer has it do: its end stays what it was.
-        number, _, words = ended.read_bytes().partition(b"\n")
+        number, _, words = (place.work / _ENDED).read_bytes().partition(b"\n")
         ending.write_termination(place.termination_log, words)
         return int(number)
-    code = _run(place, launched)
-    with contextlib.suppress(OSError):
-        message = place.termination_log.read_bytes() if place.termination_log is not None else b""
-        ended.write_bytes(b"%d\n%s" % (code, message))
-    return code
-
-
-def _run(place: PodPlace, launched: tuple[socket.socket, int]) -> int:
+    environment = {**os.environ, LOST_HEAD: "1"}
+    os.environ.pop(LOST_HEAD, None)
     try:
         return asyncio.run(_main(place, launched))
+    except HeadReturnsError:
+        # Its container goes on: the controller counts no failure, and the scheduler gives its place to nobody else.
+        os.execve(sys.executable, sys.orig_argv, environment)  # noqa: S606 - it is itself
     except Exception as error:  # noqa: BLE001 - any error here is our own fault and has to be reported as such
         traceback.print_exc()
         problem = f"kale_dist: the pod's agent failed: {type(error).__name__}: {error}"
         ending.write_termination(place.termination_log, problem.encode("utf-8", "replace"))
-        return wire.EXIT_BROKEN
+        return _keep_end(place, wire.EXIT_BROKEN)
+
+
+def _keep_end(place: PodPlace, code: int) -> int:
+    """Write down how the agent has ended, for good; gives the exit code."""
+    with contextlib.suppress(OSError):
+        message = place.termination_log.read_bytes() if place.termination_log is not None else b""
+        (place.work / _ENDED).write_bytes(b"%d\n%s" % (code, message))
+    return code

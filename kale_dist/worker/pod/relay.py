@@ -23,6 +23,7 @@ from kale_dist.wire import EXIT_LOST_HEAD, EXIT_TERMINATED, Assignment, Attempt,
 from kale_dist.wire.events import Event, Usage
 from kale_dist.wire.messages import Answer, Done, FromRank
 from kale_dist.worker.agent.fork_pool import REFILL_AFTER_S
+from kale_dist.worker.agent.job_run import REPLACE_WAIT_S
 from kale_dist.worker.agent.near_rank import End, NearRank
 from kale_dist.worker.agent.usage import UsageWatch
 from kale_dist.worker.pod import mpi, transfers
@@ -41,6 +42,10 @@ HELD_BYTES = 1 << 20
 
 _ANSWER_S = 20.0
 _PART_BYTES = 256 << 10
+
+
+class HeadReturnsError(Exception):
+    """The head is lost and will be made again: this relay begins again in its container, and waits for it."""
 
 
 class Relay:
@@ -76,6 +81,7 @@ class Relay:
 
         Raises:
             Problem: The head cannot be reached, or is not that of this job.
+            HeadReturnsError: The head is lost, and another one will come.
         """
         if self._is_terminating:
             return EXIT_TERMINATED
@@ -85,6 +91,8 @@ class Relay:
             head = await self._joining
         except asyncio.CancelledError:
             return EXIT_TERMINATED
+        except TimeoutError:
+            return EXIT_LOST_HEAD
         if head is None:
             sys.stderr.write("kale_dist: the job goes on or has ended without this pod, which has nothing to do\n")
             return 0
@@ -99,12 +107,20 @@ class Relay:
             return EXIT_TERMINATED if self._is_terminating else 0
         # With the connection this pod's part of the attempt has ended: its ranks end with this process.
         sys.stderr.write("kale_dist: the connection to the first pod's agent has ended, and with it this pod's ranks\n")
+        if self._pod.order.returns_head and not self._is_terminating:
+            # From here on, SIGTERM waits until the agent that begins again has a handler.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            raise HeadReturnsError
         return EXIT_TERMINATED if self._is_terminating else EXIT_LOST_HEAD
 
     # -- the connection ---------------------------------------------------------------------------------------------
 
     async def _join(self) -> Channel | None:
-        """Connect to the head and prove the key to each other; None if the job goes on without this pod."""
+        """Connect to the head and prove the key to each other; None if the job goes on without this pod.
+
+        Raises:
+            TimeoutError: The head that was lost has not come back: this pod's place may be what it waits for.
+        """
         order, began = self._pod.order, time.monotonic()
         while True:
             channel, answer = None, dict[str, Any]()
@@ -121,7 +137,10 @@ class Relay:
             if answer.get("op") == RelayOp.OVER:
                 return None
             waited_s = time.monotonic() - began
-            if waited_s > order.start_wait_s:
+            if self._pod.place.has_lost_head:
+                if waited_s > REPLACE_WAIT_S:
+                    raise TimeoutError
+            elif waited_s > order.start_wait_s:
                 raise Problem(
                     f"the first pod's agent at {order.head}:{order.port + 1} could not be reached within "
                     f"{order.start_wait_s:.0f} s: look at the first pod, or at network policies"

@@ -148,6 +148,8 @@ class KeptGroup:
         dist.all_reduce(first)
         first.item()
         limit.cancel()
+        if not self._rank:
+            _log_backend(dist.group.WORLD, device)
 
     def _report_exchanges(self) -> None:
         """Tell the agent, while the main thread may wait for a GPU, how many collectives and steps there were. A thread."""
@@ -331,6 +333,16 @@ def collectives(group: Any, device: Any) -> int:
     with context.only_shown("Which rank waits for which"):
         counts.append(group._get_backend(device)._get_sequence_number_for_group())  # noqa: SLF001 - there is no public way
     return counts[-1]
+
+
+def _log_backend(group: Any, device: Any) -> None:
+    """Log which NCCL backend a group has, from torch 2.15 on, whose default is another one than before."""
+    import torch
+
+    if torch.__version__ >= "2.15":  # compared as versions, not as texts
+        with context.only_shown("The NCCL backend"):
+            name = type(group._get_backend(device)).__name__  # noqa: SLF001 - there is no public way
+            context.log(f"The NCCL backend is torch {torch.__version__}'s {name}")
 
 
 def _replace_spawn() -> None:

@@ -234,6 +234,8 @@ class Session:
     within: Within = dataclasses.field(init=False)
     progress: Progress = dataclasses.field(default_factory=Progress)
     """The finished epochs."""
+    told: set[str] = dataclasses.field(default_factory=set)
+    """The changes that were named: after the first epoch, and after the last one, as some begin late."""
 
     @classmethod
     def build(cls, setup: Setup, stack: contextlib.ExitStack) -> Session:
@@ -338,17 +340,19 @@ class Session:
                 outcome = self._evaluate(epoch, source="averaged")
             metrics |= {f"averaged/{name}": value for name, value in outcome.values.items()}
         self._step_scheduler(evaluated.get("loss", values.get("loss")))
-        if epoch == self.setup.resumption.progress.epochs + 1:
+        if epoch in (self.setup.resumption.progress.epochs + 1, self.training.epochs):
             self._name_what_differs()
         if reason := self.callbacks.end_epoch(epoch, metrics):
             self.group.log(reason)
         return Progress(epochs=epoch, values=merge(values, evaluated), stopped=stop or bool(reason))
 
     def _name_what_differs(self) -> None:
-        """Log what the ranks have changed each in its own way, and what cannot be sent. All ranks call this."""
-        digests, stay = self.setup.arrived.digests()
+        """Log what the ranks have changed each in its own way, and what cannot be sent, each once. All ranks call this."""
+        digests, left = self.setup.arrived.digests()
         everyone = self.group.gather(digests)
         names = [name for name, first in digests.items() if any(one.get(name, first) != first for one in everyone)]
+        names, stay = ([name for name in found if name not in self.told] for found in (names, left))
+        self.told.update(names, stay)
         if names:
             self.group.log(
                 f"Changed on each rank in its own way: {listed(names, _NAMED)}. Rank 0's comes back, and is every rank's after a"

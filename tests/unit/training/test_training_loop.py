@@ -673,6 +673,13 @@ def test_what_a_step_changes_comes_back_and_a_name_that_means_something_else_is_
             optimizer.step()
         return 0.5
 
+    def late(model, loader, criterion, optimizer, device, args):
+        if records:
+            history.append(torch.distributed.get_rank())
+        records["epoch"] = 1
+        return quiet(model, loader, criterion, optimizer, device, args)
+
+    assert "in its own way: history." in said_by(lambda: records.clear() or fit(train_step=late, epochs=3), ranks)
     assert "each rank" not in said_by(lambda: fit(train_step=quiet), ranks)
     assert changed_by(lambda: fit(train_step=quiet), ranks) == ""
 

@@ -33,7 +33,7 @@ def hindrance(pod: PodView, view: JobView) -> Found | None:
         if container.is_init and container.state == "terminated" and container.exit_code:
             # The pause before another start begins a little later.
             return None
-        if container.state == "waiting":
+        if container.state == "waiting" and not pod.life:
             pulling = _last_event(pod, view, "Failed: Failed to pull") if container.reason == "ImagePullBackOff" else ""
             found = _match(Seen.WAITING, f"{_words_of(container)} {pulling}".rstrip(), pod, view, container)
             if found is not None:

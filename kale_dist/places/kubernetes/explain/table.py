@@ -232,6 +232,14 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             "Give master=False", heals=False,
         ),
         Entry(
+            # Of Trainer 2.2 and later, and of all other kinds, each container has a context of its own.
+            "pod-security-runtime", _REFUSED,
+            r'violates PodSecurity "(?P<level>[^"]+)": .*container "node" must set securityContext',
+            'the namespace {namespace} enforces Pod Security "{level}", and the runtime of the TrainJob sets no security context',
+            "Have an administrator make the runtime that 'kale-dist runtime' prints, or install Trainer 2.2 or later; or give kind='job'",
+            heals=False,
+        ),
+        Entry(
             "pod-security", _REFUSED,
             r'violates PodSecurity "(?P<level>[^"]+)": (?P<rule>.+)',
             'the namespace {namespace} enforces Pod Security "{level}", which forbids: {rule}',
@@ -317,7 +325,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         Entry(
             "queue-ignored", (Seen.STRUCTURE,), "",
             "Kueue does not manage this {job_kind}: it starts without the quota of the queue {object}",
-            "Give kind='pytorch' or kind='job', or have the administrator add {jobs} to Kueue's integrations",
+            "Give kind='job', or have the administrator add {jobs} to Kueue's integrations",
         ),
         Entry(
             "claim-one-node", (Seen.STRUCTURE,), "",
