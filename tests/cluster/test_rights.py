@@ -5,6 +5,7 @@ import contextlib
 import pytest
 from on_cluster import pods_in, run_kubectl
 from rank_work import bytes_of, hang, waits_in_its_first_run
+from waiting import until
 
 import kale_dist as kd
 from kale_dist.errors import BackendError, JobCancelledError, KaleDistWarning, ResultUnavailableError, StoreError
@@ -81,7 +82,8 @@ def test_without_any_connection_large_results_are_lost_and_this_is_said(become, 
     assert job.wait(150).state is StateName.SUCCEEDED
     with pytest.raises((BackendError, ResultUnavailableError, StoreError)):
         job.result()
-    assert any("could not be fetched" in line.text for line in job.logs())
+    # The call may have asked before the follower has given up.
+    until(lambda: any("could not be fetched" in line.text for line in job.logs()), 30)
     job.delete()
 
 

@@ -87,6 +87,8 @@ def test_a_thousand_ranks_can_be_asked_of_a_forkserver_that_does_not_answer(loop
         answered += len(requests)
         server.refuse(requests)
         loop.run_until_complete(asyncio.sleep(0.01))
+    while not all(listener.end for listener in listeners):
+        loop.run_until_complete(asyncio.sleep(0.01))
     assert all("no room" in listener.end.reason for listener in listeners)
     pool.close()
     theirs.close()
