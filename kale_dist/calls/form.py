@@ -176,7 +176,7 @@ def _chosen_place(choice: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     mounts = [part.partition("=") for part in given.get("volumes", "").split(",") if part.strip()]
     found: dict[str, Any] = {
         "image": given.get("image"),
-        "packages": "auto" if packages == ["auto"] else packages,
+        "packages": packages[0] if packages in (["auto"], ["here"]) else packages,
         "resources": {field: wording.parse(given[field]) for field in ("cpu", "memory", "gpus") if field in given},
         "volumes": {path.strip(): source.strip() for path, _, source in mounts},
         "keep_warm": given.get("keep_warm"),

@@ -13,6 +13,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from kale_dist.errors import ConfigError
+from kale_dist.image import here
 from kale_dist.job.spec import names, place_settings
 from kale_dist.job.spec.checks import NO_NUL, pairs, text, texts
 from kale_dist.job.spec.recipe import ImageFile, Recipe
@@ -21,7 +22,7 @@ from kale_dist.wording import needing, shorten, show
 if TYPE_CHECKING:
     from types import ModuleType
 
-AUTO = "auto"
+AUTO, HERE = "auto", "here"
 
 _APT = text(
     re.compile(r"[a-z0-9][a-z0-9+.-]+(?::[a-z0-9]+)?(?:=[A-Za-z0-9.+:~-]+)?").fullmatch,
@@ -46,6 +47,8 @@ class ImageWanted:
     """What the image is made of, if it is made. Its files may still be `source` files of this machine."""
     auto: bool = False
     """Whether the packages that the call imports belong to the recipe, too."""
+    here: tuple[str, ...] | None = None
+    """Names of this machine's packages that are sent where the image lacks them; empty for all that were asked for; None for none."""
 
 
 def check(image: Any, packages: Any, requirements: Any) -> ImageWanted:
@@ -53,7 +56,7 @@ def check(image: Any, packages: Any, requirements: Any) -> ImageWanted:
 
     Args:
         image: A reference, a `Recipe`, or None.
-        packages: Requirements, `"auto"`, or None.
+        packages: Requirements, `"auto"`, `"here"`, `"here: name, name"`, or None.
         requirements: A path of a requirements file, its text, or None.
 
     Raises:
@@ -62,11 +65,12 @@ def check(image: Any, packages: Any, requirements: Any) -> ImageWanted:
     auto = isinstance(packages, str) and packages == AUTO
     if auto:
         _parser("packages")
+    named, packages = _here(packages)
     listed = _packages(None if auto else packages)
     image = place_settings.image_of(image) or ""
     if not isinstance(image, Recipe):
         if packages is None and requirements is None:
-            return ImageWanted(image=image)
+            return ImageWanted(image=image, here=named)
         image = Recipe(base=image)
     recipe = dataclasses.replace(image, packages=(*image.packages, *listed))
     if requirements is not None:
@@ -75,8 +79,19 @@ def check(image: Any, packages: Any, requirements: Any) -> ImageWanted:
         recipe = dataclasses.replace(recipe, packages=(*recipe.packages, *packages), index_urls=urls)
     recipe = _checked(recipe)
     if not (recipe.adds_something or auto):
-        return ImageWanted(image=recipe.base)
-    return ImageWanted(recipe=recipe, auto=auto)
+        return ImageWanted(image=recipe.base, here=named)
+    return ImageWanted(recipe=recipe, auto=auto, here=named)
+
+
+def _here(packages: Any) -> tuple[tuple[str, ...] | None, Any]:
+    """The names that `"here: name, name"` gives, which are installed here, and what `packages` says beside that."""
+    word, _, names = packages.partition(":") if isinstance(packages, str) else ("", "", "")
+    if word.strip() != HERE:
+        return None, packages
+    given = tuple(name for part in names.split(",") if (name := part.strip()))
+    if given:
+        here.find((), given)
+    return given, None
 
 
 def _packages(value: Any) -> tuple[str, ...]:
@@ -85,14 +100,18 @@ def _packages(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         text = value.strip()
         is_short = 0 < len(text) < 80  # noqa: PLR2004 - still a line
-        remedy = f"Write it as {[text] if is_short else ['einops==0.8']}, or 'auto'"
+        remedy = f"Write it as {[text] if is_short else ['einops==0.8']}, or 'auto', or 'here'"
         problem = f"{shorten(value)} is text, not a list"
-        if value.lower() == AUTO:
-            remedy = "Write it as 'auto'"
+        if (word := value.lower()) in (AUTO, HERE):
+            remedy = f"Write it as {word!r}"
         elif "\n" in text or text.endswith(".txt"):
             remedy = "Give a file of requirements or its text by requirements="
         raise ConfigError("packages", problem, remedy)
-    return texts("packages", value, "['einops==0.8'], or 'auto'")
+    if HERE in (given := texts("packages", value, "['einops==0.8'], or 'auto', or 'here'")):
+        raise ConfigError(
+            "packages", f"{list(given)} names {HERE!r} as a package", f"Write {HERE!r} alone, not in a list"
+        )
+    return given
 
 
 def _source(requirements: Any) -> str | pathlib.Path:

@@ -100,6 +100,8 @@ class Call:
     backend: Backend
     auto_packages: bool = False
     """Whether the packages that the call imports belong to the recipe, too."""
+    here: tuple[str, ...] | None = None
+    """As `ImageWanted.here`."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user about what may be a mistake."""
     notes: tuple[str, ...] = ()
@@ -193,7 +195,7 @@ def checked(
         request = dataclasses.replace(request, store=place.store, cluster=place.options)
         _check_manifest(request)
     call = Call(
-        what=what, request=request, backend=backend, auto_packages=wanted.auto, warnings=ranks.warnings,
+        what=what, request=request, backend=backend, auto_packages=wanted.auto, here=wanted.here, warnings=ranks.warnings,
         notes=ranks.notes, track=options.track,
     )  # fmt: skip
     return call if training is None else _trains(call, training, options, place, earlier)

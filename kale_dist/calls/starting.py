@@ -120,10 +120,10 @@ def specify(call: Call, name: str, store: Store, key: bytes | None) -> tuple[Sna
         unpicklable.check_of_one_process(unpicklable.roots_of_call(what.fn, what.args, dict(what.kwargs)))
     snapshot = _capture(call.what, request.label, store)
     snapshot.check_counts(request.label, processes)
-    if snapshot.compiled and backend.name != "local":
+    if snapshot.compiled and backend.name != "local" and call.here is None:
         raise SnapshotError(
             f"{request.label} uses {snapshot.compiled[0]}, a compiled module of your own, which need not run "
-            f"anywhere but on this machine. Make it a package in the image, or use on='local'"
+            f"anywhere but on this machine. Make it a package in the image, or one that is installed here with packages='here', or use on='local'"
         )
     image, recipe = request.image, request.recipe
     notes: tuple[str, ...] = ()
@@ -138,6 +138,12 @@ def specify(call: Call, name: str, store: Store, key: bytes | None) -> tuple[Sna
     spec = JobSpec.complete(
         settled, key, snapshot=snapshot.digest, blobs=snapshot.blobs, snapshot_bytes=snapshot.size_bytes
     )
+    if call.here is not None:
+        from kale_dist.image import here
+
+        offer, more = here.offer(here.find(snapshot.imports, call.here), store, packs=key is not None)
+        spec, notes = dataclasses.replace(spec, offer=offer), (*notes, *more)
+        log(here.describe(spec.image, offer))
     return snapshot, spec if call.resume is None else _resuming(spec, call.resume.path, store), notes
 
 
@@ -207,12 +213,18 @@ def _again(backend: Backend, job: Job[Any], checkpoint: pathlib.Path | None) -> 
         raise BackendError(f"{problem}. Make the call again in a notebook")
     old = job.spec if old_key is None else job.spec.opened(old_key)
     with records.keeping_blobs():
-        if not all(store.exists(digest) for digest in old.blobs):
+        if not all(store.exists(digest) for digest in (*old.blobs, *old.offer.blobs)):
             raise BackendError(f"The snapshot of {job.ref} is not on this machine. Make the call again in a notebook")
         name = _free_name(old.label)
         settled = backend.settle(old, name=name, image=old.image, recipe=old.recipe, submit=True)
         spec = JobSpec.complete(
-            settled, key, snapshot=old.snapshot, blobs=old.blobs, snapshot_bytes=old.snapshot_bytes, resume=old.resume
+            settled,
+            key,
+            snapshot=old.snapshot,
+            blobs=old.blobs,
+            snapshot_bytes=old.snapshot_bytes,
+            resume=old.resume,
+            offer=old.offer,
         )
         spec = spec if checkpoint is None else _resuming(spec, checkpoint, store)
         ref = backend.submit(spec, key)

@@ -28,6 +28,7 @@ def order_of(spec: JobSpec, *, used_restarts: int = 0, **site: Any) -> Order:
         "processes_per_agent": spec.topology.number_of_processes,
         "snapshot": spec.snapshot,
         "blobs": spec.blobs,
+        "offer": spec.offer,
         "resume": spec.resume,
         "sealed": spec.sealed,
         "cuda": spec.cuda,

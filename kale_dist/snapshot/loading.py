@@ -324,8 +324,8 @@ def _load(
             versions = f" (torch {sent[0]}, cloudpickle {sent[1]}; here torch {here[0]}, cloudpickle {here[1]})"
             raise SnapshotError(
                 f"The snapshot of {manifest['label']} cannot be loaded in the rank: {error}. What it uses has to be "
-                f"there in the notebook's versions{versions * (here != sent)}: in pods and containers, packages='auto' adds to "
-                "the image what the call imports. If copy.deepcopy() of an argument fails in the notebook too, its class "
+                f"there in the notebook's versions{versions * (here != sent)}: in pods and containers, packages='here' "
+                "sends what the image lacks. If copy.deepcopy() of an argument fails in the notebook too, its class "
                 "cannot be sent: make that object in the function or step."
             ) from error
     origin = Origin(

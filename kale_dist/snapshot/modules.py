@@ -139,7 +139,7 @@ class _Collector:
         named = sorted({*_literals(path), *words, *(word.partition("=")[2] for word in words)})
         inside = [name for name in named if _plain(name) and ".." not in pathlib.PurePath(name).parts]
         folders = (path.parent.resolve(), pathlib.Path.cwd().resolve())
-        data = (self._file("", folder, file) for folder in folders for name in inside for file in _below(folder / name))
+        data = (self._file("", folder, file) for folder in folders for name in inside for file in below(folder / name))
         self._keep([script], data, path)
         return list(_imports(_text(script.source), script.source))
 
@@ -169,7 +169,7 @@ class _Collector:
         places: list[pathlib.Path] = []
         if any(word in _text(path) for word in _FINDS_ITSELF):
             places = [path.parent / literal for literal in sorted(_literals(path)) if _plain(literal)]
-        beside = (self._file("", path.parent, file) for place in places for file in _below(place))
+        beside = (self._file("", path.parent, file) for place in places for file in below(place))
         if path.suffix == ".so":
             self.notes.append(f"{top} is a compiled module of yours ({path}): it runs only on machines like this one.")
         return self._keep([self._file("", path.parent, path)], beside, path)
@@ -237,7 +237,7 @@ def _walk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
             yield path
 
 
-def _below(place: pathlib.Path) -> Iterator[pathlib.Path]:
+def below(place: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yield a file itself, or the files below a folder."""
     if place.is_dir():
         yield from _walk(place)

@@ -78,6 +78,8 @@ class ProcessState:
     """Resource limits as (RLIMIT number, soft, hard)."""
     torch_flags: tuple[tuple[str, str | int | float | bool], ...]
     """Torch's default dtype and global flags by name, and the level of the log."""
+    packages: str = ""
+    """A folder of `sys.path` with packages of the notebook's, whose .pth files count, too; empty for none."""
 
 
 class Source(enum.StrEnum):
@@ -185,6 +187,49 @@ class Debugging:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Package:
+    """An installed distribution of the notebook's that a pod takes if its image lacks it."""
+
+    name: str
+    """In the canonical spelling: `scikit-learn`."""
+    version: str
+    identity: str = ""
+    """Of its files, as `distributions.identity` has it; empty for one that is no longer as it was installed, or is editable: no image has it."""
+    blobs: tuple[str, ...] = ()
+    """Digests of its files as compressed archives; what a later one has replaces what an earlier one has. Empty where it cannot run on Linux."""
+    size_bytes: int = 0
+    """Of its files."""
+    packed_bytes: int = 0
+    """Of its blobs."""
+    is_compiled: bool = False
+    links_torch: bool = False
+    """Whether its compiled parts need the libraries of one version of torch."""
+    glibc: int = 0
+    """The minor version of the glibc that it needs at least: 28 for 2.28; 0 for none."""
+    libraries: tuple[tuple[str, str], ...] = ()
+    """Libraries of the system that it needs, each with a file that does."""
+    requires: tuple[tuple[str, str], ...] = ()
+    """What it requires of torch, and of what is imported with torch, such as `("numpy", ">=1.24")`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """The notebook's packages, of which each pod takes what its image lacks (`packages="here"`)."""
+
+    packages: tuple[Package, ...] = ()
+    python: str = ""
+    """The notebook's, such as `3.11`."""
+    torch: str = ""
+    platform: str = ""
+    """What its compiled packages run on, such as `linux x86_64`."""
+
+    @property
+    def blobs(self) -> tuple[str, ...]:
+        """Digests of all that may be asked for."""
+        return tuple(digest for package in self.packages for digest in package.blobs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
     """What the agents of a job are to do: the same for all of them, on every backend. Made by `orders.order_of`."""
 
@@ -215,6 +260,8 @@ class Order:
     """Digest of the snapshot's manifest."""
     blobs: tuple[str, ...] = ()
     """Digests of all that the snapshot needs, and `resume`."""
+    offer: Offer = dataclasses.field(default_factory=Offer)
+    """Packages for the ranks, as far as a pod's image lacks them."""
     resume: str = ""
     """Digest of an earlier job's checkpoint, from which rank 0 resumes where this job has none of its own; empty for none."""
     key: str = dataclasses.field(repr=False, default="")

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from kale_dist.wire import InputFiles, JobFiles
+from kale_dist.wire import InputFiles, JobFiles, Offer
 from kale_dist.wire.blobs import FolderStore
 from kale_dist.worker.pod import transfers
 
@@ -66,6 +66,7 @@ def test_one_that_came_with_the_snapshot_goes_to_the_head_alone(head):
     pod.order.blobs = ("a" * 64, pod.order.checkpoint)
     assert begins_from(pod) == "epoch 4"
     pod.store.delete(pod.order.checkpoint)
+    pod.order.offer = Offer()
     assert transfers.missing(pod) == list(pod.order.blobs)
     pod.place.pod = 1
     assert transfers.missing(pod) == ["a" * 64]

@@ -18,7 +18,7 @@ from kale_dist.job.spec.place_settings import ClusterOptions
 from kale_dist.job.spec.recipe import Recipe
 from kale_dist.job.spec.resources import Resources
 from kale_dist.job.spec.volumes import Volume, VolumeKind
-from kale_dist.wire import VERSION, WRITTEN, Debugging, Policy, decode, encode, fields_of, seal, unseal
+from kale_dist.wire import VERSION, WRITTEN, Debugging, Offer, Policy, decode, encode, fields_of, seal, unseal
 
 __all__ = [
     "ClusterOptions", "Debugging", "JobSpec", "Policy", "Request", "Resources", "Settled", "Topology", "Volume", "VolumeKind"
@@ -139,6 +139,8 @@ class JobSpec(Settled):
     """Digests of all that the snapshot needs, its manifest among them, and of `resume`: what ranks must find in their store."""
     snapshot_bytes: int = 0
     """Size of all blobs together."""
+    offer: Offer = dataclasses.field(default_factory=Offer)
+    """Packages of this machine of which each pod takes what its image lacks."""
     resume: str = ""
     """Digest of an earlier job's checkpoint, from which the training resumes; empty for none."""
     sealed: str = ""

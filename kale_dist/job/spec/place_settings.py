@@ -11,7 +11,7 @@ import functools
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kale_dist.errors import ConfigError
 from kale_dist.job.spec import names, volumes
@@ -61,7 +61,7 @@ def _whole(least: int, most: int = 2**31 - 1) -> Check:
 
 
 _WAIT = number("a number of seconds", "Give 0 or more", may_be_0=True)
-_LIST = "['einops==0.8'], or 'auto'"
+_LIST = "['einops==0.8'], or 'auto', or 'here'"
 _OBJECT = names.OBJECT_NAME.or_("")
 _TAKES_NONE = "It takes none: processes on this machine use its packages, folders and GPUs as they are"
 
@@ -122,7 +122,8 @@ class Docker:
     is built if it is not there. None: the configured one."""
     packages: Sequence[str] | None = None
     """What the image is to have beyond that: requirements such as `["einops==0.8"]`, or `"auto"` for the packages that
-    the call imports, as they are installed here."""
+    the call imports, as they are installed here. `"here"` changes no image: the packages of this Python are sent where the image
+    lacks them, `"here: scikit-learn, mine"` these and what they require."""
     requirements: str | pathlib.PurePath | None = None
     """Packages as a requirements file: its path, or its text."""
     resources: Resources = dataclasses.field(default_factory=Resources)
@@ -141,7 +142,7 @@ class Docker:
             self,
             *,
             image: str | Recipe | Mapping[str, Any] | None = None,
-            packages: Sequence[str] | Literal["auto"] | None = None,
+            packages: Sequence[str] | str | None = None,
             requirements: str | pathlib.PurePath | None = None,
             resources: Resources | Mapping[str, Any] | None = None,
             processes_per_pod: int | None = None,
@@ -292,7 +293,7 @@ class Kubernetes(ClusterOptions):
             self,
             *,
             image: str | Recipe | Mapping[str, Any] | None = None,
-            packages: Sequence[str] | Literal["auto"] | None = None,
+            packages: Sequence[str] | str | None = None,
             requirements: str | pathlib.PurePath | None = None,
             resources: Resources | Mapping[str, Any] | None = None,
             processes_per_pod: int | None = None,

@@ -74,7 +74,7 @@ def gpus_of(spec: JobSpec) -> int:
 
 def source_of(spec: JobSpec) -> Source:
     """Where the agent gets the snapshot from."""
-    return Source.INPUT if spec.snapshot_bytes <= INPUT_BYTES else Source.STREAM
+    return Source.STREAM if spec.snapshot_bytes > INPUT_BYTES or spec.offer.packages else Source.INPUT
 
 
 def make_order(spec: JobSpec, life: Life, torch_flags: Any = ()) -> Order:

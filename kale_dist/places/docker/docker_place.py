@@ -11,7 +11,7 @@ import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import docker.errors
@@ -28,6 +28,7 @@ from kale_dist.job.status import JobStatus, ReplicaStatus
 from kale_dist.places.docker import archive, containers, engines
 from kale_dist.places.docker.containers import MachineFacts
 from kale_dist.places.docker.explain import ContainerEnd, explain
+from kale_dist.places.following.head_client import HeadClient, send_missing
 from kale_dist.places.manifests.object_settings import HOME_FOLDER, INPUT_FOLDER, PORT, WORK_FOLDER
 from kale_dist.wire.blobs import FolderStore, pack_blobs, unpack_blobs
 from kale_dist.wording import listing, untrusted
@@ -120,6 +121,12 @@ class DockerPlace(Place):
                 _remove(engine, identifier)
             raise
         return handle
+
+    def send_input(self, handle: PlacedJob, key: bytes, on_progress: Callable[[str], None]) -> None:
+        """Send the packages that the image lacks. The snapshot was in the container before it started."""
+        if handle.spec.offer.packages:
+            head = HeadClient(lambda: self.connect(handle), key)
+            send_missing(head, handle.spec, head.missing(), on_progress, is_fresh=handle.life == 1)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -11,13 +12,16 @@ import json
 import pathlib
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kale_dist.errors import BackendError, StoreError
+from kale_dist.image import here
+from kale_dist.job import records
 from kale_dist.job.backend import HeadConnection
+from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.wire import BODY_HEADER, MAC_HEADER, SIZE_HEADER, messages, sign_request
-from kale_dist.wire.blobs import Store, fresh
+from kale_dist.wire.blobs import FolderStore, Store, fresh
 from kale_dist.wire.messages import ToAgent
 
 Answer = TypeVar("Answer")
@@ -28,6 +32,9 @@ OnProgress = Callable[[int, int], None]
 _PIECE_BYTES = 1 << 20
 _ASK_FIRST_BYTES = 1 << 20
 """Before a larger blob is sent, the head is asked how much of it it has."""
+
+_AT_ONCE = 4
+"""So many blobs are sent at once: of small ones each takes as long as its connection."""
 
 _PAUSES_S = 0.2, 1.0
 """Pauses before a request is sent again whose connection was cut. After the last one the follower tries again, which also looks at the pod."""
@@ -111,10 +118,18 @@ class HeadClient:
             StoreError: The store lacks a blob, it is damaged, or the head's disk is full.
         """
         blobs = [(digest, memoryview(store.open(digest)).cast("B")) for digest in dict.fromkeys(digests)]
-        total, done = sum(len(view) for _, view in blobs), 0
-        for digest, view in blobs:
-            self._upload_one(digest, view, _shifted(on_progress, done, total))
-            done += len(view)
+        total, sent = sum(len(view) for _, view in blobs), dict.fromkeys((digest for digest, _ in blobs), 0)
+
+        def send(blob: tuple[str, memoryview]) -> None:
+            self._upload_one(*blob, functools.partial(note, blob[0]))
+
+        def note(digest: str, count: int) -> None:
+            sent[digest] = count
+            if on_progress is not None:
+                on_progress(sum(sent.values()), total)
+
+        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(send, blobs))
 
     def fetch_file(self, name: str, target: pathlib.Path, on_progress: OnProgress | None = None) -> bool:
         """Bring a file of the head's folder here, whole or not at all.
@@ -237,6 +252,29 @@ class HeadClient:
                 raise BackendError(f"The head's answer while {doing} could not be read: {error}") from error
 
 
+def send_missing(
+    head: HeadClient, spec: JobSpec, missing: Sequence[str], on_progress: Callable[[str], None], *, is_fresh: bool
+) -> None:
+    """Send what a head lacks of a job's snapshot and packages. What this machine does not have is left to the one that submitted the job.
+
+    Args:
+        head: Of the job, or of its warm pods.
+        spec: The job.
+        missing: Digests of the blobs.
+        on_progress: Called with a sentence.
+        is_fresh: Whether the pods have nothing but their image.
+    """
+    store, what = FolderStore(records.blobs_dir()), "packages" if set(missing) & set(spec.offer.blobs) else "snapshot"
+    if is_fresh and spec.offer.packages:
+        here.remember(spec.image, spec.offer.packages, missing)
+
+    def show(done: int, total: int) -> None:
+        on_progress(f"Sending the {what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
+
+    if there := [digest for digest in missing if store.exists(digest)]:
+        head.upload(store, there, show)
+
+
 class _NotThereError(StoreError):
     """The head has no such file."""
 
@@ -328,7 +366,3 @@ def _check(answer: http.client.HTTPResponse, path: str) -> None:
 
 def _cut(doing: str, error: BaseException) -> BackendError:
     return BackendError(f"The connection to the job's head was cut while {doing}: {error}", retryable=True)
-
-
-def _shifted(on_progress: OnProgress | None, done: int, total: int) -> Callable[[int], None]:
-    return (lambda _: None) if on_progress is None else (lambda count: on_progress(done + count, total))

@@ -36,8 +36,8 @@ from kale_dist.job.records import FIRST_LIFE, Life, Record
 from kale_dist.job.spec.job_spec import WARM, Debugging, JobSpec, Policy
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
-from kale_dist.places.following.head_client import HeadClient
-from kale_dist.wire import JobFiles, Source, payload
+from kale_dist.places.following.head_client import HeadClient, send_missing
+from kale_dist.wire import JobFiles, Offer, Source, payload
 from kale_dist.wire.blobs import FolderStore, map_file, pack_blobs
 from kale_dist.worker.agent import processes
 
@@ -132,10 +132,10 @@ class WarmPlace:
         """Give a job to the set that was made for it, whose head runs now."""
         if not prefix_of(handle):
             self.inner.send_input(handle, key, on_progress)
-        elif not _is_ordered(handle) and (why := self._offer(handle, key)):
+        elif not _is_ordered(handle) and (why := self._offer(handle, key, on_progress)):
             raise BackendError(f"The warm {self.inner.noun}s {handle.get('warm')} do not take the job: {why}")
 
-    def _offer(self, handle: PlacedJob, key: bytes) -> str:
+    def _offer(self, handle: PlacedJob, key: bytes, on_progress: Callable[[str], None] = lambda _: None) -> str:
         """Send a job's order, and before it what is missing of its blobs; returns why it is not taken, empty if it is."""
         there, spec, name, files = _set_of(handle), handle.spec, handle.get("warm_id"), _files(handle)
         store, sets_key = FolderStore(records.blobs_dir()), records.read_key(there.ref.record_name) or b""
@@ -152,7 +152,7 @@ class WarmPlace:
         small = [digest for digest in order.blobs if store.path(digest).stat().st_size <= _SMALL_BYTES]
         packed = pack_blobs(store, small[:_MOST_SMALL])
         while missing := (answer := head.offer(job, packed)).get("missing"):
-            head.upload(store, missing)
+            send_missing(head, spec, missing, on_progress, is_fresh=name == handle.get("warm"))
         if "busy" not in answer:
             _ordered(handle).write_text(name)
         return str(answer.get("busy", ""))
@@ -220,7 +220,7 @@ def _set_for(spec: JobSpec) -> JobSpec:
         spec, name=WARM, label="warm pods", kind=WARM, topology=dataclasses.replace(spec.topology, sizes=()),
         threads=None, seed=None, recipe=None, secrets=(), sealed="", strategy=strategies.DDP(), saves=False, debugging=Debugging(), blobs=(),
         policy=Policy(max_restarts=spec.policy.max_restarts, grace_s=spec.policy.grace_s), snapshot=hashlib.sha256(payload.runtime_zip()).hexdigest(),
-        snapshot_bytes=0, resume="",
+        snapshot_bytes=0, resume="", offer=Offer(),
     )  # fmt: skip
 
 

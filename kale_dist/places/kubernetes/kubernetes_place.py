@@ -20,7 +20,7 @@ from kale_dist.job.records import FIRST_LIFE, Life
 from kale_dist.job.spec import names
 from kale_dist.job.spec.job_spec import JobSpec
 from kale_dist.job.status import JobStatus
-from kale_dist.places.following.head_client import HeadClient, writing
+from kale_dist.places.following.head_client import HeadClient, send_missing, writing
 from kale_dist.places.kubernetes import client, errand, objects, port_forward, queue, self_pod, watch
 from kale_dist.places.kubernetes import look as looks
 from kale_dist.places.kubernetes import submit as submission
@@ -30,7 +30,6 @@ from kale_dist.places.kubernetes.port_forward import PodConnection
 from kale_dist.places.kubernetes.views import Owner, PodView, event_view, is_about, seconds
 from kale_dist.places.manifests import Kind, kind_of, object_settings
 from kale_dist.wire import BlockReader, InputFiles, JobFiles, Order, OutcomePart, Source, blobs, mark_of
-from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.url_store import UrlStore
 from kale_dist.wording import listing, show, untrusted
 from kale_dist.worker.rank import process_state
@@ -71,20 +70,10 @@ class KubernetesPlace:
         return dataclasses.replace(made, torch_flags=process_state.read_flags(cuda=spec.cuda), metrics_port=0)
 
     def send_input(self, handle: PlacedJob, key: bytes, on_progress: Callable[[str], None]) -> None:
-        """Send a snapshot that neither the Secret nor a store holds to the head, which has to run.
-
-        What this machine does not have is left to the one that submitted the job.
-        """
-        if handle.get("source") != Source.STREAM:
-            return
-        head, store = HeadClient(lambda: self.connect(handle), key), FolderStore(records.blobs_dir())
-
-        def show(done: int, total: int) -> None:
-            on_progress(f"Sending the snapshot: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
-
-        missing = [digest for digest in head.missing() if store.exists(digest)]
-        if missing:
-            head.upload(store, missing, show)
+        """Send to the head, which has to run, what neither the Secret nor a store holds of the snapshot and the packages."""
+        if handle.get("source") == Source.STREAM:
+            head, is_fresh = HeadClient(lambda: self.connect(handle), key), handle.life == 1 and not handle.spec.store
+            send_missing(head, handle.spec, head.missing(), on_progress, is_fresh=is_fresh)
 
     # -- while it runs --------------------------------------------------------------------------------------------------
 

@@ -282,9 +282,11 @@ def _place_bytes(cluster: Cluster, spec: JobSpec, *, logs: bool) -> Source:
             _put(spec, FolderStore(folder))
             return Source.FOLDER
         if logs:
+            what = "code, data and packages" if spec.offer.packages else "code and data"
+            size = spec.snapshot_bytes + sum(package.packed_bytes for package in spec.offer.packages)
             note(
-                f"The job's code and data ({spec.snapshot_bytes / 1e3:,.0f} kB) are sent to its pods when they run, which takes about"
-                f" {max(1, round(spec.snapshot_bytes / 1e7))} s at 10 MB/s. Leave this kernel running until the job runs"
+                f"The job's {what} ({size / 1e3:,.0f} kB at most) are sent to its pods when they run, which takes about"
+                f" {max(1, round(size / 1e7))} s at 10 MB/s. Leave this kernel running until the job runs"
             )
     return source
 
@@ -292,14 +294,14 @@ def _place_bytes(cluster: Cluster, spec: JobSpec, *, logs: bool) -> Source:
 def _put(spec: JobSpec, store: Store) -> None:
     """Copy what the store lacks of the snapshot."""
     ours = FolderStore(records.blobs_dir())
-    for digest in spec.blobs:
+    for digest in (*spec.blobs, *spec.offer.blobs):
         if not store.exists(digest):
             store.put([ours.open(digest)])
 
 
 def _source(spec: JobSpec) -> Source:
     """Where the pods get the snapshot from, as far as the specification decides it."""
-    if spec.snapshot_bytes <= object_settings.INPUT_BYTES:
+    if spec.snapshot_bytes <= object_settings.INPUT_BYTES and not spec.offer.packages:
         return Source.INPUT
     return Source.URL if spec.store and not spec.store.startswith(object_settings.CLAIM_SCHEME) else Source.STREAM
 

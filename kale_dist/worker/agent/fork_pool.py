@@ -40,6 +40,8 @@ class ForkPool:
     def __init__(self, loop: asyncio.AbstractEventLoop, spares: int = SPARES) -> None:
         self.wanted_spares = spares
         """How many ranks `refill` forks ahead; it may be changed."""
+        self.packages: tuple[str, ...] = ()
+        """Blobs of the packages of a job that the forkserver has imported in place of the image's."""
         self.pid = 0
         """Process id of the forkserver; 0 while there is none."""
         self._loop = loop
@@ -80,6 +82,17 @@ class ForkPool:
         ours.settimeout(0)
         self._loop.add_reader(ours, self._read)
         self.refill()
+
+    def restart(self, packages: tuple[str, ...]) -> None:
+        """Start the forkserver again, with the environment of this process. No rank may be at work.
+
+        Args:
+            packages: What it will import of a job's packages.
+        """
+        self.close()
+        self._spares.clear()
+        self.packages = packages
+        self.start()
 
     def take(self) -> NearRank:
         """A rank, forked ahead or asked for now."""

@@ -178,7 +178,10 @@ class JobHead:
                     return
                 self._job.used_before = max(used, order.used_restarts)
                 await self._ask_store(self._kept.put_restarts)
-            await asyncio.to_thread(transfers.bring, self._pod, received=self.served.received)
+            laid_out = await asyncio.to_thread(transfers.bring, self._pod, received=self.served.received)
+            self._pod.renew_pool()
+            if laid_out:
+                self.writer.log(laid_out)
             await self._ask_store(functools.partial(transfers.bring_checkpoint, self._pod))
         except Exception as error:  # noqa: BLE001 - the job cannot start, and has to report why
             reason = str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}"

@@ -18,6 +18,7 @@ from kale_dist.wire.blobs import FolderStore
 from kale_dist.wire.files import umask
 from kale_dist.worker.agent import processes
 from kale_dist.worker.agent.fork_pool import ForkPool
+from kale_dist.worker.pod import packages
 
 LISTEN_VARIABLE = "KALE_DIST_LISTEN"
 """Environment variable: the address to listen on, where several agents share one machine; unset for all addresses."""
@@ -94,10 +95,14 @@ class Pod:
         """The order that all agents of the job have."""
         self._environment = dict(os.environ)
         os.environ.update(wire.unseal(key, order.sealed))
+        self.tree = (within or self).place.work / "packages"
+        """Where the notebook's packages are, if the order offers any."""
+        sys_path = packages.enter(self.tree) if order.offer.packages else sys.path
         state = ProcessState(
             environment=tuple(os.environ.items()),
             cwd=self._cwd(),
-            sys_path=tuple(sys.path),
+            sys_path=tuple(sys_path),
+            packages=str(packages.library(self.tree)) if order.offer.packages else "",
             argv=("kale_dist",),
             umask=umask(),
             limits=(),
@@ -134,8 +139,13 @@ class Pod:
         os.environ.clear()
         os.environ.update(self._environment)
         shutil.rmtree(self.place.work, ignore_errors=True)
-        for digest in set(self.store.list()) - set(keep):
+        for digest in set(self.store.list()) - {*keep, *packages.blobs(self.order.offer)}:
             self.store.delete(digest)
+
+    def renew_pool(self) -> None:
+        """Start the fork server again if it has imported other packages of the image than this job's ranks are to have."""
+        if (loaded := packages.preloaded(self.order.offer)) != self.pool.packages:
+            self.pool.restart(loaded)
 
     def _cwd(self) -> str:
         """The ranks' working folder: where it is the user's home, as in a container, each job of a warm pod has one of its own."""

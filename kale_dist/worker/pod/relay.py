@@ -217,6 +217,7 @@ class Relay:
                 await self._may_fetch.wait()
             if not is_warm:
                 await asyncio.to_thread(transfers.bring, self._pod, server=self._server)
+                self._pod.renew_pool()
         except Exception as error:  # noqa: BLE001 - this pod's ranks cannot start, and it has to report why
             _refuse(head, str(error) if isinstance(error, KaleDistError) else f"{type(error).__name__}: {error}")
             return

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import http.client
 import pathlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kale_dist import wire
 from kale_dist.errors import ContractError, StoreError
 from kale_dist.snapshot import loading
 from kale_dist.wire import InputFiles, Order, Source
 from kale_dist.wire.blobs import FolderStore, fresh, unpack_blobs
+from kale_dist.worker.pod import packages
 from kale_dist.worker.pod.byte_server import NOT_YET, BlobServer, is_intact
 from kale_dist.worker.pod.pod import Pod
 
@@ -26,58 +28,82 @@ _SILENCE_LIMITS_S = 30.0, 10.0
 _PIECE_BYTES = 1 << 20
 
 
-def missing(pod: Pod) -> list[str]:
+def missing(pod: Pod, *, with_packages: bool = True) -> list[str]:
     """Digests of the blobs that this pod needs and that are not there yet; only the first pod's rank 0 reads a checkpoint."""
     heads = (pod.order.resume, pod.order.checkpoint) if pod.place.pod else ()
-    needed = (digest for digest in pod.order.blobs if digest not in heads)
+    needed = [digest for digest in pod.order.blobs if digest not in heads]
+    needed += packages.blobs(pod.order.offer) if with_packages else ()
     return [digest for digest in needed if not pod.store.exists(digest)]
 
 
-def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0, server: BlobServer | None = None) -> None:
-    """Get all blobs of a job and check that this pod can load them; returns when all are there.
+def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0, server: BlobServer | None = None) -> str:
+    """Get all blobs of a job, check that this pod can load them, and lay out the packages that its image lacks.
 
     Args:
         pod: The pod.
         received: Bytes of a blob that have come so far, of those that the notebook streams.
         server: As for `fetch`.
 
+    Returns:
+        A sentence about the packages for the log, or an empty one.
+
     Raises:
         StoreError: They cannot be fetched; the message gives the reason.
         SnapshotDamagedError: A blob does not have the digest that is its name.
-        ContractError: This pod's Python or torch cannot load them.
+        ContractError: This pod's Python or torch cannot load them, or its image cannot run the packages.
     """
     order = pod.order
-    match order.source:
-        case Source.INPUT:
-            unpack_blobs(pod.place.input / InputFiles.SNAPSHOT, pod.store.root)
-        case Source.FOLDER:
-            _wait(pod, f"{order.store} in pod {pod.place.pod}", received)
-        case Source.URL:
-            _download(pod)
-        case Source.STREAM if pod.place.pod == 0:
-            _wait(pod, "the notebook", received)
-        case Source.STREAM:
-            absent, pods = missing(pod), pod.within or pod
-            if server is not None:
-                server.coming = dict.fromkeys(absent, NOT_YET)
-            for digest in absent:
-                # Warm pods have blobs in common: what serves them need not know of this job yet.
-                fetch(pods.order, pods.key, pod.store, digest, server)
-    if absent := missing(pod):
-        raise StoreError(f"{len(absent)} of the {len(order.blobs)} parts of the snapshot are missing: {absent[0]}")
+    if server is not None and order.source is Source.STREAM:
+        server.coming = dict.fromkeys(missing(pod), NOT_YET)
+    _get(pod, functools.partial(missing, pod, with_packages=False), received, server)
     if found := loading.version_differences(pod.store, order.snapshot):
         differences = "; ".join(found).replace(" there ", " in the notebook ").replace(" here", " in the image")
         raise ContractError(
             f"The image does not fit the notebook: {differences}. "
             "Give an image with the notebook's versions, with image=, or run the notebook with the image's"
         )
+    if not order.offer.packages:
+        return ""
+    try:
+        _get(pod, functools.partial(missing, pod), received, server)
+    except FileNotFoundError as error:
+        raise ContractError(
+            "The image of this pod lacks packages of the notebook that the first pod's has, which are not there to be fetched. "
+            "Give all pods of the job one image, or a store= that has all of them"
+        ) from error
+    return packages.lay_out(order.offer, pod.store, pod.tree)
 
 
-def _wait(pod: Pod, whence: str, received: Callable[[str], int]) -> None:
+def _get(pod: Pod, needed: Callable[[], list[str]], received: Callable[[str], int], server: BlobServer | None) -> None:
+    """Get what is needed from where the order says that it is.
+
+    Raises:
+        FileNotFoundError: The head has no such blob.
+    """
+    order = pod.order
+    match order.source:
+        case Source.INPUT:
+            unpack_blobs(pod.place.input / InputFiles.SNAPSHOT, pod.store.root)
+        case Source.FOLDER:
+            _wait(pod, needed, f"{order.store} in pod {pod.place.pod}", received)
+        case Source.URL:
+            _download(pod, needed())
+        case Source.STREAM if pod.place.pod == 0:
+            _wait(pod, needed, "the notebook", received)
+        case Source.STREAM:
+            pods = pod.within or pod
+            for digest in needed():
+                # Warm pods have blobs in common: what serves them need not know of this job yet.
+                fetch(pods.order, pods.key, pod.store, digest, server)
+    if absent := needed():
+        raise StoreError(f"{len(absent)} of the {len(order.blobs)} parts of the snapshot are missing: {absent[0]}")
+
+
+def _wait(pod: Pod, needed: Callable[[], list[str]], whence: str, received: Callable[[str], int]) -> None:
     """Wait until the notebook has put everything there; as long as something arrives, it is there."""
-    limit_s, total = pod.order.input_wait_s, len(pod.order.blobs)
+    limit_s, total = pod.order.input_wait_s, len(pod.order.blobs) + len(packages.blobs(pod.order.offer))
     deadline, before = time.monotonic() + limit_s, -1
-    while absent := missing(pod):
+    while absent := needed():
         now = sum(map(received, absent)) + total - len(absent)
         if now != before:
             deadline, before = time.monotonic() + limit_s, now
@@ -90,12 +116,12 @@ def _wait(pod: Pod, whence: str, received: Callable[[str], int]) -> None:
         time.sleep(_LOOK_EACH_S)
 
 
-def _download(pod: Pod) -> None:
+def _download(pod: Pod, digests: Iterable[str]) -> None:
     from kale_dist.wire.url_store import UrlStore
 
     source = UrlStore(pod.order.store)
     pod.store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for digest in missing(pod):
+    for digest in digests:
         pod.store.put([source.open(digest)])
 
 
@@ -110,6 +136,7 @@ def fetch(order: Order, key: bytes, store: FolderStore, digest: str, server: Blo
         server: Knows the other relay, and passes the blob on while it comes.
 
     Raises:
+        FileNotFoundError: The head has no such blob.
         StoreError: It cannot be fetched.
     """
     server = server or BlobServer(key, store)
@@ -124,6 +151,8 @@ def fetch(order: Order, key: bytes, store: FolderStore, digest: str, server: Blo
             except (OSError, http.client.HTTPException, TypeError, ValueError) as error:
                 # What answers at the address of a pod that is gone need not be a pod of this job.
                 server.source = None
+                if relay is None and isinstance(error, FileNotFoundError):
+                    raise
                 tried += relay is None
                 if tried == _TRIES:
                     raise StoreError(f"Blob {digest} could not be fetched from {order.head}: {error}.") from error
@@ -142,6 +171,8 @@ def _receive(peer: tuple[str, int], prefix: str, server: BlobServer, digest: str
     with contextlib.closing(connection), part.open("ab") as file:
         connection.request("GET", path, headers={wire.MAC_HEADER: wire.sign_request(server.key, "GET", path)})
         answer = connection.getresponse()
+        if answer.status == http.client.NOT_FOUND:
+            raise FileNotFoundError(f"{peer[0]} has no blob {digest}")
         if answer.status != http.client.OK:
             raise http.client.HTTPException(f"status {answer.status}")
         end, whole = offset + int(answer.headers["Content-Length"]), int(answer.headers[wire.SIZE_HEADER])

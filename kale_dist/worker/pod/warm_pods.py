@@ -14,6 +14,7 @@ from kale_dist.wire.blobs import unpack_blobs
 from kale_dist.wire.events import JobState
 from kale_dist.worker.agent.attempt import Site
 from kale_dist.worker.agent.job_run import JobRun
+from kale_dist.worker.pod import packages
 from kale_dist.worker.pod.head_relays import HeadsRelays
 from kale_dist.worker.pod.pod import Pod
 
@@ -77,7 +78,8 @@ class WarmPods(JobRun):
             return {"busy": f"they run {self._next[0].order.job}"}
         if not self._taken and name != self.order.job:
             return {"busy": "they were made for another call"}
-        if missing := [digest for digest in order.blobs if not store.exists(digest)]:
+        needed = (*order.blobs, *packages.blobs(order.offer))
+        if missing := [digest for digest in needed if not store.exists(digest)]:
             return {"missing": missing}
         self._taken.add(name)
         pod = Pod.of_job(self._pod, job)

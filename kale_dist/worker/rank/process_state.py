@@ -14,6 +14,7 @@ import os
 import pathlib
 import random
 import resource
+import site
 import sys
 import time
 from collections.abc import Iterable
@@ -104,6 +105,8 @@ def apply(state: ProcessState, modules: pathlib.Path) -> None:
     sys.path[:] = [str(modules), *state.sys_path]
     sys.path_importer_cache.clear()
     importlib.invalidate_caches()
+    if state.packages:
+        site.addsitedir(state.packages)
     apply_flags(state.torch_flags)
 
 

@@ -1,0 +1,345 @@
+"""`packages="here"`: what this Python has installed, packed once, for pods to take what their image lacks.
+
+Packs are kept beside what builds of images keep (`cache.folder`): a distribution is packed again only when much of it has changed.
+What was edited since is a second, small pack.
+"""
+
+from __future__ import annotations
+
+import ast
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import gzip
+import hashlib
+import importlib
+import importlib.metadata
+import io
+import json
+import os
+import pathlib
+import re
+import stat
+import struct
+import sys
+import tarfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import Distribution
+from typing import Any
+
+from kale_dist.errors import ConfigError, log
+from kale_dist.image import cache
+from kale_dist.snapshot import distributions, loading, modules
+from kale_dist.wire import Offer, Package
+from kale_dist.wire.blobs import FolderStore, Store
+from kale_dist.wording import closest
+
+PACKS_LIMIT_BYTES = 4 << 30
+"""Packs that were not used for longest are removed from here on."""
+
+_NEVER = re.compile(r"torch|triton|pytorch-triton.*|nvidia-.*|cuda-.*|cloudpickle|kale-dist|pip|setuptools|wheel|uv")
+_TOOLS = re.compile(r"anywidget|ipykernel|ipython|ipywidgets|jupyter.*|marimo|nbclassic|notebook")
+"""What runs or shows a notebook: ranks need it only where the call imports it."""
+
+_OF_ANY_IMAGE = re.compile(
+    r"(lib(c|m|pthread|dl|rt|util|gcc_s|stdc\+\+|python3.*|torch.*|c10.*|shm|cu.*|nv.*|nccl)|ld-linux.*)\.so.*"
+)
+_OF_TORCH = re.compile(r"lib(torch|c10).*\.so.*")
+_NO_FILES = (
+    "packages: {} is not sent, because no list of its files was found. Install it with pip, or use an image that has it"
+)
+_GLIBC = 17
+"""What a wheel needs at most whose tag is of the time before tags had numbers (`manylinux2014`)."""
+_NOT_CODE = frozenset({"build", "dist", "docs", "test", "tests", "venv"})
+"""Folders of an editable project without a list of its packages."""
+
+_EDITED_S = 5.0
+"""A file that is so much newer than RECORD was edited after the installation."""
+_SHARE = 4
+"""Packed again is what has changed in more than one part in so many."""
+
+
+def find(imports: Iterable[str], names: Iterable[str] = ()) -> dict[str, Distribution]:
+    """The distributions that a call's ranks may need, by name: those asked for, and what they require.
+
+    Args:
+        imports: Modules that the call imports.
+        names: Distributions to take in place of all that were installed by hand, are editable, or are imported.
+
+    Raises:
+        ConfigError: One of `names` is not installed.
+    """
+    there = distributions.installed()
+    wanted = [distributions.canonical(name) for name in names]
+    for name in wanted:
+        if name not in there:
+            remedy = f"{closest(name, there)}Name what `pip list` shows, or write 'here' alone"
+            raise ConfigError("packages", f"no package {name!r} is installed here", remedy)
+    if not wanted:
+        tops = {name.partition(".")[0] for name in imports} - sys.stdlib_module_names
+        owners = importlib.metadata.packages_distributions() if tops else {}
+        wanted = [distributions.canonical(owner) for top in sorted(tops) for owner in owners.get(top, ())]
+        wanted += [name for name, one in there.items() if _is_asked_for(name, one)]
+    found: dict[str, Distribution] = {}
+    while wanted:
+        name = wanted.pop()
+        if name in there and name not in found and not _NEVER.fullmatch(name):
+            found[name] = there[name]
+            wanted += [needed for needed, _ in distributions.requirements(there[name])]
+    return dict(sorted(found.items()))
+
+
+def _is_asked_for(name: str, distribution: Distribution) -> bool:
+    by_hand = distribution.read_text("REQUESTED") is not None or distributions.editable_root(distribution)
+    return bool(by_hand) and not _TOOLS.fullmatch(name)
+
+
+def offer(found: Mapping[str, Distribution], store: Store, *, packs: bool) -> tuple[Offer, tuple[str, ...]]:
+    """Pack distributions, as far as that was not done before, and put the packs into a store.
+
+    Args:
+        found: From `find`.
+        store: Where the job's blobs are.
+        packs: False for a plan: nothing is packed, and the offer has no blobs.
+
+    Returns:
+        The offer, and a note for the user on each distribution that has no files here.
+
+    Raises:
+        ImageError: The cache cannot be written.
+        StoreError: The store cannot.
+    """
+    tree = _Packs() if packs else None
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = dict(zip(found, pool.map(functools.partial(_package, tree), found.items()), strict=True))
+    versions = {"python": loading.python_version(), "torch": loading.torch_version()}
+    told = Offer(packages=tuple(filter(None, made.values())), platform=distributions.this_platform(), **versions)
+    if tree is not None:
+        tree.put_into(store, told.blobs)
+    return told, tuple(_NO_FILES.format(name) for name, package in made.items() if package is None)
+
+
+def _package(packs: _Packs | None, found: tuple[str, Distribution]) -> Package | None:
+    """A package with its blobs; None if none of its files is known."""
+    name, distribution = found
+    files, known = _files(distribution), (*distributions.PRELOADED, "torch")
+    own = {path: file for path, file in files.items() if re.match(r"site/(?![^/]+\.(dist|egg)-info)", path)}
+    record = next((file for path, file in files.items() if path.endswith(".dist-info/RECORD")), None)
+    is_editable = bool(distributions.editable_root(distribution))
+    if not own and (record is None or is_editable):
+        return None
+    limit_s = 0.0 if record is None or is_editable else record.stat().st_mtime + _EDITED_S
+    is_edited = any(file.stat().st_mtime > limit_s for file in own.values())
+    is_compiled = "Root-Is-Purelib: false" in (distribution.read_text("WHEEL") or "")
+    package = Package(
+        name=name, version=distribution.version, identity="" if is_edited else distributions.identity(distribution),
+        size_bytes=sum(file.stat().st_size for file in files.values()),
+        is_compiled=is_compiled or any(".so" in file.suffixes for file in own.values()),
+        requires=tuple(one for one in distributions.requirements(distribution) if one[0] in known),
+    )  # fmt: skip
+    return package if packs is None else packs.add(package, distribution, files)
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def _files(distribution: Distribution) -> dict[str, pathlib.Path]:
+    """What is packed: paths in the pack, `site/...` for packages and else relative to the Python's folder, with the files here."""
+    site, prefix = pathlib.Path(str(distribution.locate_file(""))), pathlib.Path(sys.prefix)
+    root, rows = distributions.editable_root(distribution), distributions.rows(distribution)
+    files: dict[str, pathlib.Path] = {}
+    for path, _, _ in rows:
+        file = pathlib.Path(os.path.normpath(site / path))
+        is_own = not root or ".dist-info/" in path or file.parent.name == "bin"
+        if is_own and (path.endswith(("/RECORD", "/INSTALLER")) or not distributions.is_written_by_installer(path)):
+            if file.is_relative_to(site):
+                files[f"site/{file.relative_to(site)}"] = file
+            elif file.is_relative_to(prefix):
+                files[str(file.relative_to(prefix))] = file
+    tops = (distribution.read_text("top_level.txt") or "").split()
+    if root:
+        files.update(_of_editable(site, rows, tops))
+    elif not rows:
+        metadata = str(getattr(distribution, "_path", ""))
+        for place in (metadata, *tops, *(f"{top}.py" for top in tops)):
+            files.update((f"site/{file.relative_to(site)}", file) for file in modules.below(site / place))
+    return {path: file for path, file in sorted(files.items()) if file.is_file()}
+
+
+def _of_editable(
+    site: pathlib.Path, rows: list[tuple[str, ...]], tops: list[str]
+) -> Iterator[tuple[str, pathlib.Path]]:
+    """Yield places and files of a project that an installer has linked, by a folder or by a list of packages."""
+    folders: dict[str, pathlib.Path] = {}
+    for path in (path for path, _, _ in rows if path.endswith((".pth", "_finder.py"))):
+        text = (site / path).read_text(errors="replace")
+        with contextlib.suppress(ValueError, SyntaxError):
+            for mapping in re.findall(r"^MAPPING\b[^={]*= *(\{.*?\})", text, re.MULTILINE | re.DOTALL):
+                folders |= {name.replace(".", "/"): pathlib.Path(at) for name, at in ast.literal_eval(mapping).items()}
+        for line in re.findall(r"^(?!import|#).+", text, re.MULTILINE) if path.endswith(".pth") else ():
+            base = pathlib.Path(site, line)
+            there = (one for one in base.glob("*") if one.suffix == ".py" or (one / "__init__.py").exists())
+            names = tops or [one.stem for one in there if one.stem not in _NOT_CODE]
+            folders |= {name: base / name for name in names}
+    for name, folder in folders.items():
+        places = (folder, folder.with_suffix(".py"), *folder.parent.glob(f"{folder.name}.*.so"))
+        files = [(place, file) for place in places for file in modules.below(place)]
+        # A project may lie beside gigabytes of data.
+        data = [pair for pair in files if pair[1].suffix not in (".py", ".so")]
+        if sum(file.stat().st_size for _, file in data) > modules.MAX_DATA_BYTES:
+            log(
+                f"packages: {folder} has more than {modules.MAX_DATA_BYTES >> 20} MiB of files that are no code: they are not sent"
+            )
+            files = [pair for pair in files if pair not in data]
+        for place, file in files:
+            yield f"site/{name}/{file.relative_to(folder)}" if place.is_dir() else f"site/{file.name}", file
+
+
+# -- packs ----------------------------------------------------------------------------------------------------------
+
+
+class _Packs:
+    """The packs of this user, each a file named by its digest; beside them what each distribution's pack has."""
+
+    def __init__(self) -> None:
+        self._folder = cache.folder("distributions")
+        self._store = FolderStore(self._folder)
+
+    def add(self, package: Package, distribution: Distribution, files: Mapping[str, pathlib.Path]) -> Package:
+        """A package with its blobs, packed now as far as they are not there."""
+        if package.is_compiled and not distributions.this_platform().startswith("linux "):
+            return package
+        known = self._folder / f"{package.name}-{_key(str(distribution.locate_file('')))}.json"
+        states = {path: [(found := file.stat()).st_size, found.st_mtime_ns] for path, file in files.items()}
+        before: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            before = json.loads(known.read_bytes())
+        packed = before.get("states", {})
+        changed = {path: file for path, file in files.items() if states[path] != packed.get(path)}
+        is_there = before.get("version") == package.version and self._store.path(before["blob"]).exists()
+        size = sum(states[path][0] for path in changed)
+        if not is_there or not packed.keys() <= states.keys() or size * _SHARE > package.size_bytes:
+            blob, changed = self._pack(files), {}
+            before = {"version": package.version, "blob": blob, "states": states, **_needs(distribution, files)}
+            cache.write(known, json.dumps(before).encode())
+        blobs = (before["blob"], *([self._pack(changed)] if changed else ()))
+        for digest in blobs:
+            os.utime(self._store.path(digest))
+        needs = {name: before[name] for name in ("links_torch", "glibc")}
+        libraries = tuple((library, file) for library, file in before["libraries"])
+        size = sum(self._store.path(digest).stat().st_size for digest in blobs)
+        return dataclasses.replace(package, blobs=blobs, packed_bytes=size, libraries=libraries, **needs)
+
+    def _pack(self, files: Mapping[str, pathlib.Path]) -> str:
+        """Write files as one compressed archive; returns its digest."""
+        buffer = io.BytesIO()
+        with _compressing(buffer) as squeezed, tarfile.open(fileobj=squeezed, mode="w|") as tar:
+            for path, file in files.items():
+                data, found = file.read_bytes(), file.stat()
+                if path.startswith("bin/"):
+                    data = re.sub(rb"\A#!.*python.*\n", distributions.SHEBANG, data)
+                entry = tarfile.TarInfo(path)
+                entry.size, entry.mtime = len(data), int(found.st_mtime)
+                entry.mode = 0o755 if found.st_mode & stat.S_IXUSR else 0o644
+                tar.addfile(entry, io.BytesIO(data))
+        with cache.writing(self._folder):
+            return self._store.put([buffer.getbuffer()])
+
+    def put_into(self, store: Store, digests: Iterable[str]) -> None:
+        """Have a store keep packs, in a folder as other names of the same files; then remove old packs that are too many."""
+        for digest in digests:
+            if not store.exists(digest):
+                with contextlib.suppress(OSError):
+                    if isinstance(store, FolderStore):
+                        store.path(digest).hardlink_to(self._store.path(digest))
+                        store.received(digest)
+                        continue
+                store.put([self._store.open(digest)])
+        sizes = {digest: self._store.path(digest).stat() for digest in self._store.list()}
+        left = sum(found.st_size for found in sizes.values()) - PACKS_LIMIT_BYTES
+        for digest in sorted(sizes, key=lambda one: sizes[one].st_mtime):
+            if left > 0:
+                self._store.delete(digest)
+                left -= sizes[digest].st_size
+
+
+def _compressing(buffer: io.BytesIO) -> Any:
+    """A file that compresses what is written into it: fast where isal is installed (the extra `images`)."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("isal.igzip").IGzipFile("", "wb", 1, buffer, mtime=0)
+    return gzip.GzipFile("", "wb", 1, buffer, mtime=0)
+
+
+# -- what compiled parts need ---------------------------------------------------------------------------------------
+
+
+def _needs(distribution: Distribution, files: Mapping[str, pathlib.Path]) -> dict[str, Any]:
+    """The glibc and the libraries that a distribution does not bring along."""
+    needed, glibc = dict[str, str](), 0
+    for path, file in files.items():
+        if ".so" in file.suffixes:
+            version, names = _elf(file.read_bytes())
+            glibc = max(glibc, version)
+            needed |= dict.fromkeys(names, path.removeprefix("site/"))
+    tags = re.findall(r"^Tag: \S*?-(\w*manylinux\w*)", distribution.read_text("WHEEL") or "", re.MULTILINE)
+    # Who builds for many systems may add parts that only some of them can load.
+    given = [int(one) for tag in tags for one in re.findall(r"manylinux_2_(\d+)", tag)]
+    others = needed.keys() - {file.name for file in files.values()}
+    libraries = [(one, needed[one]) for one in sorted(others) if not (tags or _OF_ANY_IMAGE.fullmatch(one))]
+    links_torch = any(map(_OF_TORCH.fullmatch, needed))
+    return {"glibc": min(given, default=_GLIBC if tags else glibc), "libraries": libraries, "links_torch": links_torch}
+
+
+def _elf(data: bytes) -> tuple[int, list[str]]:
+    """The newest GLIBC_2.x that a shared object of a 64-bit Linux names, and the libraries that it needs (DT_NEEDED of the ELF format)."""
+    needed: list[str] = []
+    if data[:5] != b"\x7fELF\x02":
+        return 0, needed
+    with contextlib.suppress(struct.error, IndexError, ValueError):
+        (start,), (size, count) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<HH", data, 58)
+        sections = [struct.unpack_from("<IIQQQQII", data, start + number * size) for number in range(count)]
+        for _, kind, _, _, offset, length, link, _ in sections:
+            for at in range(offset, offset + length, 16) if kind == 6 else ():  # noqa: PLR2004 - SHT_DYNAMIC
+                tag, value = struct.unpack_from("<QQ", data, at)
+                if tag == 1:
+                    text = sections[link][4] + value
+                    needed.append(data[text : data.index(b"\0", text)].decode(errors="replace"))
+    return max((int(one) for one in re.findall(rb"GLIBC_2\.(\d+)\0", data)), default=0), needed
+
+
+# -- what pods have told --------------------------------------------------------------------------------------------
+
+
+def remember(image: str, packages: Iterable[Package], missing: Iterable[str]) -> None:
+    """Keep which packages a fresh pod of an image had: those of whose packs it has asked for none."""
+    asked, has = set(missing), set(_had(image))
+    for one in packages:
+        (has.discard if asked.intersection(one.blobs) else has.add)(one.identity)
+    cache.write(_memory(image), json.dumps(sorted(has - {""})).encode())
+
+
+def describe(image: str, told: Offer) -> str:
+    """What will be sent of an offer to pods of an image, as far as the last of them has told, for people."""
+    has, packages = _had(image), told.packages
+    differing = [package for package in packages if package.identity not in has]
+    size = f"{sum(package.packed_bytes for package in differing) / 1e6:,.1f} MB"
+    if not has:
+        return f'packages="here": {len(packages)} packages ({size} packed) are offered, and the pods take what their image lacks'
+    then = time.strftime("%H:%M on %d %b", time.localtime(_memory(image).stat().st_mtime))
+    return f'packages="here": {len(differing)} of {len(packages)} packages, {size}, differ from the image as it was at {then}'
+
+
+def _had(image: str) -> list[str]:
+    with contextlib.suppress(OSError, ValueError):
+        return list(json.loads(_memory(image).read_bytes()))
+    return []
+
+
+def _memory(image: str) -> pathlib.Path:
+    return cache.folder("distributions") / f"image-{_key(image)}.json"
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
