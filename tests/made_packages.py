@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 
 import pytest
@@ -81,3 +82,22 @@ def compiled(folder, library=""):
 
 def run(*command):
     subprocess.run([os.fspath(word) for word in command], check=True, capture_output=True)
+
+
+def of_a_notebook(folder, monkeypatch):
+    """Install what exists nowhere else in front of this Python's own packages: `fastkit`, a wheel with a compiled part, data and a
+    script, which requires `minekit`, an editable project with an entry point; gives the folders of both."""
+    site = folder / "notebook/lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    script = f"#!{sys.executable}\nfrom fastkit import hello\nhello()\n"
+    wheel = {
+        "fastkit/__init__.py": "from fastkit._fast import times\ndef hello(): print('hello of fastkit')\n",
+        f"fastkit/{EXTENSION}": compiled(folder), "fastkit/data/words.txt": "alpha beta", "../../../bin/fastkit-hello": script,
+    }  # fmt: skip
+    project, points = folder / "project", "[minekit.plugins]\none = minekit:answer\n"
+    install(site, "fastkit", wheel, requires=["minekit"], pure=False)
+    install(site, "minekit", {"minekit/__init__.py": "def answer(): return 41\n"}, points=points, project=project)
+    monkeypatch.setattr(sys, "prefix", str(folder / "notebook"))
+    monkeypatch.syspath_prepend(str(project))
+    monkeypatch.syspath_prepend(str(site))
+    (site.parents[2] / "bin/fastkit-hello").chmod(0o755)
+    return site / "fastkit", project / "minekit"

@@ -325,7 +325,7 @@ def describe(image: str, told: Offer) -> str:
     has, packages = _had(image), told.packages
     differing = [package for package in packages if package.identity not in has]
     size = f"{sum(package.packed_bytes for package in differing) / 1e6:,.1f} MB"
-    if not has:
+    if not _memory(image).exists():
         return f'packages="here": {len(packages)} packages ({size} packed) are offered, and the pods take what their image lacks'
     then = time.strftime("%H:%M on %d %b", time.localtime(_memory(image).stat().st_mtime))
     return f'packages="here": {len(differing)} of {len(packages)} packages, {size}, differ from the image as it was at {then}'

@@ -11,6 +11,8 @@ import uuid
 
 import docker.errors
 import flat
+import made_packages
+import package_work
 import pytest
 import torch
 from container_work import (
@@ -138,7 +140,7 @@ def test_a_fast_log_that_no_notebook_has_followed_is_whole(on, engine):
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("", r"No module named 'einops'.*packages='auto'"), ("table.csv", r"table.csv.*not those of this machine")],
+    [("", r"No module named 'einops'.*packages='here'"), ("table.csv", r"table.csv.*not those of this machine")],
 )
 def test_what_only_this_machine_has_is_named_with_how_it_gets_there(on, tmp_path, path, said):
     (tmp_path / "table.csv").write_text("1,2")
@@ -378,3 +380,15 @@ def test_the_job_saves_its_model_on_a_volume(image, tmp_path):
     assert torch.equal(torch.load(saved, weights_only=True)["weight"], model.weight)
     assert torch.allclose(model.weight, torch.ones_like(model.weight), atol=0.1)
     job.delete()
+
+
+def test_packages_of_this_machine_come_into_a_container_and_run_here_as_they_are(on_torch, tmp_path, monkeypatch):
+    made_packages.of_a_notebook(tmp_path, monkeypatch)
+    monkeypatch.setenv("PATH", f"{tmp_path}/notebook/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/project:{made_packages.sys.path[0]}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    there = flat.launch(package_work.uses_packages, number_of_processes=2, packages="here: fastkit", **on_torch)
+    assert there.results(150) == [package_work.USED] * 2, list(there.logs())
+    assert (
+        kd.launch(package_work.uses_packages, number_of_processes=2, on="local").results(100) == [package_work.USED] * 2
+    )
