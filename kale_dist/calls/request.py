@@ -358,8 +358,7 @@ def _on_machine(options: Options, there: Machine, rank_bytes: int, sizes: tuple[
 
 def _in_pods(options: Options, place: Docker | Kubernetes, sizes: tuple[int, ...], *, trains: bool) -> _Ranks:
     """Lay the ranks out on pods, or in one container. What there is to run on is not asked here."""
-    is_pods = isinstance(place, Kubernetes)
-    per_pod = place.processes_per_pod or 1 if is_pods else 1
+    per_pod = place.processes_per_pod or 1 if isinstance(place, Kubernetes) else 1
     world = sizes[-1] if sizes else max(_ELSEWHERE_PROCESSES, per_pod)
     if per_pod > world:
         problem = f"{per_pod} is more than the {world} of number_of_processes"
@@ -377,13 +376,7 @@ def _in_pods(options: Options, place: Docker | Kubernetes, sizes: tuple[int, ...
         cuda, notes = True, (f"Each process uses its GPU (resources.gpus is {each}). cuda=False trains on the CPU",)
     elif each and not cuda:
         warnings = (f"resources.gpus: {each} for each process, which trains on the CPU all the same. Add cuda=True",)
-    if not is_pods and place.processes_per_pod is not None:
-        sentence = (
-            "processes_per_pod: it does nothing with Docker, as one container has all processes of a job, and the next "
-            "version refuses it. Leave it out"
-        )
-        warnings = (*warnings, sentence)
-    if cuda and world > 1 and is_pods and place.processes_per_pod is None:
+    if cuda and world > 1 and isinstance(place, Kubernetes) and place.processes_per_pod is None:
         sentence = (
             "processes_per_pod: each process has a pod of its own, so that GPUs of one node exchange gradients over the "
             "network. Give it as many processes as a node has GPUs, such as 8, or say processes_per_pod=1"
@@ -392,7 +385,7 @@ def _in_pods(options: Options, place: Docker | Kubernetes, sizes: tuple[int, ...
     servers = place.servers if isinstance(place, Kubernetes) else 0
     topology = Topology(
         number_of_processes=world + servers,
-        processes_per_pod=per_pod if is_pods else world,
+        processes_per_pod=per_pod if isinstance(place, Kubernetes) else world,
         sizes=sizes if len(sizes) > 1 and world > per_pod else (),
     )
     return _Ranks(topology=topology, cuda=bool(cuda), warnings=warnings, notes=notes)

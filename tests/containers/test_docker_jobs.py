@@ -31,7 +31,6 @@ from kale_dist.errors import (
     JobExistsError,
     JobFailedError,
     JobNotFoundError,
-    KaleDistWarning,
 )
 from kale_dist.job import records
 from kale_dist.places.docker import containers
@@ -79,8 +78,7 @@ def test_a_model_is_trained_by_the_ranks_of_one_container_and_comes_back(on_torc
 
     model, *others = summing()
     before = model.weight.detach().clone()
-    with pytest.warns(KaleDistWarning, match="processes_per_pod: it does nothing with Docker"):
-        job = flat.distribute(model, *others, epochs=8, seed=1, number_of_processes=2, processes_per_pod=1, **on_torch)
+    job = flat.distribute(model, *others, epochs=8, seed=1, number_of_processes=2, **on_torch)
     assert job.wait().state is StateName.SUCCEEDED, list(job.logs())
     assert job.model is model
     assert not torch.equal(model.weight, before)

@@ -142,11 +142,9 @@ def test_gpus_that_are_asked_for_are_used_and_that_is_said():
     assert run(resources={"gpus": 1}, cuda=True).notes == ()
 
 
-def test_a_container_has_all_processes_and_how_many_is_not_asked_any_more():
-    for given in ({}, {"processes_per_pod": 1}, {"processes_per_pod": 8}):
-        made = checked(number_of_processes=4, cuda=True, on=kd.Docker(image="x/y:1", **given))
-        assert made.request.topology.number_of_pods == 1
-        assert ["processes_per_pod: it does nothing" in warning for warning in made.warnings] == [True] * len(given)
+def test_a_container_has_all_processes():
+    made = checked(number_of_processes=4, cuda=True, on=kd.Docker(image="x/y:1"))
+    assert (made.request.topology.number_of_pods, made.warnings) == (1, ())
 
 
 # -- volumes ---------------------------------------------------------------------------------------------------------

@@ -128,8 +128,6 @@ class Docker:
     """Packages as a requirements file: its path, or its text."""
     resources: Resources = dataclasses.field(default_factory=Resources)
     """What the container gets for each process: `Resources`, or a dict such as `{"cpu": 2, "memory": "4Gi", "gpus": 1}`."""
-    processes_per_pod: int | None = setting(None, whole(1).or_(None))
-    """Does nothing but warn, and goes with the next version."""
     keep_warm: str | float | None = None
     """How long the container waits for the next call that fits, such as `"10 min"`; None: it ends with its job."""
     volumes: tuple[Volume, ...] = ()
@@ -145,7 +143,6 @@ class Docker:
             packages: Sequence[str] | str | None = None,
             requirements: str | pathlib.PurePath | None = None,
             resources: Resources | Mapping[str, Any] | None = None,
-            processes_per_pod: int | None = None,
             keep_warm: str | float | None = None,
             volumes: Mapping[str, Any] | Sequence[Volume | Mapping[str, Any]] | None = None,
         ) -> None: ...
