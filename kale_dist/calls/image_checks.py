@@ -13,7 +13,6 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from kale_dist.errors import ConfigError
-from kale_dist.image import here
 from kale_dist.job.spec import names, place_settings
 from kale_dist.job.spec.checks import NO_NUL, pairs, text, texts
 from kale_dist.job.spec.recipe import ImageFile, Recipe
@@ -89,6 +88,8 @@ def _here(packages: Any) -> tuple[tuple[str, ...] | None, Any]:
     if word.strip() != HERE:
         return None, packages
     given = tuple(name for part in names.split(",") if (name := part.strip()))
+    with needing("images", "packages", "to send packages"):
+        from kale_dist.image import here
     if given:
         here.find((), given)
     return given, None
@@ -102,15 +103,17 @@ def _packages(value: Any) -> tuple[str, ...]:
         is_short = 0 < len(text) < 80  # noqa: PLR2004 - still a line
         remedy = f"Write it as {[text] if is_short else ['einops==0.8']}, or 'auto', or 'here'"
         problem = f"{shorten(value)} is text, not a list"
-        if (word := value.lower()) in (AUTO, HERE):
-            remedy = f"Write it as {word!r}"
+        if value.lower() == AUTO:
+            remedy = "Write it as 'auto'"
+        elif value.strip().lower().startswith(HERE):
+            remedy = "Write it as 'here', or as 'here: scikit-learn, mine'"
         elif "\n" in text or text.endswith(".txt"):
             remedy = "Give a file of requirements or its text by requirements="
         raise ConfigError("packages", problem, remedy)
-    if HERE in (given := texts("packages", value, "['einops==0.8'], or 'auto', or 'here'")):
-        raise ConfigError(
-            "packages", f"{list(given)} names {HERE!r} as a package", f"Write {HERE!r} alone, not in a list"
-        )
+    given = texts("packages", value, "['einops==0.8'], or 'auto', or 'here'")
+    if any(one.partition(":")[0].strip() == HERE for one in given):
+        remedy = "Write 'here', or 'here: scikit-learn, mine', as text and not in a list"
+        raise ConfigError("packages", f"{list(given)} names {HERE!r} as a package", remedy)
     return given
 
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -140,15 +139,9 @@ def _pinned(top: str, distribution: Distribution) -> tuple[str, str]:
     """A package's requirement, pinned to its version and empty if that is impossible; and a note for the user, or empty."""
     name, shown = canonicalize_name(distribution.name), distribution.version
     origin = _origin(distribution)
-    if origin == "editable":
-        return "", (
-            f"`import {top}`: {name} is installed editable and is not part of the code that is sent with the call. "
-            f"Build it, and add it to `packages=` by a URL, or use an image that has it"
-        )
     if origin:
         return "", (
-            f"`import {top}`: {name} was installed from {origin}, and that its version in an index is the same is not "
-            f"certain. Add it to `packages=` as '{name} @ URL' or as '{name}=={shown.partition('+')[0]}'"
+            f"`import {top}`: {name} is installed from {origin}, and no index has the same for certain. packages='here' sends it as it is"
         )
     try:
         version = Version(shown).public
@@ -167,13 +160,6 @@ def _pinned(top: str, distribution: Distribution) -> tuple[str, str]:
 
 
 def _origin(distribution: Distribution) -> str:
-    """Where a package that is not from an index was installed from: `editable`, or a URL without credentials."""
-    try:
-        link = json.loads(distribution.read_text("direct_url.json") or "{}")
-    except ValueError:
-        return ""
-    if not isinstance(link, dict) or not link.get("url"):
-        return ""
-    if (link.get("dir_info") or {}).get("editable"):
-        return "editable"
-    return re.sub(r"(?<=://)[^/@\s]+@", "", str(link["url"]))
+    """Where a package that is not from an index was installed from, a URL without credentials; else empty."""
+    url = re.search(r'"url":\s*"([^"]+)"', distribution.read_text("direct_url.json") or "")
+    return re.sub(r"(?<=://)[^/@\s]+@", "", url[1]) if url else ""

@@ -45,7 +45,7 @@ def writing(path: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ImageError(
-            f"An image is made in {path}, which could not be written: {error.strerror or error}. Make room there, or set "
+            f"Images and packages are packed in {path}, which could not be written: {error.strerror or error}. Make room there, or set "
             f"XDG_CACHE_HOME to a folder that has some and that you can write to, and call again."
         ) from error
 

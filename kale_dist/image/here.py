@@ -11,9 +11,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import gzip
 import hashlib
-import importlib
 import importlib.metadata
 import io
 import json
@@ -25,15 +23,18 @@ import struct
 import sys
 import tarfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import Distribution
 from typing import Any
 
-from kale_dist.errors import ConfigError, log
+from isal import isal_zlib
+from packaging.requirements import InvalidRequirement, Requirement
+
+from kale_dist.errors import ConfigError, SnapshotError, log
 from kale_dist.image import cache
 from kale_dist.snapshot import distributions, loading, modules
 from kale_dist.wire import Offer, Package
-from kale_dist.wire.blobs import FolderStore, Store
+from kale_dist.wire.blobs import FolderStore, Store, digest_of, fresh
 from kale_dist.wording import closest
 
 PACKS_LIMIT_BYTES = 4 << 30
@@ -55,45 +56,74 @@ _GLIBC = 17
 _NOT_CODE = frozenset({"build", "dist", "docs", "test", "tests", "venv"})
 """Folders of an editable project without a list of its packages."""
 
+_SHEBANG = re.compile(rb"\A#!(/bin/sh\n'''exec' .*python.*\n' '''|.*python.*)\n")
+"""What installers write as the first line of a script, or the first three where the path is long or has a space."""
 _EDITED_S = 5.0
 """A file that is so much newer than RECORD was edited after the installation."""
+_WITH_GZIP_HEADER = 31
 _SHARE = 4
 """Packed again is what has changed in more than one part in so many."""
 
 
-def find(imports: Iterable[str], names: Iterable[str] = ()) -> dict[str, Distribution]:
+def find(imports: Iterable[str], names: Sequence[str] = ()) -> dict[str, Distribution]:
     """The distributions that a call's ranks may need, by name: those asked for, and what they require.
 
     Args:
         imports: Modules that the call imports.
-        names: Distributions to take in place of all that were installed by hand, are editable, or are imported.
+        names: Distributions to take in place of all that were installed by hand, are editable, or are imported; `name[extra]` with an extra.
 
     Raises:
-        ConfigError: One of `names` is not installed.
+        ConfigError: One of `names` is not installed, or is never sent.
     """
     there = distributions.installed()
-    wanted = [distributions.canonical(name) for name in names]
-    for name in wanted:
-        if name not in there:
-            remedy = f"{closest(name, there)}Name what `pip list` shows, or write 'here' alone"
-            raise ConfigError("packages", f"no package {name!r} is installed here", remedy)
-    if not wanted:
-        tops = {name.partition(".")[0] for name in imports} - sys.stdlib_module_names
-        owners = importlib.metadata.packages_distributions() if tops else {}
-        wanted = [distributions.canonical(owner) for top in sorted(tops) for owner in owners.get(top, ())]
-        wanted += [name for name, one in there.items() if _is_asked_for(name, one)]
+    wanted = [(name, frozenset[str]()) for name in _asked_for(there, imports)] if not names else _named(there, names)
     found: dict[str, Distribution] = {}
+    seen = set[tuple[str, frozenset[str]]]()
     while wanted:
-        name = wanted.pop()
-        if name in there and name not in found and not _NEVER.fullmatch(name):
+        name, extras = one = wanted.pop()
+        if name in there and one not in seen and not _NEVER.fullmatch(name):
+            seen.add(one)
             found[name] = there[name]
-            wanted += [needed for needed, _ in distributions.requirements(there[name])]
+            needed = _requirements(there[name], extras)
+            wanted += [(distributions.canonical(other.name), frozenset(other.extras)) for other in needed]
     return dict(sorted(found.items()))
 
 
-def _is_asked_for(name: str, distribution: Distribution) -> bool:
-    by_hand = distribution.read_text("REQUESTED") is not None or distributions.editable_root(distribution)
-    return bool(by_hand) and not _TOOLS.fullmatch(name)
+def _named(there: Mapping[str, Distribution], names: Iterable[str]) -> list[tuple[str, frozenset[str]]]:
+    """Canonical names that a user gives, each with the extras that it is to have."""
+    found = []
+    for text in names:
+        match = re.fullmatch(r"([\w.-]+)(?:\[([\w., -]*)\])?", text)
+        if match is None:
+            raise ConfigError("packages", f"{text!r} is no name", "Give names alone, as in 'here: scikit-learn, mine'")
+        name = distributions.canonical(match[1])
+        if _NEVER.fullmatch(name):
+            raise ConfigError("packages", f"{text!r} is never sent", "Leave it out, or use an image that has another")
+        if name not in there:
+            remedy = f"{closest(name, there)}Name what `pip list` shows, or write 'here' alone"
+            raise ConfigError("packages", f"no package {text!r} is installed here", remedy)
+        found.append((name, frozenset(re.findall(r"[\w.-]+", match[2] or ""))))
+    return found
+
+
+def _asked_for(there: Mapping[str, Distribution], imports: Iterable[str]) -> Iterator[str]:
+    """Yield what a call imports, and what was installed by hand."""
+    tops = {name.partition(".")[0] for name in imports} - sys.stdlib_module_names
+    owners = importlib.metadata.packages_distributions() if tops else {}
+    yield from (distributions.canonical(owner) for top in sorted(tops) for owner in owners.get(top, ()))
+    for name, one in there.items():
+        by_hand = one.read_text("REQUESTED") is not None or distributions.editable_root(one)
+        if by_hand and not _TOOLS.fullmatch(name):
+            yield name
+
+
+def _requirements(distribution: Distribution, extras: Iterable[str] = ()) -> Iterator[Requirement]:
+    """Yield what a distribution requires on this machine, with some of its extras."""
+    for text in distribution.requires or ():
+        with contextlib.suppress(InvalidRequirement):
+            one = Requirement(text)
+            if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                yield one
 
 
 def offer(found: Mapping[str, Distribution], store: Store, *, packs: bool) -> tuple[Offer, tuple[str, ...]]:
@@ -109,11 +139,16 @@ def offer(found: Mapping[str, Distribution], store: Store, *, packs: bool) -> tu
 
     Raises:
         ImageError: The cache cannot be written.
-        StoreError: The store cannot.
+        SnapshotError: A file of a package cannot be read.
+        StoreError: The store cannot be written.
     """
     tree = _Packs() if packs else None
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = dict(zip(found, pool.map(functools.partial(_package, tree), found.items()), strict=True))
+    try:
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = dict(zip(found, pool.map(functools.partial(_package, tree), found.items()), strict=True))
+    except OSError as error:
+        problem = f"packages: {error.filename} cannot be read ({error.strerror})"
+        raise SnapshotError(f"{problem}. Make it readable, or name the packages to send: 'here: name, name'") from error
     versions = {"python": loading.python_version(), "torch": loading.torch_version()}
     told = Offer(packages=tuple(filter(None, made.values())), platform=distributions.this_platform(), **versions)
     if tree is not None:
@@ -132,12 +167,17 @@ def _package(packs: _Packs | None, found: tuple[str, Distribution]) -> Package |
         return None
     limit_s = 0.0 if record is None or is_editable else record.stat().st_mtime + _EDITED_S
     is_edited = any(file.stat().st_mtime > limit_s for file in own.values())
+    for path, _, size in distributions.rows(distribution):
+        if f"site/{path}" in own or not (is_editable or path.startswith(("../", "/")) or ".dist-info/" in path):
+            file = own.get(f"site/{path}")
+            is_edited |= file is None or bool(size and file.stat().st_size != int(size))
+    needed = _requirements(distribution)
     is_compiled = "Root-Is-Purelib: false" in (distribution.read_text("WHEEL") or "")
     package = Package(
         name=name, version=distribution.version, identity="" if is_edited else distributions.identity(distribution),
         size_bytes=sum(file.stat().st_size for file in files.values()),
         is_compiled=is_compiled or any(".so" in file.suffixes for file in own.values()),
-        requires=tuple(one for one in distributions.requirements(distribution) if one[0] in known),
+        requires=tuple((one.name, str(one.specifier)) for one in needed if one.name in known),
     )  # fmt: skip
     return package if packs is None else packs.add(package, distribution, files)
 
@@ -147,7 +187,7 @@ def _package(packs: _Packs | None, found: tuple[str, Distribution]) -> Package |
 
 def _files(distribution: Distribution) -> dict[str, pathlib.Path]:
     """What is packed: paths in the pack, `site/...` for packages and else relative to the Python's folder, with the files here."""
-    site, prefix = pathlib.Path(str(distribution.locate_file(""))), pathlib.Path(sys.prefix)
+    site = pathlib.Path(str(distribution.locate_file("")))
     root, rows = distributions.editable_root(distribution), distributions.rows(distribution)
     files: dict[str, pathlib.Path] = {}
     for path, _, _ in rows:
@@ -156,8 +196,9 @@ def _files(distribution: Distribution) -> dict[str, pathlib.Path]:
         if is_own and (path.endswith(("/RECORD", "/INSTALLER")) or not distributions.is_written_by_installer(path)):
             if file.is_relative_to(site):
                 files[f"site/{file.relative_to(site)}"] = file
-            elif file.is_relative_to(prefix):
-                files[str(file.relative_to(prefix))] = file
+            elif path.startswith("../"):
+                # As a user's installation has it, whose base is three folders above.
+                files[re.sub(r"^(\.\./)+", "", path)] = file
     tops = (distribution.read_text("top_level.txt") or "").split()
     if root:
         files.update(_of_editable(site, rows, tops))
@@ -180,21 +221,20 @@ def _of_editable(
                 folders |= {name.replace(".", "/"): pathlib.Path(at) for name, at in ast.literal_eval(mapping).items()}
         for line in re.findall(r"^(?!import|#).+", text, re.MULTILINE) if path.endswith(".pth") else ():
             base = pathlib.Path(site, line)
-            there = (one for one in base.glob("*") if one.suffix == ".py" or (one / "__init__.py").exists())
+            there = (one for one in base.glob("[!.]*") if one.suffix == ".py" or any(one.rglob("*.py")))
             names = tops or [one.stem for one in there if one.stem not in _NOT_CODE]
             folders |= {name: base / name for name in names}
     for name, folder in folders.items():
+        above = f"site/{name}".removesuffix(folder.name)
         places = (folder, folder.with_suffix(".py"), *folder.parent.glob(f"{folder.name}.*.so"))
-        files = [(place, file) for place in places for file in modules.below(place)]
+        files = [file for place in places for file in modules.below(place)]
         # A project may lie beside gigabytes of data.
-        data = [pair for pair in files if pair[1].suffix not in (".py", ".so")]
-        if sum(file.stat().st_size for _, file in data) > modules.MAX_DATA_BYTES:
-            log(
-                f"packages: {folder} has more than {modules.MAX_DATA_BYTES >> 20} MiB of files that are no code: they are not sent"
-            )
-            files = [pair for pair in files if pair not in data]
-        for place, file in files:
-            yield f"site/{name}/{file.relative_to(folder)}" if place.is_dir() else f"site/{file.name}", file
+        data = [file for file in files if file.suffix not in (".py", ".so")]
+        if sum(file.stat().st_size for file in data) > modules.MAX_DATA_BYTES:
+            what = f"{folder} has more than {modules.MAX_DATA_BYTES >> 20} MiB of files that are no code"
+            log(f"packages: {what}: none of them is sent. Put them on a volume")
+            files = [file for file in files if file not in data]
+        yield from ((f"{above}{file.relative_to(folder.parent)}", file) for file in files)
 
 
 # -- packs ----------------------------------------------------------------------------------------------------------
@@ -235,17 +275,21 @@ class _Packs:
     def _pack(self, files: Mapping[str, pathlib.Path]) -> str:
         """Write files as one compressed archive; returns its digest."""
         buffer = io.BytesIO()
-        with _compressing(buffer) as squeezed, tarfile.open(fileobj=squeezed, mode="w|") as tar:
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
             for path, file in files.items():
                 data, found = file.read_bytes(), file.stat()
                 if path.startswith("bin/"):
-                    data = re.sub(rb"\A#!.*python.*\n", distributions.SHEBANG, data)
+                    data = re.sub(_SHEBANG, distributions.SHEBANG, data)
                 entry = tarfile.TarInfo(path)
                 entry.size, entry.mtime = len(data), int(found.st_mtime)
                 entry.mode = 0o755 if found.st_mode & stat.S_IXUSR else 0o644
                 tar.addfile(entry, io.BytesIO(data))
-        with cache.writing(self._folder):
-            return self._store.put([buffer.getbuffer()])
+        data = isal_zlib.compress(buffer.getbuffer(), 1, wbits=_WITH_GZIP_HEADER)
+        digest = digest_of([data])
+        with cache.writing(self._folder), fresh(self._store.path(digest), lasting=False) as part:
+            part.write_bytes(data)
+        self._store.received(digest)
+        return digest
 
     def put_into(self, store: Store, digests: Iterable[str]) -> None:
         """Have a store keep packs, in a folder as other names of the same files; then remove old packs that are too many."""
@@ -263,13 +307,6 @@ class _Packs:
             if left > 0:
                 self._store.delete(digest)
                 left -= sizes[digest].st_size
-
-
-def _compressing(buffer: io.BytesIO) -> Any:
-    """A file that compresses what is written into it: fast where isal is installed (the extra `images`)."""
-    with contextlib.suppress(ImportError):
-        return importlib.import_module("isal.igzip").IGzipFile("", "wb", 1, buffer, mtime=0)
-    return gzip.GzipFile("", "wb", 1, buffer, mtime=0)
 
 
 # -- what compiled parts need ---------------------------------------------------------------------------------------
@@ -320,15 +357,16 @@ def remember(image: str, packages: Iterable[Package], missing: Iterable[str]) ->
     cache.write(_memory(image), json.dumps(sorted(has - {""})).encode())
 
 
-def describe(image: str, told: Offer) -> str:
+def describe(image: str, offered: Offer) -> str:
     """What will be sent of an offer to pods of an image, as far as the last of them has told, for people."""
-    has, packages = _had(image), told.packages
+    has, packages = _had(image), offered.packages
     differing = [package for package in packages if package.identity not in has]
     size = f"{sum(package.packed_bytes for package in differing) / 1e6:,.1f} MB"
     if not _memory(image).exists():
         return f'packages="here": {len(packages)} packages ({size} packed) are offered, and the pods take what their image lacks'
     then = time.strftime("%H:%M on %d %b", time.localtime(_memory(image).stat().st_mtime))
-    return f'packages="here": {len(differing)} of {len(packages)} packages, {size}, differ from the image as it was at {then}'
+    told = f"at most {len(differing)} of {len(packages)} packages, {size}, differ from the image"
+    return f'packages="here": {told}, as far as pods have told by {then}'
 
 
 def _had(image: str) -> list[str]:

@@ -238,7 +238,7 @@ def life(files: JobFiles) -> Life:
     try:
         return decode(Life, json.loads(files.life.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError):
-        return _life_of_before(files)
+        return FIRST_LIFE
 
 
 def write_life(files: JobFiles, life: Life) -> None:
@@ -252,15 +252,6 @@ def write_life(files: JobFiles, life: Life) -> None:
             file.write_text(json.dumps(dataclasses.asdict(life)))
     except OSError as error:
         raise _store_error(files.life, error) from error
-
-
-def _life_of_before(files: JobFiles) -> Life:
-    """The life of a job of the version before, which kept each in a folder of its own: by it the job is cancelled and deleted."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        newest = max(files.folder.glob("run-*/run.json"), key=lambda path: int(path.parent.name[4:]), default=None)
-        fields = json.loads((newest or files.folder / "run.json").read_bytes())
-        return decode(Life, {name: fields[name] for name in ("number", "object", "place", "uid")})
-    return FIRST_LIFE
 
 
 def read_key(name: str) -> bytes | None:

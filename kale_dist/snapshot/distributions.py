@@ -1,4 +1,4 @@
-"""The installed distributions of a Python: what identifies each, what it requires. Reads metadata, and none of their files. No torch."""
+"""The installed distributions of a Python, and what identifies each. Reads metadata, and none of their files. No torch."""
 
 from __future__ import annotations
 
@@ -86,16 +86,6 @@ def editable_root(distribution: Distribution) -> str:
         return ""
 
 
-def requirements(distribution: Distribution) -> list[tuple[str, str]]:
-    """Names of what a distribution requires without its extras, each with a specifier such as `>=1.24,<3`."""
-    found = []
-    for text in distribution.requires or ():
-        needed, _, marker = text.partition(";")
-        if "extra" not in marker and (match := re.match(r"\s*([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^@)]*)", needed)):
-            found.append((canonical(match[1]), match[2].replace(" ", "")))
-    return found
-
-
 def accepts(specifier: str, version: str) -> bool:
     """Whether a version is within a specifier, such as `>=1.24,!=2.0.*`, by the numbers of its release alone.
 
@@ -105,7 +95,7 @@ def accepts(specifier: str, version: str) -> bool:
 
 
 def _accepts(part: str, version: tuple[int, ...]) -> bool:
-    match = re.fullmatch(r"(~=|[<>=!]=|[<>])v?(\d+(?:\.\d+)*)(\.\*)?[^,]*", part)
+    match = re.fullmatch(r"(~=|[<>=!]=|[<>])=?v?(\d+(?:\.\d+)*)(\.\*)?[^,]*", part)
     if match is None:
         return False
     sign, given, is_prefix = match[1], tuple(map(int, match[2].split("."))), bool(match[3])

@@ -11,7 +11,7 @@ import pytest
 from made_packages import EXTENSION, compiled, install
 
 import kale_dist as kd
-from kale_dist.errors import ConfigError, ContractError
+from kale_dist.errors import ConfigError, ContractError, SnapshotError
 from kale_dist.image import here
 from kale_dist.snapshot import distributions
 from kale_dist.wire.blobs import FolderStore
@@ -80,14 +80,34 @@ def test_what_was_asked_for_by_hand_is_offered_with_what_it_requires_and_nothing
     assert set(here.find(["other"], ["Deep.One"])) == {"deep-one", "deeper"}
 
 
+def test_extras_and_markers_decide_what_is_required(site, store):
+    needs = ["fast[extra]", 'absent; sys_platform == "win32"', 'torch<2; python_version < "3.8"']
+    install(site, "mine", {"mine.py": ""}, requires=needs)
+    install(
+        site, "fast", {"fast.py": ""}, asked_for=False, requires=['deep; extra == "extra"', 'other; extra == "another"']
+    )
+    for name in ("deep", "other", "absent"):
+        install(site, name, {f"{name}.py": ""}, asked_for=False)
+    assert set(here.find((), ["mine"])) == {"mine", "fast", "deep"}
+    assert set(here.find((), ["fast[another]"])) == {"fast", "other"}
+    assert [one.requires for one in offered(store, "mine").packages if one.name == "mine"] == [()]
+
+
 def test_a_name_that_is_not_installed_is_refused_at_the_call(site):
     install(site, "scikit-mine", {"skmine.py": ""})
     with pytest.raises(
         ConfigError, match=r"packages: no package 'scikit-mien' is installed here. Did you mean 'scikit-mine'"
     ):
         kd.render(print, number_of_processes=1, on=kd.Docker(image="a/b:1", packages="here: scikit-mien"))
-    with pytest.raises(ConfigError, match="Write 'here' alone, not in a list"):
-        kd.render(print, number_of_processes=1, on=kd.Docker(image="a/b:1", packages=["here", "einops"]))
+    with pytest.raises(ConfigError, match="'here: scikit-learn, mine', as text and not in a list"):
+        kd.render(print, number_of_processes=1, on=kd.Docker(image="a/b:1", packages=["here: einops"]))
+    for given, said in (
+        ("here: torch", "'torch' is never sent"),
+        ("here: a==1", "Give names alone"),
+        ("Here: a", "Write it as 'here'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            kd.render(print, number_of_processes=1, on=kd.Docker(image="a/b:1", packages=given))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +115,7 @@ def test_a_name_that_is_not_installed_is_refused_at_the_call(site):
     [
         ("", "2.3.5", True), (">=1.24,<3", "2.3.5", True), ("<2.3", "2.3.0", False), ("!=2.3.*", "2.3.5", False),
         ("==2.3.*", "2.3.5+cpu", True), ("~=2.3", "2.9", True), ("~=2.3.1", "2.4", False), ("==2.13", "2.13.0+cpu", True),
-        ("===2", "2", False), (">1.0", "1.0.1", True), ("<=2.4", "2.4.0", True), (">=2.10", "2.9.1", False),
+        ("===2", "2", True), (">1.0", "1.0.1", True), ("<=2.4", "2.4.0", True), (">=2.10", "2.9.1", False),
     ],
 )  # fmt: skip
 def test_versions_are_compared_by_number(specifier, version, is_accepted):
@@ -193,8 +213,52 @@ def test_an_editable_project_is_sent_without_its_tests_and_data_that_is_large(
     monkeypatch.setattr(here.modules, "MAX_DATA_BYTES", 0)
     (project / "mine/more.txt").write_text("b")
     laid_out(offered(store, "mine"), store, tree, monkeypatch)
-    assert "mine has more than 0 MiB of files that are no code: they are not sent" in "".join(capsys.readouterr())
+    assert "mine has more than 0 MiB of files that are no code: none of them is sent" in "".join(capsys.readouterr())
     assert not [path for path in files(tree) if path.endswith(".txt")]
+
+
+def test_an_editable_project_with_a_namespace_and_single_modules(site, store, tmp_path, monkeypatch):
+    install(
+        site,
+        "linked",
+        {"corp/deep/__init__.py": "", "corp/notes.txt": "a", "tests/x.py": ""},
+        project=tmp_path / "linked",
+    )
+    install(site, "mapped", {"place/mod.py": ""}, project=tmp_path / "mapped")
+    (site / "__editable__.mapped.pth").unlink()
+    finder, info = site / "__editable___mapped_finder.py", site / "mapped-1.0.dist-info/RECORD"
+    finder.write_text(f"MAPPING: dict[str, str] = {{'corp.mod': '{tmp_path}/mapped/place/mod'}}\n")
+    info.write_text(info.read_text().replace("__editable__.mapped.pth", finder.name))
+    laid_out(offered(store, "linked", "mapped"), store, tmp_path / "tree", monkeypatch)
+    there = {path.partition("site-packages/")[2] for path in files(tmp_path / "tree") if "dist-info" not in path} - {""}
+    assert there == {"corp/deep/__init__.py", "corp/notes.txt", "corp/mod.py"}
+
+
+@pytest.mark.parametrize("how", ["an old time", "a file is gone"])
+def test_a_wheel_that_differs_from_its_record_is_edited(site, store, how):
+    install(site, "mine", {"mine/__init__.py": "x = 1", "mine/more.py": ""})
+    if how == "an old time":
+        (site / "mine/__init__.py").write_text("x = 10")
+        os.utime(site / "mine/__init__.py", (LONG_AGO, LONG_AGO))
+    else:
+        (site / "mine/more.py").unlink()
+    assert [package.identity for package in offered(store, "mine").packages] == [""]
+
+
+def test_a_file_that_cannot_be_read_is_named(site, store, monkeypatch):
+    install(site, "mine", {"mine.py": ""})
+    read = pathlib.Path.read_bytes
+
+    def refuses(path):
+        if path.name == "mine.py":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", refuses)
+    with pytest.raises(
+        SnapshotError, match=r"packages: .*/mine.py cannot be read \(Permission denied\). Make it readable"
+    ):
+        offered(store, "mine")
 
 
 def test_a_package_without_files_is_named(site, store):
@@ -214,7 +278,7 @@ def test_a_tree_is_what_an_installation_would_be(site, store, tmp_path, monkeypa
     points = "[console_scripts]\nmine-hello = mine:hello\n"
     code = {
         "mine/__init__.py": "def hello(): print('hello')\n", "mine/data/words.txt": "alpha beta", f"mine/{EXTENSION}": compiled(tmp_path),
-        "../../../bin/mine-hello": f"#!{sys.executable}\nfrom mine import hello\nhello()\n", "../../../share/mine/x.txt": "1",
+        "../../../bin/mine-hello": f"#!/bin/sh\n'''exec' '{sys.executable}' \"$0\" \"$@\"\n' '''\nfrom mine import hello\nhello()\n", "../../../share/mine/x.txt": "1",
     }  # fmt: skip
     install(site, "mine", code, points=points, pure=False)
     (site.parents[2] / "bin/mine-hello").chmod(0o755)
@@ -242,7 +306,7 @@ def test_what_the_image_has_is_not_asked_for(site, store, tmp_path, monkeypatch)
     install(image, "yours", {"yours.py": "x = 1"})
     # What an earlier job has laid out goes with what differs.
     assert laid_out(offer, store, tmp_path / "tree", monkeypatch, image=[image]) == ""
-    assert not [path for path in files(tmp_path / "tree") if path.endswith(".py")]
+    assert [*(tmp_path / "tree").rglob("*")] == []
 
 
 def test_a_tree_that_was_cut_short_is_laid_out_again(site, store, tmp_path, monkeypatch):
@@ -322,6 +386,6 @@ def test_the_call_says_what_will_travel_once_a_pod_has_told(site, store):
     assert here.describe("a/b:1", offer).startswith('packages="here": 2 packages (0.0 MB packed) are offered')
     here.remember("a/b:1", offer.packages, offer.packages[0].blobs)
     assert here.describe("a/b:1", offer).startswith(
-        'packages="here": 1 of 2 packages, 0.0 MB, differ from the image as it was at '
+        'packages="here": at most 1 of 2 packages, 0.0 MB, differ from the image, as far as pods have told by '
     )
     assert "are offered" in here.describe("another:1", offer)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import http.client
+import importlib
 import io
 import json
 import pathlib
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kale_dist.errors import BackendError, StoreError
-from kale_dist.image import here
 from kale_dist.job import records
 from kale_dist.job.backend import HeadConnection
 from kale_dist.job.spec.job_spec import JobSpec
@@ -266,7 +266,9 @@ def send_missing(
     """
     store, what = FolderStore(records.blobs_dir()), "packages" if set(missing) & set(spec.offer.blobs) else "snapshot"
     if is_fresh and spec.offer.packages:
-        here.remember(spec.image, spec.offer.packages, missing)
+        # The notebook that submitted the job has the extra for it; another may not.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("kale_dist.image.here").remember(spec.image, spec.offer.packages, missing)
 
     def show(done: int, total: int) -> None:
         on_progress(f"Sending the {what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")

@@ -6,6 +6,7 @@ standard library. In warm pods it stays for the next job, which changes only wha
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -42,12 +43,9 @@ def _of_image() -> dict[str, tuple[str, str]]:
 
 def wanted(offer: Offer) -> list[Package]:
     """The packages of an offer that this image lacks, or has otherwise, and that can run here."""
-    return [one for one in offer.packages if one.blobs and _differs(one, offer)] if _fits(offer) else []
-
-
-def _fits(offer: Offer) -> bool:
-    """Whether packages of the notebook's Python can run on this one; where not, the job is refused for another reason."""
-    return distributions.minor(offer.python) == distributions.minor(loading.python_version())
+    # Where the Python is another one, the job is refused for that.
+    fits = distributions.minor(offer.python) == distributions.minor(loading.python_version())
+    return [one for one in offer.packages if one.blobs and _differs(one, offer)] if fits else []
 
 
 def _differs(package: Package, offer: Offer) -> bool:
@@ -134,7 +132,7 @@ def _check(todo: Iterable[Package], offer: Offer) -> None:
     torch = loading.torch_version() or "0"
     glibc = distributions.minor(platform.libc_ver()[1])
     foreign = [one for one in offer.packages if one.is_compiled and offer.platform != here and one.name not in has]
-    if foreign and _fits(offer):
+    if foreign:
         pinned = ", ".join(f'"{one.name}=={one.version.partition("+")[0]}"' for one in foreign)
         problems.append(
             f"{listed([one.name for one in foreign], _SHOWN)} have compiled parts of {offer.platform}, which cannot run on {here}. "
@@ -192,8 +190,10 @@ def _taken_out(root: pathlib.Path, todo: Iterable[Package]) -> dict[str, dict[st
     for path in itertools.chain.from_iterable(before.pop(name)["files"] for name in gone):
         file = root / path
         file.unlink(missing_ok=True)
-        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
-            compiled.unlink()
+        shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            # An empty folder could still be imported.
+            os.removedirs(file.parent)
     return before
 
 

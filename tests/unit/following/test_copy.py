@@ -250,16 +250,3 @@ def test_attempts_count_through_all_lives():
     assert reader.status().state is StateName.RUNNING
     assert (records.life(job).object, records.life(job).first_attempt) == (f"{spec.name}-2", 2)
     records.delete(job.folder.name)
-
-
-def test_the_life_of_a_job_of_the_version_before_is_found(files):
-    said = {"number": 1, "object": "x", "uid": "u", "place": [["server", "s"]], "first_attempt": 0, "free": 0}
-    (files.folder / "run.json").write_text(json.dumps(said))
-    assert records.life(files) == Life(object="x", uid="u", place=(("server", "s"),))
-    for number in (2, 10):
-        (files.folder / f"run-{number}").mkdir()
-        later = said | {"number": number, "object": f"x-{number}"}
-        (files.folder / f"run-{number}" / "run.json").write_text(json.dumps(later))
-    assert records.life(files).object == "x-10"
-    (files.folder / "run-10" / "run.json").write_text("{}")
-    assert records.life(files) == Life()
