@@ -96,7 +96,6 @@ def of_a_notebook(folder, monkeypatch):
     project, points = folder / "project", "[minekit.plugins]\none = minekit:answer\n"
     install(site, "fastkit", wheel, requires=["minekit"], pure=False)
     install(site, "minekit", {"minekit/__init__.py": "def answer(): return 41\n"}, points=points, project=project)
-    monkeypatch.setattr(sys, "prefix", str(folder / "notebook"))
     monkeypatch.syspath_prepend(str(project))
     monkeypatch.syspath_prepend(str(site))
     (site.parents[2] / "bin/fastkit-hello").chmod(0o755)

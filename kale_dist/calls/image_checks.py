@@ -90,8 +90,7 @@ def _here(packages: Any) -> tuple[tuple[str, ...] | None, Any]:
     given = tuple(name for part in names.split(",") if (name := part.strip()))
     with needing("images", "packages", "to send packages"):
         from kale_dist.image import here
-    if given:
-        here.find((), given)
+    here.named(given)
     return given, None
 
 

@@ -2,6 +2,7 @@
 
 made/<tag>       the digest of the image that this user has made
 bases/ packed/   what bases are and answered, names of layers; all of it can be made again
+distributions/   packed packages, with what each has, and what images have told (`packages="here"`)
 locks/<tag>      held while an image is made
 """
 

@@ -35,7 +35,7 @@ from kale_dist.image import cache
 from kale_dist.snapshot import distributions, loading, modules
 from kale_dist.wire import Offer, Package
 from kale_dist.wire.blobs import FolderStore, Store, digest_of, fresh
-from kale_dist.wording import closest
+from kale_dist.wording import closest, listed
 
 PACKS_LIMIT_BYTES = 4 << 30
 """Packs that were not used for longest are removed from here on."""
@@ -48,21 +48,19 @@ _OF_ANY_IMAGE = re.compile(
     r"(lib(c|m|pthread|dl|rt|util|gcc_s|stdc\+\+|python3.*|torch.*|c10.*|shm|cu.*|nv.*|nccl)|ld-linux.*)\.so.*"
 )
 _OF_TORCH = re.compile(r"lib(torch|c10).*\.so.*")
-_NO_FILES = (
-    "packages: {} is not sent, because no list of its files was found. Install it with pip, or use an image that has it"
-)
 _GLIBC = 17
 """What a wheel needs at most whose tag is of the time before tags had numbers (`manylinux2014`)."""
-_NOT_CODE = frozenset({"build", "dist", "docs", "test", "tests", "venv"})
+_NOT_CODE = frozenset({"build", "dist", "docs", "env", "examples", "notebooks", "test", "tests", "venv"})
 """Folders of an editable project without a list of its packages."""
 
 _SHEBANG = re.compile(rb"\A#!(/bin/sh\n'''exec' .*python.*\n' '''|.*python.*)\n")
 """What installers write as the first line of a script, or the first three where the path is long or has a space."""
+_DAY_S = 86_400.0
 _EDITED_S = 5.0
 """A file that is so much newer than RECORD was edited after the installation."""
 _WITH_GZIP_HEADER = 31
-_SHARE = 4
-"""Packed again is what has changed in more than one part in so many."""
+_MUCH_BYTES = 1 << 20
+"""So much that has changed, and half of a distribution, is packed with the rest again."""
 
 
 def find(imports: Iterable[str], names: Sequence[str] = ()) -> dict[str, Distribution]:
@@ -76,7 +74,7 @@ def find(imports: Iterable[str], names: Sequence[str] = ()) -> dict[str, Distrib
         ConfigError: One of `names` is not installed, or is never sent.
     """
     there = distributions.installed()
-    wanted = [(name, frozenset[str]()) for name in _asked_for(there, imports)] if not names else _named(there, names)
+    wanted = [(name, frozenset[str]()) for name in _asked_for(there, imports)] if not names else named(names)
     found: dict[str, Distribution] = {}
     seen = set[tuple[str, frozenset[str]]]()
     while wanted:
@@ -89,9 +87,13 @@ def find(imports: Iterable[str], names: Sequence[str] = ()) -> dict[str, Distrib
     return dict(sorted(found.items()))
 
 
-def _named(there: Mapping[str, Distribution], names: Iterable[str]) -> list[tuple[str, frozenset[str]]]:
-    """Canonical names that a user gives, each with the extras that it is to have."""
-    found = []
+def named(names: Iterable[str]) -> list[tuple[str, frozenset[str]]]:
+    """Canonical names of what a user names, `name` or `name[extra]`, each with its extras.
+
+    Raises:
+        ConfigError: One is not installed, or is never sent.
+    """
+    there, found = distributions.installed(), []
     for text in names:
         match = re.fullmatch(r"([\w.-]+)(?:\[([\w., -]*)\])?", text)
         if match is None:
@@ -112,7 +114,7 @@ def _asked_for(there: Mapping[str, Distribution], imports: Iterable[str]) -> Ite
     owners = importlib.metadata.packages_distributions() if tops else {}
     yield from (distributions.canonical(owner) for top in sorted(tops) for owner in owners.get(top, ()))
     for name, one in there.items():
-        by_hand = one.read_text("REQUESTED") is not None or distributions.editable_root(one)
+        by_hand = one.read_text("REQUESTED") is not None or distributions.is_editable(one)
         if by_hand and not _TOOLS.fullmatch(name):
             yield name
 
@@ -150,10 +152,11 @@ def offer(found: Mapping[str, Distribution], store: Store, *, packs: bool) -> tu
         problem = f"packages: {error.filename} cannot be read ({error.strerror})"
         raise SnapshotError(f"{problem}. Make it readable, or name the packages to send: 'here: name, name'") from error
     versions = {"python": loading.python_version(), "torch": loading.torch_version()}
-    told = Offer(packages=tuple(filter(None, made.values())), platform=distributions.this_platform(), **versions)
+    offered = Offer(packages=tuple(filter(None, made.values())), platform=distributions.this_platform(), **versions)
     if tree is not None:
-        tree.put_into(store, told.blobs)
-    return told, tuple(_NO_FILES.format(name) for name, package in made.items() if package is None)
+        tree.put_into(store, offered.blobs)
+    why = "is not sent, because no list of its files was found. Install it with pip, or use an image that has it"
+    return offered, tuple(f"packages: {name} {why}" for name, package in made.items() if package is None)
 
 
 def _package(packs: _Packs | None, found: tuple[str, Distribution]) -> Package | None:
@@ -162,22 +165,21 @@ def _package(packs: _Packs | None, found: tuple[str, Distribution]) -> Package |
     files, known = _files(distribution), (*distributions.PRELOADED, "torch")
     own = {path: file for path, file in files.items() if re.match(r"site/(?![^/]+\.(dist|egg)-info)", path)}
     record = next((file for path, file in files.items() if path.endswith(".dist-info/RECORD")), None)
-    is_editable = bool(distributions.editable_root(distribution))
-    if not own and (record is None or is_editable):
+    if not own and (record is None or distributions.is_editable(distribution)):
         return None
-    limit_s = 0.0 if record is None or is_editable else record.stat().st_mtime + _EDITED_S
+    limit_s = 0.0 if record is None else record.stat().st_mtime + _EDITED_S
     is_edited = any(file.stat().st_mtime > limit_s for file in own.values())
     for path, _, size in distributions.rows(distribution):
-        if f"site/{path}" in own or not (is_editable or path.startswith(("../", "/")) or ".dist-info/" in path):
+        if not (path.startswith(("../", "/")) or ".dist-info/" in path):
             file = own.get(f"site/{path}")
-            is_edited |= file is None or bool(size and file.stat().st_size != int(size))
+            is_edited |= file is None or size not in ("", str(file.stat().st_size))
     needed = _requirements(distribution)
     is_compiled = "Root-Is-Purelib: false" in (distribution.read_text("WHEEL") or "")
     package = Package(
         name=name, version=distribution.version, identity="" if is_edited else distributions.identity(distribution),
         size_bytes=sum(file.stat().st_size for file in files.values()),
         is_compiled=is_compiled or any(".so" in file.suffixes for file in own.values()),
-        requires=tuple((one.name, str(one.specifier)) for one in needed if one.name in known),
+        requires=tuple((of, str(one.specifier)) for one in needed if (of := distributions.canonical(one.name)) in known),
     )  # fmt: skip
     return package if packs is None else packs.add(package, distribution, files)
 
@@ -188,19 +190,19 @@ def _package(packs: _Packs | None, found: tuple[str, Distribution]) -> Package |
 def _files(distribution: Distribution) -> dict[str, pathlib.Path]:
     """What is packed: paths in the pack, `site/...` for packages and else relative to the Python's folder, with the files here."""
     site = pathlib.Path(str(distribution.locate_file("")))
-    root, rows = distributions.editable_root(distribution), distributions.rows(distribution)
+    base = re.fullmatch(r"(.+)/lib\d*/python[^/]*/\w+-packages", str(site))
+    is_editable, rows = distributions.is_editable(distribution), distributions.rows(distribution)
     files: dict[str, pathlib.Path] = {}
     for path, _, _ in rows:
         file = pathlib.Path(os.path.normpath(site / path))
-        is_own = not root or ".dist-info/" in path or file.parent.name == "bin"
+        is_own = not is_editable or ".dist-info/" in path or file.parent.name == "bin"
         if is_own and (path.endswith(("/RECORD", "/INSTALLER")) or not distributions.is_written_by_installer(path)):
             if file.is_relative_to(site):
                 files[f"site/{file.relative_to(site)}"] = file
-            elif path.startswith("../"):
-                # As a user's installation has it, whose base is three folders above.
-                files[re.sub(r"^(\.\./)+", "", path)] = file
+            elif base is not None and file.is_relative_to(base[1]):
+                files[str(file.relative_to(base[1]))] = file
     tops = (distribution.read_text("top_level.txt") or "").split()
-    if root:
+    if is_editable:
         files.update(_of_editable(site, rows, tops))
     elif not rows:
         metadata = str(getattr(distribution, "_path", ""))
@@ -221,7 +223,12 @@ def _of_editable(
                 folders |= {name.replace(".", "/"): pathlib.Path(at) for name, at in ast.literal_eval(mapping).items()}
         for line in re.findall(r"^(?!import|#).+", text, re.MULTILINE) if path.endswith(".pth") else ():
             base = pathlib.Path(site, line)
-            there = (one for one in base.glob("[!.]*") if one.suffix == ".py" or any(one.rglob("*.py")))
+            # What lies deeper may be a million files of data.
+            there = (
+                one
+                for one in base.glob("[!.]*")
+                if one.suffix == ".py" or any(one.glob("*.py")) or any(one.glob("*/*.py"))
+            )
             names = tops or [one.stem for one in there if one.stem not in _NOT_CODE]
             folders |= {name: base / name for name in names}
     for name, folder in folders.items():
@@ -260,13 +267,16 @@ class _Packs:
         changed = {path: file for path, file in files.items() if states[path] != packed.get(path)}
         is_there = before.get("version") == package.version and self._store.path(before["blob"]).exists()
         size = sum(states[path][0] for path in changed)
-        if not is_there or not packed.keys() <= states.keys() or size * _SHARE > package.size_bytes:
+        is_much = size > _MUCH_BYTES and size > package.size_bytes / 2
+        if not is_there or not packed.keys() <= states.keys() or is_much:
             blob, changed = self._pack(files), {}
             before = {"version": package.version, "blob": blob, "states": states, **_needs(distribution, files)}
             cache.write(known, json.dumps(before).encode())
         blobs = (before["blob"], *([self._pack(changed)] if changed else ()))
-        for digest in blobs:
-            os.utime(self._store.path(digest))
+        for path in map(self._store.path, blobs):
+            # Each time, all would be read again: a file is the same as long as its times are.
+            if time.time() - path.stat().st_mtime > _DAY_S:
+                os.utime(path)
         needs = {name: before[name] for name in ("links_torch", "glibc")}
         libraries = tuple((library, file) for library, file in before["libraries"])
         size = sum(self._store.path(digest).stat().st_size for digest in blobs)
@@ -361,12 +371,12 @@ def describe(image: str, offered: Offer) -> str:
     """What will be sent of an offer to pods of an image, as far as the last of them has told, for people."""
     has, packages = _had(image), offered.packages
     differing = [package for package in packages if package.identity not in has]
-    size = f"{sum(package.packed_bytes for package in differing) / 1e6:,.1f} MB"
+    size = f"{sum(package.packed_bytes or package.size_bytes for package in differing) / 1e6:,.1f} MB"
     if not _memory(image).exists():
-        return f'packages="here": {len(packages)} packages ({size} packed) are offered, and the pods take what their image lacks'
+        return f'packages="here": what the image lacks of {len(packages)} packages, {size}, will be sent'
     then = time.strftime("%H:%M on %d %b", time.localtime(_memory(image).stat().st_mtime))
-    told = f"at most {len(differing)} of {len(packages)} packages, {size}, differ from the image"
-    return f'packages="here": {told}, as far as pods have told by {then}'
+    names = listed([package.name for package in differing], 3)
+    return f'packages="here": at most {size} will be sent ({names}), by what the image had at {then}'
 
 
 def _had(image: str) -> list[str]:

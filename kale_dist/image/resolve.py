@@ -155,7 +155,7 @@ def repository_of(registry: str, argument: str = "registry") -> Reference:
             "registry",
             "none is configured, and images that are made for jobs lie in one",
             "Set KALE_DIST_REGISTRY or `registry = ...` of the configuration file, such as 'registry.example.com/team'. Or "
-            "name an image that has what is needed, by image=",
+            "name an image that has what is needed, by image=, or send this machine's packages, by packages='here'",
         )
     try:
         return Reference.parse(f"{registry.removeprefix(_PLAIN)}/{NAME}")

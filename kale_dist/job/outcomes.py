@@ -146,7 +146,7 @@ class OutcomeReader:
             return errors.JobCancelledError(f"{sentence}. {kept}" if kept else sentence, self._ref)
         cause, traceback, frames = self._cause(status)
         if isinstance(cause, ModuleNotFoundError) and self._spec.image:
-            sentence += ". packages='here' sends this machine's packages where the image lacks them, packages=['name'] adds those named to the image"
+            sentence += ". packages='here' sends all packages of this machine that the image lacks; packages=['name'] makes an image with those named"
         elif isinstance(cause, FileNotFoundError) and self._spec.image:
             sentence += ". A job sees the files of its image and of its volumes=, and not those of this machine"
         kind = errors.JobTimeoutError if status.cause in _TIME_CAUSES else errors.JobFailedError

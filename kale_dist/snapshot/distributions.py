@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import Distribution
 
-PRELOADED = frozenset({"mpmath", "numpy", "sympy", "typing-extensions"})
+PRELOADED = frozenset({"dill", "mpmath", "numpy", "sympy", "tqdm", "typing-extensions"})
 """What a fork server has imported with torch before the packages of a job are there."""
 
 SHEBANG = b"#!kale_dist: python\n"
@@ -47,7 +47,7 @@ def installed() -> dict[str, Distribution]:
     """All distributions by canonical name; of two with one name the one that an import finds."""
     found: dict[str, Distribution] = {}
     for one in importlib.metadata.distributions():
-        # One that was removed by halves has no name.
+        # One that was only partly removed has no name.
         with contextlib.suppress(KeyError, TypeError, OSError):
             found.setdefault(canonical(one.metadata["Name"]), one)
     return found
@@ -65,25 +65,24 @@ def is_written_by_installer(path: str) -> bool:
 
 
 def identity(distribution: Distribution) -> str:
-    """A digest of what a distribution's wheel has put among the packages; empty without RECORD, or for an editable one.
+    """A digest of what a distribution's wheel has put among the packages; empty without a RECORD with hashes, or for an editable one.
 
     Scripts and data outside are left out: installers write them differently.
     """
     listed = rows(distribution)
     kept = sorted(row for row in listed if not row[0].startswith(("../", "/")) and not is_written_by_installer(row[0]))
-    if not listed or editable_root(distribution):
+    if not listed or not all(row[1] for row in kept) or is_editable(distribution):
         return ""
     named = canonical(distribution.metadata["Name"]), distribution.version, kept
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
 
 
-def editable_root(distribution: Distribution) -> str:
-    """The folder of a project that is installed editable; empty for any other."""
+def is_editable(distribution: Distribution) -> bool:
+    """Whether a project is installed as a link to its folder."""
     try:
-        link = json.loads(distribution.read_text("direct_url.json") or "{}")
-        return str(link["url"]).removeprefix("file://") if link["dir_info"]["editable"] else ""
+        return bool(json.loads(distribution.read_text("direct_url.json") or "{}")["dir_info"]["editable"])
     except (ValueError, KeyError, TypeError):
-        return ""
+        return False
 
 
 def accepts(specifier: str, version: str) -> bool:

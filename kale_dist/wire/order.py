@@ -79,7 +79,7 @@ class ProcessState:
     torch_flags: tuple[tuple[str, str | int | float | bool], ...]
     """Torch's default dtype and global flags by name, and the level of the log."""
     packages: str = ""
-    """A folder of `sys.path` with packages of the notebook's, whose .pth files count, too; empty for none."""
+    """A folder of `sys.path` with packages of the notebook's, whose .pth files are read; empty for none."""
 
 
 class Source(enum.StrEnum):
@@ -194,7 +194,7 @@ class Package:
     """In the canonical spelling: `scikit-learn`."""
     version: str
     identity: str = ""
-    """Of its files, as `distributions.identity` has it; empty for one that is no longer as it was installed, or is editable: no image has it."""
+    """Of its files, as `distributions.identity` has it; empty for one that is editable or was changed since its installation: no image has it."""
     blobs: tuple[str, ...] = ()
     """Digests of its files as compressed archives; what a later one has replaces what an earlier one has. Empty where it cannot run on Linux."""
     size_bytes: int = 0

@@ -120,5 +120,6 @@ def test_the_sentence_is_in_log_card_and_notes_after_a_minute():
         job.cancel()
         job.wait()
     assert any(note in line.text for line in job.logs())
-    assert job.usage[-1]["data_percent"] > 30
+    # The last moment before the end may know nothing of it.
+    assert [row["data_percent"] for row in job.usage if "data_percent" in row][-1] > 30
     job.delete()

@@ -268,7 +268,9 @@ def test_another_user_types_nothing_at_the_debugger_of_a_rank(tmp_path):
         tmp_path,
     )
     assert printed.startswith("sent")
-    assert printed.split()[-4:] == ["1", "running", "goes", "on"]
+    # Between the two, whoever waits for the result may be shown the prompt.
+    assert "\n1 running\n" in printed
+    assert printed.endswith("goes on\n")
 
 
 def closes_ports():

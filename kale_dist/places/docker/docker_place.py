@@ -100,7 +100,7 @@ class DockerPlace(Place):
             wire.InputFiles.KEY: key,
             wire.InputFiles.ORDER: wire.encode_json(order),
         }
-        if order.source is wire.Source.INPUT:
+        if spec.snapshot_bytes <= containers.INPUT_BYTES:
             files[wire.InputFiles.SNAPSHOT] = pack_blobs(FolderStore(records.blobs_dir()), spec.blobs)
         if checkpoint is not None:
             files[wire.InputFiles.CHECKPOINT] = checkpoint

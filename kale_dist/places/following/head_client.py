@@ -265,7 +265,7 @@ def send_missing(
         is_fresh: Whether the pods have nothing but their image.
     """
     store, what = FolderStore(records.blobs_dir()), "packages" if set(missing) & set(spec.offer.blobs) else "snapshot"
-    if is_fresh and spec.offer.packages:
+    if is_fresh and missing and spec.offer.packages:
         # The notebook that submitted the job has the extra for it; another may not.
         with contextlib.suppress(ImportError):
             importlib.import_module("kale_dist.image.here").remember(spec.image, spec.offer.packages, missing)

@@ -282,11 +282,11 @@ def _place_bytes(cluster: Cluster, spec: JobSpec, *, logs: bool) -> Source:
             _put(spec, FolderStore(folder))
             return Source.FOLDER
         if logs:
-            what = "code, data and packages" if spec.offer.packages else "code and data"
+            more = ", and the packages that their image lacks," if spec.offer.packages else ""
             size = spec.snapshot_bytes + sum(package.packed_bytes for package in spec.offer.packages)
             note(
-                f"The job's {what} ({size / 1e3:,.0f} kB at most) are sent to its pods when they run, which takes about"
-                f" {max(1, round(size / 1e7))} s at 10 MB/s. Leave this kernel running until the job runs"
+                f"The job's code and data ({spec.snapshot_bytes / 1e3:,.0f} kB){more} are sent to its pods when they run, which takes"
+                f" about {max(1, round(size / 1e7))} s at 10 MB/s. Leave this kernel running until the job runs"
             )
     return source
 
@@ -339,7 +339,7 @@ def _input(
     """Files of a job's input, and where its pods find the snapshot."""
     data = {InputFiles.RUNTIME: payload.runtime_zip(), InputFiles.KEY: key}
     store, digest = FolderStore(records.blobs_dir()), ""
-    if source is Source.INPUT:
+    if spec.snapshot_bytes <= object_settings.INPUT_BYTES:
         data[InputFiles.SNAPSHOT] = pack_blobs(store, spec.blobs)
     if checkpoint is not None and checkpoint.stat().st_size < _SECRET_BYTES - sum(map(len, data.values())):
         data[InputFiles.CHECKPOINT] = checkpoint.read_bytes()

@@ -277,13 +277,13 @@ def last_condition(made: Mapping[str, Any]) -> Mapping[str, Any]:
 def _spec_annotation(spec: Settled) -> str:
     """The specification as JSON, for `attach` from another machine.
 
-    The packages that are offered are left out, and the digests of the blobs where there are so many that an annotation could not hold
-    them; both are in the job's order, too.
+    The digests of the blobs and the packages are left out where there are so many that an annotation could not hold them; they are in
+    the job's order, too.
     """
     shown = spec.to_json()
-    shown.pop("offer", None)
     text = json.dumps(shown, separators=(",", ":"))
-    return text if len(text) <= _LARGEST_ANNOTATION else json.dumps({**shown, "blobs": ()}, separators=(",", ":"))
+    less = {**shown, "blobs": (), "offer": {}}
+    return text if len(text) <= _LARGEST_ANNOTATION else json.dumps(less, separators=(",", ":"))
 
 
 def input_secret(

@@ -83,16 +83,16 @@ class ForkPool:
         self._loop.add_reader(ours, self._read)
         self.refill()
 
-    def restart(self, packages: tuple[str, ...]) -> None:
-        """Start the forkserver again, with the environment of this process. No rank may be at work.
+    def restart(self, packages: tuple[str, ...], environment: dict[str, str]) -> None:
+        """Start the forkserver again. No rank may be at work.
 
         Args:
             packages: What it will import of a job's packages.
+            environment: The variables that it gets.
         """
-        self.close()
-        self._spares.clear()
+        self._lost_server()
         self.packages = packages
-        self.start()
+        self.adopt(*forkserver_launch.launch(environment))
 
     def take(self) -> NearRank:
         """A rank, forked ahead or asked for now."""

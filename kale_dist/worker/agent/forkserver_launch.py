@@ -23,8 +23,12 @@ def environment(base: dict[str, str]) -> dict[str, str]:
     return {**base, **dict.fromkeys(_SINGLE_THREAD, "1"), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
-def launch() -> tuple[socket.socket, int]:
-    """Start a forkserver, which begins to import torch at once; gives our end of its socket, and its process id."""
+def launch(base: dict[str, str] | None = None) -> tuple[socket.socket, int]:
+    """Start a forkserver, which begins to import torch at once; gives our end of its socket, and its process id.
+
+    Args:
+        base: Its variables; None for those of this process.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.set_inheritable(True)
     # In a pod the library is on `sys.path` alone: the user's own subprocesses would inherit PYTHONPATH.
@@ -34,5 +38,5 @@ def launch() -> tuple[socket.socket, int]:
         *("--connection", str(theirs.fileno()), "--agent-pid", str(os.getpid())),
     ]
     with contextlib.closing(theirs):
-        pid = os.posix_spawn(sys.executable, command, environment(dict(os.environ)))
+        pid = os.posix_spawn(sys.executable, command, environment(dict(os.environ if base is None else base)))
     return ours, pid

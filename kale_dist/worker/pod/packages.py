@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import itertools
 import json
 import os
 import pathlib
@@ -20,12 +19,12 @@ import sys
 import sysconfig
 import tarfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kale_dist.errors import ContractError
 from kale_dist.snapshot import distributions, loading
 from kale_dist.wire import Offer, Package
-from kale_dist.wire.blobs import FolderStore
+from kale_dist.wire.blobs import FolderStore, fresh
 from kale_dist.wording import listed
 
 _LAID = ".laid.json"
@@ -78,17 +77,19 @@ def library(root: pathlib.Path) -> pathlib.Path:
     return pathlib.Path(sysconfig.get_path("purelib", "posix_user", vars={"userbase": str(root)}))
 
 
-def enter(root: pathlib.Path) -> list[str]:
-    """Give this process, and so all that it starts, the environment in which a tree's packages are found; returns `sys.path` for ranks."""
-    there = str(library(root))
-    os.environ["PATH"] = f"{root}/bin:{os.environ.get('PATH', os.defpath)}"
-    if site.ENABLE_USER_SITE:
-        os.environ["PYTHONUSERBASE"] = str(root)
-    else:
-        # The image's Python is a virtual environment's, which has no users.
-        os.environ["PYTHONPATH"] = ":".join(filter(None, (there, os.environ.get("PYTHONPATH"))))
+def variables(root: pathlib.Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which an environment's processes find a tree's packages and scripts."""
+    path = {"PATH": f"{root}/bin:{environment.get('PATH', os.defpath)}"}
+    if site.ENABLE_USER_SITE and not pathlib.Path(site.getusersitepackages()).exists():
+        return {**path, "PYTHONUSERBASE": str(root)}
+    # The image has packages of its user, or its Python is a virtual environment's, which has no users.
+    return {**path, "PYTHONPATH": ":".join(filter(None, (str(library(root)), environment.get("PYTHONPATH"))))}
+
+
+def search_path(root: pathlib.Path) -> list[str]:
+    """`sys.path` of ranks, with a tree's packages before those of the image."""
     place = next((number for number, one in enumerate(sys.path) if one.endswith("-packages")), len(sys.path))
-    return [*sys.path[:place], there, *sys.path[place:]]
+    return [*sys.path[:place], str(library(root)), *sys.path[place:]]
 
 
 def lay_out(offer: Offer, store: FolderStore, root: pathlib.Path) -> str:
@@ -113,7 +114,8 @@ def lay_out(offer: Offer, store: FolderStore, root: pathlib.Path) -> str:
         before[one.name] = {"blobs": list(one.blobs), "files": files}
     if not todo:
         return ""
-    (root / _LAID).write_text(json.dumps(before))
+    with fresh(root / _LAID, lasting=False) as part:
+        part.write_text(json.dumps(before))
     size, took_s = sum(one.size_bytes for one in new), time.monotonic() - began
     names = listed([f"{one.name} {one.version}" for one in todo], _SHOWN)
     done = (
@@ -122,14 +124,16 @@ def lay_out(offer: Offer, store: FolderStore, root: pathlib.Path) -> str:
         else "all were laid out for an earlier job"
     )
     count = f"{len(todo)} packages" if len(todo) > 1 else "A package"
-    return f"{count} of the notebook, which the image lacks or has otherwise: {names}; {done}"
+    differs = distributions.minor(torch := loading.torch_version()) != distributions.minor(offer.torch)
+    stays = f". PyTorch stays the image's {torch}; the notebook has {offer.torch}" if torch and differs else ""
+    return f"{count} of the notebook, which the image lacks or has otherwise: {names}; {done}{stays}"
 
 
 def _check(todo: Iterable[Package], offer: Offer) -> None:
     """Refuse what would fail in the ranks, all at once."""
     problems: list[str] = []
     has, here = _of_image(), distributions.this_platform()
-    torch = loading.torch_version() or "0"
+    torch = loading.torch_version()
     glibc = distributions.minor(platform.libc_ver()[1])
     foreign = [one for one in offer.packages if one.is_compiled and offer.platform != here and one.name not in has]
     if foreign:
@@ -142,12 +146,12 @@ def _check(todo: Iterable[Package], offer: Offer) -> None:
         named = f"{one.name} {one.version}"
         if (2, one.glibc) > glibc > ():
             problems.append(f"{named} needs glibc 2.{one.glibc}, and the image has {'.'.join(map(str, glibc))}")
-        if one.links_torch and distributions.minor(offer.torch) != distributions.minor(torch):
+        if one.links_torch and torch and distributions.minor(offer.torch) != distributions.minor(torch):
             problems.append(f"{named} is compiled for the notebook's torch {offer.torch}, and the image has {torch}")
         problems += [
             f"{named} requires torch{specifier}, and the image has {torch}"
             for name, specifier in one.requires
-            if name == "torch" and not distributions.accepts(specifier, torch)
+            if name == "torch" and torch and not distributions.accepts(specifier, torch)
         ]
         problems += [
             f"{named} ({path}) needs {name}, which the image lacks"
@@ -187,7 +191,8 @@ def _taken_out(root: pathlib.Path, todo: Iterable[Package]) -> dict[str, dict[st
     gone = [name for name, one in before.items() if stays.get(name) != one["blobs"]]
     if gone or stays.keys() - before.keys():
         laid.unlink()
-    for path in itertools.chain.from_iterable(before.pop(name)["files"] for name in gone):
+    paths = {path for name in gone for path in before.pop(name)["files"]}
+    for path in paths - {path for one in before.values() for path in one["files"]}:
         file = root / path
         file.unlink(missing_ok=True)
         shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)

@@ -97,11 +97,12 @@ class Pod:
         os.environ.update(wire.unseal(key, order.sealed))
         self.tree = (within or self).place.work / "packages"
         """Where the notebook's packages are, if the order offers any."""
-        sys_path = packages.enter(self.tree) if order.offer.packages else sys.path
+        if order.offer.packages:
+            os.environ.update(packages.variables(self.tree, os.environ))
         state = ProcessState(
             environment=tuple(os.environ.items()),
             cwd=self._cwd(),
-            sys_path=tuple(sys_path),
+            sys_path=tuple(packages.search_path(self.tree) if order.offer.packages else sys.path),
             packages=str(packages.library(self.tree)) if order.offer.packages else "",
             argv=("kale_dist",),
             umask=umask(),
@@ -145,7 +146,7 @@ class Pod:
     def renew_pool(self) -> None:
         """Start the fork server again if it has imported other packages of the image than this job's ranks are to have."""
         if (loaded := packages.preloaded(self.order.offer)) != self.pool.packages:
-            self.pool.restart(loaded)
+            self.pool.restart(loaded, {**self._environment, **packages.variables(self.tree, self._environment)})
 
     def _cwd(self) -> str:
         """The ranks' working folder: where it is the user's home, as in a container, each job of a warm pod has one of its own."""

@@ -55,6 +55,8 @@ def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0, server: Blo
     order = pod.order
     if server is not None and order.source is Source.STREAM:
         server.coming = dict.fromkeys(missing(pod), NOT_YET)
+    if (small := pod.place.input / InputFiles.SNAPSHOT).exists():
+        unpack_blobs(small, pod.store.root)
     _get(pod, functools.partial(missing, pod, with_packages=False), received, server)
     if found := loading.version_differences(pod.store, order.snapshot):
         differences = "; ".join(found).replace(" there ", " in the notebook ").replace(" here", " in the image")
@@ -66,24 +68,18 @@ def bring(pod: Pod, *, received: Callable[[str], int] = lambda _: 0, server: Blo
         return ""
     try:
         _get(pod, functools.partial(missing, pod), received, server)
-    except FileNotFoundError as error:
-        raise ContractError(
-            "The image of this pod lacks packages of the notebook that the first pod's has, which are not there to be fetched. "
-            "Give all pods of the job one image, or a store= that has all of them"
+    except StoreError as error:
+        remedy = "If its image lacks packages that the first pod's has, give all pods of the job one image, or a store="
+        raise StoreError(
+            f"{error} It was to bring packages of the notebook to pod {pod.place.pod}. {remedy}"
         ) from error
     return packages.lay_out(order.offer, pod.store, pod.tree)
 
 
 def _get(pod: Pod, needed: Callable[[], list[str]], received: Callable[[str], int], server: BlobServer | None) -> None:
-    """Get what is needed from where the order says that it is.
-
-    Raises:
-        FileNotFoundError: The head has no such blob.
-    """
+    """Get what is needed from where the order says that it is."""
     order = pod.order
     match order.source:
-        case Source.INPUT:
-            unpack_blobs(pod.place.input / InputFiles.SNAPSHOT, pod.store.root)
         case Source.FOLDER:
             _wait(pod, needed, f"{order.store} in pod {pod.place.pod}", received)
         case Source.URL:
@@ -96,7 +92,7 @@ def _get(pod: Pod, needed: Callable[[], list[str]], received: Callable[[str], in
                 # Warm pods have blobs in common: what serves them need not know of this job yet.
                 fetch(pods.order, pods.key, pod.store, digest, server)
     if absent := needed():
-        raise StoreError(f"{len(absent)} of the {len(order.blobs)} parts of the snapshot are missing: {absent[0]}")
+        raise StoreError(f"{len(absent)} parts of the job's input are missing: {absent[0]}.")
 
 
 def _wait(pod: Pod, needed: Callable[[], list[str]], whence: str, received: Callable[[str], int]) -> None:
@@ -109,7 +105,7 @@ def _wait(pod: Pod, needed: Callable[[], list[str]], whence: str, received: Call
             deadline, before = time.monotonic() + limit_s, now
         elif time.monotonic() > deadline:
             raise StoreError(
-                f"The notebook was gone before its bytes had arrived: {len(absent)} of {total} parts of the snapshot are "
+                f"The notebook was gone before its bytes had arrived: {len(absent)} of {total} parts of the job's input are "
                 f"missing, and nothing more came from {whence} for {limit_s:g} s (input_wait_s). "
                 "Keep the notebook running until the job has started, or give a store that both see (store=)"
             )
@@ -136,7 +132,6 @@ def fetch(order: Order, key: bytes, store: FolderStore, digest: str, server: Blo
         server: Knows the other relay, and passes the blob on while it comes.
 
     Raises:
-        FileNotFoundError: The head has no such blob.
         StoreError: It cannot be fetched.
     """
     server = server or BlobServer(key, store)
@@ -151,8 +146,6 @@ def fetch(order: Order, key: bytes, store: FolderStore, digest: str, server: Blo
             except (OSError, http.client.HTTPException, TypeError, ValueError) as error:
                 # What answers at the address of a pod that is gone need not be a pod of this job.
                 server.source = None
-                if relay is None and isinstance(error, FileNotFoundError):
-                    raise
                 tried += relay is None
                 if tried == _TRIES:
                     raise StoreError(f"Blob {digest} could not be fetched from {order.head}: {error}.") from error
@@ -171,8 +164,6 @@ def _receive(peer: tuple[str, int], prefix: str, server: BlobServer, digest: str
     with contextlib.closing(connection), part.open("ab") as file:
         connection.request("GET", path, headers={wire.MAC_HEADER: wire.sign_request(server.key, "GET", path)})
         answer = connection.getresponse()
-        if answer.status == http.client.NOT_FOUND:
-            raise FileNotFoundError(f"{peer[0]} has no blob {digest}")
         if answer.status != http.client.OK:
             raise http.client.HTTPException(f"status {answer.status}")
         end, whole = offset + int(answer.headers["Content-Length"]), int(answer.headers[wire.SIZE_HEADER])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kale_dist import wire
@@ -55,7 +55,8 @@ class WarmPods(JobRun):
         job = json.loads(body[4:size])
         if body[size:]:
             unpack_blobs(body[size:], self._pod.store.root)
-        offering = self._offer(job, wire.decode(Order, job["order"]))
+        order = wire.decode(Order, job["order"])
+        offering = self._offer(job, (*order.blobs, *packages.blobs(order.offer)))
         return asyncio.run_coroutine_threadsafe(offering, self._site.loop).result()
 
     def release(self) -> None:
@@ -63,7 +64,7 @@ class WarmPods(JobRun):
         self._is_released = True
         self._site.loop.call_soon_threadsafe(self._changed.set)
 
-    async def _offer(self, job: dict[str, Any], order: Order) -> dict[str, Any]:
+    async def _offer(self, job: dict[str, Any], needed: Sequence[str]) -> dict[str, Any]:
         # The notebook that gets a result may call again before this head knows that it has all of it.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TURN_S):
@@ -78,7 +79,6 @@ class WarmPods(JobRun):
             return {"busy": f"they run {self._next[0].order.job}"}
         if not self._taken and name != self.order.job:
             return {"busy": "they were made for another call"}
-        needed = (*order.blobs, *packages.blobs(order.offer))
         if missing := [digest for digest in needed if not store.exists(digest)]:
             return {"missing": missing}
         self._taken.add(name)
