@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-import io
 import json
 import os
 import pathlib
@@ -21,21 +20,25 @@ import re
 import stat
 import struct
 import sys
-import tarfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import Distribution
 from typing import Any
 
-from isal import isal_zlib
 from packaging.requirements import InvalidRequirement, Requirement
 
 from kale_dist.errors import ConfigError, SnapshotError, log
 from kale_dist.image import cache
+from kale_dist.image.layer import packed, script
+from kale_dist.image.tar import TarEntry, tar
 from kale_dist.snapshot import distributions, loading, modules
 from kale_dist.wire import Offer, Package
 from kale_dist.wire.blobs import FolderStore, Store, digest_of, fresh
 from kale_dist.wording import closest, listed
+
+Files = Mapping[str, pathlib.Path]
+"""Paths in a pack, with the files here."""
+Stats = Mapping[str, os.stat_result]
 
 PACKS_LIMIT_BYTES = 4 << 30
 """Packs that were not used for longest are removed from here on."""
@@ -53,12 +56,9 @@ _GLIBC = 17
 _NOT_CODE = frozenset({"build", "dist", "docs", "env", "examples", "notebooks", "test", "tests", "venv"})
 """Folders of an editable project without a list of its packages."""
 
-_SHEBANG = re.compile(rb"\A#!(/bin/sh\n'''exec' .*python.*\n' '''|.*python.*)\n")
-"""What installers write as the first line of a script, or the first three where the path is long or has a space."""
 _DAY_S = 86_400.0
 _EDITED_S = 5.0
 """A file that is so much newer than RECORD was edited after the installation."""
-_WITH_GZIP_HEADER = 31
 _MUCH_BYTES = 1 << 20
 """So much that has changed, and half of a distribution, is packed with the rest again."""
 
@@ -159,29 +159,30 @@ def offer(found: Mapping[str, Distribution], store: Store, *, packs: bool) -> tu
     return offered, tuple(f"packages: {name} {why}" for name, package in made.items() if package is None)
 
 
-def _package(packs: _Packs | None, found: tuple[str, Distribution]) -> Package | None:
+def _package(packs: _Packs | None, one: tuple[str, Distribution]) -> Package | None:
     """A package with its blobs; None if none of its files is known."""
-    name, distribution = found
+    name, distribution = one
     files, known = _files(distribution), (*distributions.PRELOADED, "torch")
     own = {path: file for path, file in files.items() if re.match(r"site/(?![^/]+\.(dist|egg)-info)", path)}
     record = next((file for path, file in files.items() if path.endswith(".dist-info/RECORD")), None)
     if not own and (record is None or distributions.is_editable(distribution)):
         return None
+    found = {path: file.stat() for path, file in files.items()}
     limit_s = 0.0 if record is None else record.stat().st_mtime + _EDITED_S
-    is_edited = any(file.stat().st_mtime > limit_s for file in own.values())
+    is_edited = any(found[path].st_mtime > limit_s for path in own)
     for path, _, size in distributions.rows(distribution):
         if not (path.startswith(("../", "/")) or ".dist-info/" in path):
-            file = own.get(f"site/{path}")
-            is_edited |= file is None or size not in ("", str(file.stat().st_size))
+            there = found.get(f"site/{path}")
+            is_edited |= there is None or size not in ("", str(there.st_size))
     needed = _requirements(distribution)
     is_compiled = "Root-Is-Purelib: false" in (distribution.read_text("WHEEL") or "")
     package = Package(
         name=name, version=distribution.version, identity="" if is_edited else distributions.identity(distribution),
-        size_bytes=sum(file.stat().st_size for file in files.values()),
+        size_bytes=sum(there.st_size for there in found.values()),
         is_compiled=is_compiled or any(".so" in file.suffixes for file in own.values()),
-        requires=tuple((of, str(one.specifier)) for one in needed if (of := distributions.canonical(one.name)) in known),
+        requires=tuple((of, str(each.specifier)) for each in needed if (of := distributions.canonical(each.name)) in known),
     )  # fmt: skip
-    return package if packs is None else packs.add(package, distribution, files)
+    return package if packs is None else packs.add(package, distribution, files, found)
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
@@ -254,12 +255,12 @@ class _Packs:
         self._folder = cache.folder("distributions")
         self._store = FolderStore(self._folder)
 
-    def add(self, package: Package, distribution: Distribution, files: Mapping[str, pathlib.Path]) -> Package:
-        """A package with its blobs, packed now as far as they are not there."""
+    def add(self, package: Package, distribution: Distribution, files: Files, found: Stats) -> Package:
+        """A package with its blobs, packed now as far as they are not there; `found` is how its files are."""
         if package.is_compiled and not distributions.this_platform().startswith("linux "):
             return package
         known = self._folder / f"{package.name}-{_key(str(distribution.locate_file('')))}.json"
-        states = {path: [(found := file.stat()).st_size, found.st_mtime_ns] for path, file in files.items()}
+        states = {path: [one.st_size, one.st_mtime_ns] for path, one in found.items()}
         before: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             before = json.loads(known.read_bytes())
@@ -282,19 +283,9 @@ class _Packs:
         size = sum(self._store.path(digest).stat().st_size for digest in blobs)
         return dataclasses.replace(package, blobs=blobs, packed_bytes=size, libraries=libraries, **needs)
 
-    def _pack(self, files: Mapping[str, pathlib.Path]) -> str:
+    def _pack(self, files: Files) -> str:
         """Write files as one compressed archive; returns its digest."""
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as tar:
-            for path, file in files.items():
-                data, found = file.read_bytes(), file.stat()
-                if path.startswith("bin/"):
-                    data = re.sub(_SHEBANG, distributions.SHEBANG, data)
-                entry = tarfile.TarInfo(path)
-                entry.size, entry.mtime = len(data), int(found.st_mtime)
-                entry.mode = 0o755 if found.st_mode & stat.S_IXUSR else 0o644
-                tar.addfile(entry, io.BytesIO(data))
-        data = isal_zlib.compress(buffer.getbuffer(), 1, wbits=_WITH_GZIP_HEADER)
+        data = b"".join(packed(tar(map(_entry, files, files.values())), hashlib.sha256()))
         digest = digest_of([data])
         with cache.writing(self._folder), fresh(self._store.path(digest), lasting=False) as part:
             part.write_bytes(data)
@@ -319,10 +310,17 @@ class _Packs:
                 left -= sizes[digest].st_size
 
 
+def _entry(path: str, file: pathlib.Path) -> TarEntry:
+    found = file.stat()
+    content = script(file, distributions.SHEBANG) if path.startswith("bin/") else file.read_bytes()
+    mode = 0o755 if found.st_mode & stat.S_IXUSR else 0o644
+    return TarEntry(path=f"/{path}", content=content, mode=mode, mtime=int(found.st_mtime))
+
+
 # -- what compiled parts need ---------------------------------------------------------------------------------------
 
 
-def _needs(distribution: Distribution, files: Mapping[str, pathlib.Path]) -> dict[str, Any]:
+def _needs(distribution: Distribution, files: Files) -> dict[str, Any]:
     """The glibc and the libraries that a distribution does not bring along."""
     needed, glibc = dict[str, str](), 0
     for path, file in files.items():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import pathlib
 import posixpath
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -49,6 +51,13 @@ def in_order(entries: Iterable[TarEntry]) -> list[TarEntry]:
         if plain == "/" or plain != entry.path or "\0" in entry.path:
             raise ImageError(f"{entry.path!r} cannot be put into an image: give an absolute path without `..`.")
     return ordered
+
+
+def script(path: pathlib.Path, head: bytes) -> bytes:
+    """A script with another first line, in place of the one (or three, where the path is long) by which an installer names its Python."""
+    data = path.read_bytes()
+    found = re.match(rb"#!/bin/sh\n'''exec' .*\n' '''\n|#!.*\n", data)
+    return data if found is None or b"python" not in found[0] else head + data[found.end() :]
 
 
 def packed(blocks: Iterable[bytes], hasher: hashlib._Hash) -> Iterator[bytes]:

@@ -29,7 +29,7 @@ from packaging.version import InvalidVersion, Version
 
 from kale_dist import wording
 from kale_dist.errors import ConfigError, ImageError
-from kale_dist.image import cache
+from kale_dist.image import cache, layer
 from kale_dist.image.base_image import FOLDER, Distribution, ImageFacts
 from kale_dist.image.requirements import hide_credentials
 from kale_dist.image.tar import TarEntry
@@ -367,7 +367,7 @@ def _entries(target: pathlib.Path, place: str, facts: ImageFacts) -> tuple[list[
             entries.append(TarEntry(path=f"{root}/{inside.as_posix()}", content=content, mode=mode))
     for path in sorted((target / "bin").glob("*")):
         if path.is_file() and not _OWN_SCRIPTS.fullmatch(path.name):
-            script = _script(path, facts)
+            script = layer.script(path, f"#!{facts.executable}\n".encode())
             entries.append(TarEntry(path=facts.real_path(f"{SCRIPTS}/{path.name}"), content=script, mode=0o755))
     return entries, sorted(records)
 
@@ -380,7 +380,7 @@ def _record(path: pathlib.Path, target: pathlib.Path, facts: ImageFacts) -> byte
         if name.startswith("bin/") and "/" not in name.removeprefix("bin/"):
             if _OWN_SCRIPTS.fullmatch(name.removeprefix("bin/")):
                 continue
-            script = _script(target / name, facts)
+            script = layer.script(target / name, f"#!{facts.executable}\n".encode())
             digest = base64.urlsafe_b64encode(hashlib.sha256(script).digest()).rstrip(b"=").decode()
             kept = [f"../{name}", f"sha256={digest}", str(len(script))]
         if not name.endswith("/uv_cache.json"):
@@ -388,15 +388,6 @@ def _record(path: pathlib.Path, target: pathlib.Path, facts: ImageFacts) -> byte
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()
-
-
-def _script(path: pathlib.Path, facts: ImageFacts) -> bytes:
-    """A script whose first line names the base's Python in place of this machine's."""
-    data = path.read_bytes()
-    found = re.match(rb"#!/bin/sh\n'''exec' .*\n' '''\n|#!.*\n", data)
-    if found is None or b"python" not in found[0]:
-        return data
-    return f"#!{facts.executable}\n".encode() + data[found.end() :]
 
 
 def _broken(facts: ImageFacts, added: Sequence[Distribution]) -> Iterator[str]:

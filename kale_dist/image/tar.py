@@ -21,6 +21,8 @@ class TarEntry:
     mode: int = 0o644
     owner: tuple[int, int] = (0, 0)
     """User and group."""
+    mtime: int = 0
+    """When the file was written, in seconds since 1970."""
 
     @property
     def size(self) -> int:
@@ -29,10 +31,10 @@ class TarEntry:
 
 
 def tar(entries: Iterable[TarEntry]) -> Iterator[bytes]:
-    """The bytes of a tar of these entries, without times, so that equal entries give equal bytes."""
+    """The bytes of a tar of these entries; equal entries give equal bytes."""
     for entry in entries:
         header = tarfile.TarInfo(entry.path.lstrip("/"))
-        header.mode = entry.mode
+        header.mode, header.mtime = entry.mode, entry.mtime
         header.uid, header.gid = entry.owner
         header.type = tarfile.DIRTYPE if entry.content is None else tarfile.REGTYPE
         header.size = entry.size

@@ -192,13 +192,14 @@ def _taken_out(root: pathlib.Path, todo: Iterable[Package]) -> dict[str, dict[st
     if gone or stays.keys() - before.keys():
         laid.unlink()
     paths = {path for name in gone for path in before.pop(name)["files"]}
-    for path in paths - {path for one in before.values() for path in one["files"]}:
-        file = root / path
+    files = [root / path for path in paths - {path for one in before.values() for path in one["files"]}]
+    for file in files:
         file.unlink(missing_ok=True)
-        shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
+    for folder in {file.parent for file in files}:
+        shutil.rmtree(folder / "__pycache__", ignore_errors=True)
         with contextlib.suppress(OSError):
             # An empty folder could still be imported.
-            os.removedirs(file.parent)
+            os.removedirs(folder)
     return before
 
 
