@@ -397,7 +397,7 @@ def form() -> LauncherForm:
     """
     shell: Any = get_ipython()
     if shell is None:
-        raise ConfigError("form", "this is no notebook", "Call distribute() itself")
+        raise ConfigError("form", "this is no notebook of Jupyter's", "Call distribute() itself")
     return LauncherForm(shell.user_ns)
 
 

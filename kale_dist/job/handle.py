@@ -84,7 +84,7 @@ class Job(Generic[R]):
         spec: What was submitted.
         outcomes: Reads what its ranks return.
         targets: The notebook's objects that it trains; None after `attach` from another process.
-        display: Shows a job as live output of a cell.
+        display: Shows a job as live output of a cell; `as_object` returns what marimo shows.
         again: Submits the same call as a new job, which resumes from a checkpoint if it gets one.
         track: Begins or continues to write its metrics to trackers.
     """
@@ -97,7 +97,7 @@ class Job(Generic[R]):
         spec: JobSpec,
         outcomes: OutcomeReader,
         targets: weights.Targets | None = None,
-        display: Callable[[Job[R]], None],
+        display: Callable[..., Any],
         again: Callable[[Job[R], pathlib.Path | None], Job[R]],
         track: Callable[[Job[R], Sequence[trackers.Tracker]], None],
     ) -> None:
@@ -597,6 +597,10 @@ class Job(Generic[R]):
         if self._cell_of_card is None or self._cell_of_card != interrupts.running_cell():
             self._cell_of_card = interrupts.running_cell()
             self._display(self)
+
+    def _display_(self) -> Any:
+        """What marimo shows for the job."""
+        return self._display(self, as_object=True)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """A picture of the job as it is now, as text and as HTML."""

@@ -40,6 +40,12 @@ def is_interactive() -> bool:
     return kernel is not None and bool(getattr(kernel, "_allow_stdin", True))
 
 
+def _has_stop_button() -> bool:
+    """Whether a person gets a cell back by an interrupt: here, or in a cell of marimo."""
+    marimo = sys.modules.get("marimo")
+    return is_interactive() or (marimo is not None and bool(marimo.running_in_notebook()))
+
+
 def can_answer() -> bool:
     """Whether this thread can ask a person: a cell's input and a terminal belong to the main thread."""
     return threading.current_thread() is threading.main_thread() and has_person()
@@ -84,7 +90,7 @@ def passing_on(ref: str, cancel: Callable[[], None]) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         shorten(error)
-        if is_interactive() and not _is_second(ref):
+        if _has_stop_button() and not _is_second(ref):
             _log(
                 f"{ref} keeps running. To cancel it, interrupt again within {SECOND_WITHIN_S:.0f} s, or call job.cancel()"
             )
@@ -142,7 +148,7 @@ def shorten(error: KeyboardInterrupt) -> None:
 
 def ends_job(ref: str) -> bool:
     """Whether an interrupt of a wait for this job that comes now cancels it."""
-    return not is_interactive() or (_last[0] == ref and time.monotonic() - _last[1] < SECOND_WITHIN_S)
+    return not _has_stop_button() or (_last[0] == ref and time.monotonic() - _last[1] < SECOND_WITHIN_S)
 
 
 def _is_second(ref: str) -> bool:

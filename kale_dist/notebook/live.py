@@ -20,26 +20,27 @@ from kale_dist.wire import visible
 from kale_dist.wire.events import Display
 
 
-def show(job: Job[Any]) -> None:
-    """Show a job below the cell that runs.
+def show(job: Job[Any], *, as_object: bool = False) -> Any:
+    """Show a job below the cell that runs; or return what marimo shows: the widget, or text.
 
     A notebook that a person uses shows a widget, if `anywidget` is installed; other notebooks show a picture, which is
     replaced when a wait for the job ends. A terminal prints the present state once.
     """
-    shell = interrupts.shell()
+    shell, has_widgets = interrupts.shell(), importlib.util.find_spec("anywidget") is not None
     try:
         status = job.status
     except JobNotFoundError:
         print(repr(job))  # noqa: T201 - the job was deleted, so there is nothing to update
-        return
-    if getattr(shell, "kernel", None) is None:
-        print(view.text(status, list(job.logs(tail=view.LOG_LINES)), time.time()))  # noqa: T201 - a terminal's last value
-    elif interrupts.is_interactive() and importlib.util.find_spec("anywidget") is not None:
+        return None
+    if has_widgets and (as_object or interrupts.is_interactive()):
         from kale_dist.notebook.widget import JobWidget
 
-        JobWidget(job).show()
-    else:
-        _show_picture(job, is_final=status.is_final)
+        widget = JobWidget(job)
+        return widget.started() if as_object else widget.show()
+    if getattr(shell, "kernel", None) is not None:
+        return _show_picture(job, is_final=status.is_final)
+    text = view.text(status, list(job.logs(tail=view.LOG_LINES)), time.time())
+    return text if as_object else print(text)  # noqa: T201 - a terminal's last value
 
 
 def _show_picture(job: Job[Any], *, is_final: bool) -> None:

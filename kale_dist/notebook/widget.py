@@ -113,6 +113,7 @@ class JobWidget(anywidget.AnyWidget):
     world_size = traitlets.Int(0).tag(sync=True)
     job_number = traitlets.Int(0).tag(sync=True)
     plan_word = traitlets.Unicode().tag(sync=True)
+    closing = traitlets.Unicode().tag(sync=True)
     head = traitlets.Unicode().tag(sync=True)
     progress = traitlets.Unicode().tag(sync=True)
     error = traitlets.Unicode().tag(sync=True)
@@ -152,7 +153,7 @@ class JobWidget(anywidget.AnyWidget):
         else:
             shell.events.register("pre_run_cell", self._begin_cell)
             shell.events.register("post_run_cell", self._end_cell)
-        self.start()
+        self.started()
 
     def _begin_cell(self, _info: Any) -> None:
         self._can_answer_since = math.inf
@@ -250,6 +251,9 @@ class JobWidget(anywidget.AnyWidget):
                 self.state = status.state.value
                 self.world_size = len(status.replicas)
                 self.plan_word = "Copy YAML" if self._job.ref.startswith("kubernetes") else "Copy plan"
+                stays = status.ref.startswith("local://") and not self._job.spec.policy.detach
+                what = "close this page" if stays else "close this page and end the kernel"
+                self.closing = "" if status.is_final else f"You may {what}: the job goes on"
                 for part, drawn in found.items():
                     setattr(self, part, drawn)
                 is_new = self._status is None or status.state is not self._status.state
@@ -285,9 +289,10 @@ class JobWidget(anywidget.AnyWidget):
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start to follow the job; `show` does so, too."""
+    def started(self) -> JobWidget:
+        """Start to follow the job, as `show` does, too; returns the widget."""
         threading.Thread(target=self._follow, name=f"kale_dist widget {self._job.name}", daemon=True).start()
+        return self
 
     @_of_no_cell
     def _follow(self) -> None:
@@ -358,7 +363,7 @@ class JobWidget(anywidget.AnyWidget):
         job = self._job.retry()
         self._take(job)
         self.job_number += 1
-        self.start()
+        self.started()
         return {"say": f"This is a new job: kd.attach({job.ref!r})"}
 
     def _download(self, seen: str) -> None:

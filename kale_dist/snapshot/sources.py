@@ -9,6 +9,7 @@ import linecache
 import pathlib
 import re
 import sys
+import textwrap
 import traceback
 import types
 from collections.abc import Iterator, Mapping
@@ -174,9 +175,23 @@ def _clean(described: traceback.TracebackException, error: BaseException | None,
 
 
 def cell_label(filename: str) -> str:
-    """IPython's label of the cell with this file name, or "" if it is not a cell of this process."""
+    """What a person calls the cell with this file name: IPython's label, marimo's place; "" if it is not a cell of this process."""
+    if "__marimo__cell_" in filename:
+        return _marimo_label(filename)
     shell = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
     if shell is None or not shell.initialized():
         return ""
     numbers = getattr(shell.instance().compile, "_filename_map", {})
     return f"Cell In[{numbers[filename]}]" if filename in numbers else ""
+
+
+def _marimo_label(filename: str) -> str:
+    """`cell 3`, by the place of its code in the notebook's file."""
+    source = "".join(linecache.getlines(filename)).strip()
+    with contextlib.suppress(AttributeError, OSError, TypeError, UnicodeError):
+        saved = pathlib.Path(sys.modules["__main__"].__file__).read_text()  # type: ignore[arg-type]
+        # A cell is the body of a function or `with`, or a function or class of its own.
+        at = max(saved.find(f"\n{text}\n") for text in (textwrap.indent(source, "    "), source))
+        if at >= 0:
+            return f"cell {len(re.findall(r'^(?:@app[.]|with app[.])', saved[:at], re.MULTILINE))}"
+    return "a cell"

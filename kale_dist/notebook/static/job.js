@@ -216,7 +216,8 @@ class JobView {
     this.sure.addEventListener("keydown", (event) => event.key === "Escape" && this.confirm(false));
     this.retry = this.button("Retry", () => this.ask("retry"));
     this.plan = this.button("", () => this.ask("plan"));
-    const actions = element("div", { class: "kd-actions" }, this.cancel, this.sure, this.retry, this.plan, this.said);
+    this.closing = element("span", { class: "kd-closing" });
+    const actions = element("div", { class: "kd-actions" }, this.cancel, this.sure, this.retry, this.plan, this.closing, this.said);
     const { head, ...others } = this.places;
     this.root = element("div", { class: "kd-job", role: "group" }, head, actions, ...Object.values(others), this.log.node);
     this.root.addEventListener("focusin", (event) => (this.focused = event.target));
@@ -233,6 +234,7 @@ class JobView {
       ...PARTS.map((part) => [`change:${part}`, () => this.later(part, 0, () => this.drawPart(part))]),
       ["change:state", () => this.drawActions()],
       ["change:name", () => this.drawActions()],
+      ["change:closing", () => this.drawActions()],
       ["change:world_size", () => this.log.setRanks(this.model.get("world_size"))],
       ["change:job_number", () => { this.log.clear(); this.tellHere(); }],
       ["comm_live_update", () => this.checkKernel()],
@@ -276,7 +278,8 @@ class JobView {
 
   // Replace the view by a picture if its kernel has ended.
   checkKernel() {
-    if (!this.model || !this.found || this.found.comm_live) return;
+    // Other pages than Jupyter's do not say whether it lives.
+    if (this.found?.comm_live !== false || !this.model) return;
     const { model, el } = this;
     this.detach();
     this.root.remove();
@@ -386,6 +389,7 @@ class JobView {
     this.log.setEnded(ended);
     if (ended && focused) this.retry.focus();
     this.plan.textContent = this.model.get("plan_word");
+    this.closing.textContent = this.model.get("closing");
     this.root.setAttribute("aria-label", `Job ${this.model.get("name")}, ${state}`);
     this.root.dataset.state = state;
   }
