@@ -13,7 +13,7 @@ from typing import Any
 
 from kale_dist.calls import request, signatures, starting, verbs
 from kale_dist.calls.options import Options
-from kale_dist.calls.request import Function
+from kale_dist.calls.request import Call, Function
 from kale_dist.errors import ConfigError, KaleDistError, warn
 from kale_dist.job.handle import Job
 from kale_dist.snapshot import datasets, modules
@@ -27,7 +27,17 @@ BY_SIGNAL = 128
 
 
 def launch(script: str = "", arguments: Sequence[str] = (), *, as_module: bool = False, **options: Any) -> Job[None]:
-    """Run a script on every rank, as torchrun does.
+    """Run a script on every rank, as torchrun does; arguments and errors are those of `prepare`.
+
+    Raises:
+        SnapshotError: A file cannot be read.
+        BackendError: The backend refused.
+    """
+    return starting.start(prepare(script, arguments, as_module=as_module, **options))
+
+
+def prepare(script: str = "", arguments: Sequence[str] = (), *, as_module: bool = False, **options: Any) -> Call:
+    """The checked call that runs a script on every rank. Nothing is started, and nothing of the script runs.
 
     On this machine the script runs from where it is. In containers and on a cluster it is sent, with the local modules
     that it imports and the files that its text or its arguments name, and runs in a folder that has all of these.
@@ -39,9 +49,7 @@ def launch(script: str = "", arguments: Sequence[str] = (), *, as_module: bool =
         **options: Arguments of `kale_dist.launch`, and of the place where it runs.
 
     Raises:
-        ConfigError: There is no such script, or an argument is wrong; nothing was started.
-        SnapshotError: A file cannot be read.
-        BackendError: The backend refused.
+        ConfigError: There is no such script, or an argument is wrong.
     """
     if not script:
         raise ConfigError(
@@ -69,7 +77,7 @@ def launch(script: str = "", arguments: Sequence[str] = (), *, as_module: bool =
     checked = request.checked(function, settings)
     if not in_place:
         _warn_of_paths(arguments, [volume.mount_path for volume in checked.request.volumes])
-    return starting.start(checked)
+    return checked
 
 
 def call(target: str, arguments: Sequence[str] = (), **options: Any) -> Job[Any]:

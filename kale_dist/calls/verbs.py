@@ -285,7 +285,11 @@ def render(*args: Any, **kwargs: Any) -> Plan:
         ConfigError: As the call would.
         SnapshotError: As the call would.
     """
-    call = _planned(args, kwargs)
+    return plan(_planned(args, kwargs))
+
+
+def plan(call: Call) -> Plan:
+    """What a checked call would submit; raises as `render` does."""
     name = call.request.name or names.make(call.request.label, "x" * starting.SUFFIX_LENGTH)
     _, spec, _ = starting.specify(call, name, MemoryStore(), None)
     return call.backend.plan(spec)
@@ -441,3 +445,14 @@ def named_backend(argument: str, name: Any) -> Backend:
 
 SETTABLE = (*sorted(NAMES), *request.PLACE_SETTINGS)
 """What command lines and magics can set of a call: arguments of `launch`, and of the place where it runs."""
+
+
+def check_setting(argument: str, name: str) -> None:
+    """Refuse what is not `SETTABLE`.
+
+    Raises:
+        ConfigError: Of `argument`, where it was given.
+    """
+    if name not in SETTABLE:
+        remedy = f"{closest(name, SETTABLE)}See help(kale_dist.launch) and help(kale_dist.Kubernetes)"
+        raise ConfigError(argument, f"there is no setting {show(name)}", remedy)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from kale_dist import __version__, scripts, wire
 from kale_dist.cli import doctor_command, image_commands, job_commands, launch_command, list_commands, run_command
 from kale_dist.cli.arguments import Parser
+from kale_dist.cli.mcp_command import add_command as add_mcp
 from kale_dist.cli.runtime_command import add_command as add_runtime
 from kale_dist.errors import ConfigError, KaleDistError
 
@@ -69,5 +70,6 @@ def _parser() -> argparse.ArgumentParser:
         part.add_commands(commands)
     for single in (doctor_command, launch_command, image_commands, run_command):
         single.add_command(commands)
+    add_mcp(commands)
     add_runtime(commands)
     return parser

@@ -204,10 +204,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """
     given: dict[str, Any] = {}
     for name, value in options.set.items():
-        if name not in verbs.SETTABLE:
-            near = wording.closest(name, verbs.SETTABLE)
-            remedy = f"{near}See help(kale_dist.launch) and help(kale_dist.Kubernetes)"
-            raise ConfigError(f"--set {name}", "there is no such argument", remedy)
+        verbs.check_setting(f"--set {name}", name)
         given[name] = wording.parse(value)
     own = {name: getattr(options, name, None) for name in verbs.SETTABLE}
     return given | {name: value for name, value in own.items() if value is not None}

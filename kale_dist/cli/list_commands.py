@@ -148,7 +148,7 @@ def _jobs(options: argparse.Namespace) -> int:
         _listed(status, is_now=True) for status in backend.survey(namespace=options.namespace, labels=options.labels)
     ]
     if options.on is None:
-        known += [_listed(status, is_now=False) for status in _last_seen()]
+        known += [_listed(status, is_now=False) for status in _elsewhere()]
     known.sort(key=lambda job: _created_at(job) or 0.0)
     left_out = 0 if options.all else max(0, len(known) - _NEWEST)
     jobs = [_better(backend, job) for job in known[left_out:]]
@@ -195,24 +195,24 @@ def _listed(status: JobStatus, *, is_now: bool) -> _Listed:
 def _better(backend: Backend, job: _Listed) -> _Listed:
     """For the user's own jobs of the place that was asked, with what only this machine knows: progress, and a cancellation."""
     status, ref = job.status, JobRef.parse(job.status.ref)
-    if job.is_now and _is_mine(ref):
+    if job.is_now and is_mine(ref):
         with contextlib.suppress(JobNotFoundError):
-            seen = backend.status(ref) if not status.is_final else _seen(ref)
+            seen = backend.status(ref) if not status.is_final else last_seen(ref)
             return dataclasses.replace(job, status=seen) if seen.is_final or not status.is_final else job
     return job
 
 
-def _seen(ref: JobRef) -> JobStatus:
+def last_seen(ref: JobRef) -> JobStatus:
     """The status of a job as this machine last saw it, without a request to its place."""
     return JobReader(ref.record_name, lambda _: True).status()
 
 
-def _last_seen() -> Iterator[JobStatus]:
+def _elsewhere() -> Iterator[JobStatus]:
     """The last seen status of each job that ran elsewhere and has a record on this machine."""
     for backend in _ELSEWHERE:
         for ref in map(JobRef.parse, records.refs(backend)):
             with contextlib.suppress(JobNotFoundError):
-                yield _seen(ref)
+                yield last_seen(ref)
 
 
 # -- delete -----------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def _delete(options: argparse.Namespace) -> int:
     # All jobs are looked up first, so that a mistyped name deletes nothing.
     found = [(text, *job_commands.find_job(text)) for text in options.refs]
     for text, _, ref in found:
-        if not _is_mine(ref) and text != str(ref):
+        if not is_mine(ref) and text != str(ref):
             remedy = f"To delete it all the same, write its full reference: kale-dist delete {ref}"
             raise ConfigError("REF", f"{text} belongs to another user", remedy)
     chosen = {ref: backend for _, backend, ref in found}
@@ -252,7 +252,7 @@ def _delete(options: argparse.Namespace) -> int:
     return 0
 
 
-def _is_mine(ref: JobRef) -> bool:
+def is_mine(ref: JobRef) -> bool:
     """Whether this user holds the job's key; names, uids and cluster accounts may be shared."""
     return records.read_key(ref.record_name) is not None
 
@@ -264,7 +264,7 @@ def _agreed(chosen: Collection[JobRef], *, yes: bool) -> bool:
         ConfigError: There is no terminal to ask at.
     """
     for ref in chosen:
-        print(f"{ref}{'' if _is_mine(ref) else '  (of another user)'}")
+        print(f"{ref}{'' if is_mine(ref) else '  (of another user)'}")
     if yes:
         return True
     if not sys.stdin.isatty():
@@ -278,7 +278,7 @@ def _agreed(chosen: Collection[JobRef], *, yes: bool) -> bool:
 def _finished(on: str, namespace: str | None) -> list[JobRef]:
     """This user's jobs in a place that have ended."""
     backend = places.get(on)
-    mine = [ref for ref in map(JobRef.parse, records.refs(on)) if _is_mine(ref)]
+    mine = [ref for ref in map(JobRef.parse, records.refs(on)) if is_mine(ref)]
     if namespace:
         mine = [ref for ref in mine if ref.name.startswith(f"{namespace}/")]
     # The place knows of jobs that ended while no process of this machine followed them.
@@ -288,6 +288,6 @@ def _finished(on: str, namespace: str | None) -> list[JobRef]:
 
 def _has_ended(ref: JobRef) -> bool:
     try:
-        return _seen(ref).is_final
+        return last_seen(ref).is_final
     except JobNotFoundError:
         return False

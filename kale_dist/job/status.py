@@ -99,6 +99,12 @@ class JobStatus:
         shown = visible(textwrap.shorten(self.reason, 100, placeholder=" ..."))
         return f"<JobStatus {self.ref} {self.state.value}{f': {shown}' if shown else ''}>"
 
+    def __str__(self) -> str:
+        """One plain sentence, for a person or a program that reads: `local://train-net-x3k9f: running, 31 % done.`."""
+        share = "" if self.is_final or self.fraction is None else f", {int(100 * self.fraction)} % done"
+        reason = f": {' '.join(visible(self.reason).split()).rstrip('.')}" if self.reason else ""
+        return f"{visible(self.ref)}: {self.state.value}{share}{reason}."
+
     @property
     def is_final(self) -> bool:
         """Whether the job has ended."""

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from kale_dist import config, places
 from kale_dist.calls import request, verbs
-from kale_dist.errors import ConfigError, JobNotFoundError, KaleDistError, KaleDistWarning
+from kale_dist.errors import JobNotFoundError, KaleDistError, KaleDistWarning
 from kale_dist.job import records
 from kale_dist.job.backend import JobRef
 from kale_dist.job.handle import Job, inside
@@ -28,7 +28,6 @@ from kale_dist.runner import documents, execution
 from kale_dist.runner.execution import Execution
 from kale_dist.runner.kernel_jobs import Terminal
 from kale_dist.wire import StateName, Stream, decode, payload, prefix_of, visible
-from kale_dist.wording import closest
 from kale_dist.worker.rank import notebook_rank
 
 NOTEBOOK_GRACE_S = 30.0
@@ -99,9 +98,7 @@ def _launch(place: Mapping[str, Any], *arguments: Any) -> Job[tuple[bytes, bytes
         arguments: Arguments of the function that runs in the pod.
     """
     for name in place:
-        if name not in verbs.SETTABLE:
-            remedy = f"{closest(name, verbs.SETTABLE)}Give an argument of kale_dist.Kubernetes"
-            raise ConfigError("pod", f"a pod has no setting {name!r}", remedy)
+        verbs.check_setting("pod", name)
     options: dict[str, Any] = {
         "number_of_processes": 1,
         "stall_warn_s": None,
