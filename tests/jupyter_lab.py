@@ -55,13 +55,7 @@ def serve(folder, program="jupyterlab"):
     for made in (notebooks, config):
         made.mkdir(parents=True)
     (config / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-        # A network of its own knows no names, of which torch would complain in the jobs' logs.
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    environment = {
         "JUPYTER_CONFIG_DIR": str(folder / "config"),
         "JUPYTER_DATA_DIR": str(folder / "data"),
         "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
@@ -70,19 +64,32 @@ def serve(folder, program="jupyterlab"):
         "IPYTHONDIR": str(folder / "ipython"),
     }
     settings = [
-        f"--port={port}", "--ip=127.0.0.1", "--no-browser", "--allow-root", "--IdentityProvider.token=",
+        "--ip=127.0.0.1", "--no-browser", "--allow-root", "--IdentityProvider.token=",
         "--expose-app-in-browser", f"--ServerApp.root_dir={notebooks}", "--ServerApp.port_retries=0",
     ]  # fmt: skip
-    own = _own_network()
+    with running([program, *settings], folder, "api", environment) as (address, enter):
+        yield Server(address, f"{address}/{'notebooks' if program == 'notebook' else 'doc/tree'}", notebooks, enter)
+
+
+@contextlib.contextmanager
+def running(words, folder, asked, environment=()):
+    """A module that serves pages in a network of its own, once it answers at this address: that of its pages, and what enters the network."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    seen = {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        # A network of its own knows no names, of which torch would complain in the jobs' logs.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    own, address = _own_network(), f"http://127.0.0.1:{port}"
     with (folder / "lab.log").open("w") as log:
-        process = subprocess.Popen(
-            [*own, sys.executable, "-m", program, *settings], env=environment, stdout=log, stderr=log
-        )
+        command = [*own, sys.executable, "-m", *words, f"--port={port}"]
+        process = subprocess.Popen(command, env=os.environ | seen | dict(environment), stdout=log, stderr=log)
     enter = ("nsenter", f"--net=/proc/{process.pid}/ns/net") if own else ()
     try:
-        _await_server(process, [*enter, sys.executable, "-c", _ASK, f"http://127.0.0.1:{port}/api"], folder / "lab.log")
-        address = f"http://127.0.0.1:{port}"
-        yield Server(address, f"{address}/{'notebooks' if program == 'notebook' else 'doc/tree'}", notebooks, enter)
+        _await_server(process, [*enter, sys.executable, "-c", _ASK, f"{address}/{asked}"], folder / "lab.log")
+        yield address, enter
     finally:
         process.terminate()
         process.wait(30)

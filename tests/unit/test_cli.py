@@ -262,3 +262,23 @@ def test_words_that_it_does_not_have_are_answered_with_what_was_meant(capsys, wo
     with contextlib.suppress(SystemExit):
         assert main(given.split()) == 2
     assert meant in capsys.readouterr().err.splitlines()[-1]
+
+
+def shout():
+    print("\x1b[31mred\x1b[0m \x1b]0;title\x07end", flush=True)
+    raise ValueError("\x1b[2Jgone\nand a second line")
+
+
+def test_what_is_read_without_a_terminal_is_plain_text(capsys):
+    job = kd.launch(shout, number_of_processes=1, name="shouts")
+    capsys.readouterr()
+    job.wait()
+    assert str(job.status) == "local://shouts: failed: Rank 0 failed: ValueError: gone and a second line."
+    ref = job.ref
+    for words in (
+        ["status", ref], ["logs", ref], ["events", ref], ["render", ref], ["cancel", ref], ["jobs"], ["sweeps"],
+        ["status", "no-such-job"], ["delete", ref], ["delete", "--yes", ref],
+    ):  # fmt: skip
+        code, (out, err) = main(words), capsys.readouterr()
+        assert "\x1b" not in out + err, words
+        assert code == 0 or len(err.splitlines()) == 1, (words, err)
