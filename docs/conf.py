@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 
 import kale_dist
@@ -46,7 +47,20 @@ def _as_restructured_text(
     lines[:] = result
 
 
+def _write_list_of_pages(app: object, error: Exception | None) -> None:
+    """Write llms.txt (https://llmstxt.org): each page with its search words, and where its Markdown is."""
+    env = app.env  # type: ignore[attr-defined]
+    if error is not None or app.builder.name != "html":  # type: ignore[attr-defined]
+        return
+    lines = [f"# {project}", "", "> Train the PyTorch model of a notebook on many processes with one call.", ""]
+    for page in env.toctree_includes["index"]:
+        words = (env.srcdir / f"{page}.md").read_text().partition("\nSearch words: ")[2].rstrip(".\n").replace("\n", " ")
+        lines.append(f"- [{env.titles[page].astext()}](_sources/{page}.md.txt){f': {words}' if words else ''}")
+    pathlib.Path(app.outdir, "llms.txt").write_text("\n".join(lines) + "\n")  # type: ignore[attr-defined]
+
+
 def setup(app: object) -> None:
     """Called by Sphinx."""
+    app.connect("build-finished", _write_list_of_pages)  # type: ignore[attr-defined]
     # Before napoleon, which takes "`a: b`" at the start of an attribute's docstring for a type.
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ def show(job: Job[Any], *, as_object: bool = False) -> Any:
         from kale_dist.notebook.widget import JobWidget
 
         widget = JobWidget(job)
-        return widget.started() if as_object else widget.show()
+        return widget.start() if as_object else widget.show()
     if getattr(shell, "kernel", None) is not None:
         return _show_picture(job, is_final=status.is_final)
     text = view.text(status, list(job.logs(tail=view.LOG_LINES)), time.time())

@@ -153,7 +153,7 @@ class JobWidget(anywidget.AnyWidget):
         else:
             shell.events.register("pre_run_cell", self._begin_cell)
             shell.events.register("post_run_cell", self._end_cell)
-        self.started()
+        self.start()
 
     def _begin_cell(self, _info: Any) -> None:
         self._can_answer_since = math.inf
@@ -289,8 +289,8 @@ class JobWidget(anywidget.AnyWidget):
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
-    def started(self) -> JobWidget:
-        """Start to follow the job, as `show` does, too; returns the widget."""
+    def start(self) -> JobWidget:
+        """Start to follow the job, as `show` does, too. Returns the widget."""
         threading.Thread(target=self._follow, name=f"kale_dist widget {self._job.name}", daemon=True).start()
         return self
 
@@ -363,7 +363,7 @@ class JobWidget(anywidget.AnyWidget):
         job = self._job.retry()
         self._take(job)
         self.job_number += 1
-        self.started()
+        self.start()
         return {"say": f"This is a new job: kd.attach({job.ref!r})"}
 
     def _download(self, seen: str) -> None:

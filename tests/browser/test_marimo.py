@@ -1,6 +1,8 @@
 """The live view of a job in a real marimo, whose notebooks are Python files."""
 
 import importlib.util
+import subprocess
+import sys
 
 import jupyter_lab
 import notebook_parts
@@ -128,3 +130,9 @@ def test_the_stop_button_ends_the_wait_and_the_cards_button_the_job(page):
     view.get_by_role("button", name="Yes, cancel the job").click()
     expect(view).to_have_attribute("data-state", "cancelled")
     expect(view.get_by_role("button", name="Retry")).to_be_visible()
+
+
+def test_the_example_runs_as_a_script():
+    file = jupyter_lab.ROOT / "notebooks" / "in_marimo.py"
+    ended = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=200, check=False)
+    assert "accuracy on 297 other digits: 0." in ended.stdout, ended.stderr

@@ -1,4 +1,4 @@
-"""A cluster that a Secret names, and pods with the random user that OpenShift gives them."""
+"""A cluster that a Secret names, pods with the random user that OpenShift gives them, and what pods need of a network."""
 
 import base64
 import json
@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 from on_cluster import pods_in, run_kubectl, write_kubeconfig
-from rank_work import rank_and, summed
+from rank_work import connections_of_the_pods, rank_and, summed
 
 import kale_dist as kd
 from kale_dist.errors import ConfigError
@@ -77,4 +77,14 @@ def test_a_pod_with_a_random_user_works(namespace, kind):
     on = pods_in(namespace, kind=kind, run_as_user=-1, patch=patch)
     job = kd.launch(summed, 2, number_of_processes=2, on=on)
     assert job.results(150) == [6.0, 6.0], (job.status, [str(line) for line in job.logs()])
+    job.delete()
+
+
+def test_pods_are_connected_to_each_other_and_to_nothing_else(namespace):
+    job = kd.launch(connections_of_the_pods, number_of_processes=2, on=pods_in(namespace))
+    pods = dict(job.result(180))
+    own, connected = set(pods), {end for ends in pods.values() for end in ends}
+    assert own <= connected
+    # 127.0.0.1 is how the notebook comes in; what listens has no other end.
+    assert connected <= own | {"127.0.0.1", "0.0.0.0"}
     job.delete()

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from assistants import serving
 from on_cluster import IMAGE
 
 import kale_dist as kd
@@ -50,3 +51,23 @@ def test_events_of_a_job_are_what_the_cluster_says_of_its_pods(plain, capsys):
     assert main(["events", job.ref]) == 0
     assert "Scheduled" in capsys.readouterr().out
     job.delete()
+
+
+def test_an_assistant_is_told_what_a_cluster_says_and_trains_there(namespace, plain_image, tmp_path):
+    (tmp_path / "train.py").write_text("import os\nprint('of', os.environ['WORLD_SIZE'])\n")
+    settings = {"image": plain_image, "namespace": namespace, "resources": {"cpu": 0.1, "memory": "256Mi"}}
+    with serving(tmp_path) as assistant:
+        calls = {"path": "train.py", "on": "kubernetes", "number_of_processes": 2}
+        refused = assistant.refusal("plan", **calls, settings=settings | {"namespace": "no-such-namespace"})
+        assert "There is no namespace no-such-namespace" in refused
+        assert "Pod train" not in assistant.ask("plan", **calls, settings=settings)
+        ref = assistant.submit(**calls, settings=settings)
+        assert ref.startswith(f"kubernetes://{namespace}/train-")
+        while "Succeeded on 2 ranks" not in (now := assistant.ask("status", ref=ref, wait_s=50)):
+            assert " pending" in now or " starting" in now or " running" in now
+        assert assistant.ask("logs", ref=ref).count("of 2") == 2
+        bad = assistant.submit(**calls, settings=settings | {"image": "localhost:5000/no-such-image:1"})
+        while "needs you" not in (now := assistant.ask("status", ref=bad, wait_s=5)):
+            assert " pending" in now
+        assert "was not found in its registry. Push it there" in assistant.ask("explain", ref=bad)
+        assert "Cancelled" in assistant.stop(bad)
