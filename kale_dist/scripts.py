@@ -59,8 +59,6 @@ def prepare(script: str = "", arguments: Sequence[str] = (), *, as_module: bool 
     if as_module:
         _add_to_path(pathlib.Path.cwd())
         _check_module(script)
-    elif path is not None:
-        _add_to_path(path.parent)
     label = path.stem if path is not None else script
     given = request.gathered(options)
     signatures.check_words(given, verbs.launch)

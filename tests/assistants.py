@@ -50,14 +50,16 @@ class Assistant:
         return re.search(r"as (\S+)\. ", self.ask("submit", token=self.token(path, **arguments)))[1]
 
     def stop(self, ref):
+        """Have a job ended; returns how it ended."""
         token = re.search("token '(.*)'", self.ask("stop", ref=ref))[1]
-        return self.ask("stop", ref=ref, token=token)
+        assert "is being ended" in self.ask("stop", ref=ref, token=token)
+        return self.ask("status", ref=ref, wait_s=50)
 
 
 @contextlib.contextmanager
 def serving(folder):
     parameters = StdioServerParameters(
-        command=sys.executable, args=["-m", "kale_dist.cli", "mcp"], cwd=folder, env=dict(os.environ)
+        command=sys.executable, args=["-P", "-m", "kale_dist.cli", "mcp", str(folder)], env=dict(os.environ)
     )
     with (
         anyio.from_thread.start_blocking_portal() as portal,

@@ -285,7 +285,7 @@ def render(*args: Any, **kwargs: Any) -> Plan:
         ConfigError: As the call would.
         SnapshotError: As the call would.
     """
-    return plan(_planned(args, kwargs))
+    return plan(planned(args, kwargs))
 
 
 def plan(call: Call) -> Plan:
@@ -305,10 +305,10 @@ def check(*args: Any, **kwargs: Any) -> None:
     Raises:
         ConfigError: As the call would.
     """
-    _planned(args, kwargs)
+    planned(args, kwargs)
 
 
-def _planned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def planned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """A call of `distribute` or `launch` that is not made, checked."""
     first = args[0] if args else None
     is_training = "model" in kwargs or signatures.is_model(first) or isinstance(first, dict | list | tuple)
@@ -447,12 +447,12 @@ SETTABLE = (*sorted(NAMES), *request.PLACE_SETTINGS)
 """What command lines and magics can set of a call: arguments of `launch`, and of the place where it runs."""
 
 
-def check_setting(argument: str, name: str) -> None:
-    """Refuse what is not `SETTABLE`.
+def check_setting(argument: str, name: str, allowed: Sequence[str] = SETTABLE) -> None:
+    """Refuse what is not `SETTABLE`, or not among those `allowed`.
 
     Raises:
         ConfigError: Of `argument`, where it was given.
     """
-    if name not in SETTABLE:
-        remedy = f"{closest(name, SETTABLE)}See help(kale_dist.launch) and help(kale_dist.Kubernetes)"
+    if name not in allowed:
+        remedy = f"{closest(name, allowed)}See help(kale_dist.launch) and help(kale_dist.Kubernetes)"
         raise ConfigError(argument, f"there is no setting {show(name)}", remedy)

@@ -148,7 +148,7 @@ def _jobs(options: argparse.Namespace) -> int:
         _listed(status, is_now=True) for status in backend.survey(namespace=options.namespace, labels=options.labels)
     ]
     if options.on is None:
-        known += [_listed(status, is_now=False) for status in _elsewhere()]
+        known += [_listed(status, is_now=False) for status in elsewhere()]
     known.sort(key=lambda job: _created_at(job) or 0.0)
     left_out = 0 if options.all else max(0, len(known) - _NEWEST)
     jobs = [_better(backend, job) for job in known[left_out:]]
@@ -197,22 +197,22 @@ def _better(backend: Backend, job: _Listed) -> _Listed:
     status, ref = job.status, JobRef.parse(job.status.ref)
     if job.is_now and is_mine(ref):
         with contextlib.suppress(JobNotFoundError):
-            seen = backend.status(ref) if not status.is_final else last_seen(ref)
+            seen = backend.status(ref) if not status.is_final else _seen(ref)
             return dataclasses.replace(job, status=seen) if seen.is_final or not status.is_final else job
     return job
 
 
-def last_seen(ref: JobRef) -> JobStatus:
+def _seen(ref: JobRef) -> JobStatus:
     """The status of a job as this machine last saw it, without a request to its place."""
     return JobReader(ref.record_name, lambda _: True).status()
 
 
-def _elsewhere() -> Iterator[JobStatus]:
+def elsewhere() -> Iterator[JobStatus]:
     """The last seen status of each job that ran elsewhere and has a record on this machine."""
     for backend in _ELSEWHERE:
         for ref in map(JobRef.parse, records.refs(backend)):
             with contextlib.suppress(JobNotFoundError):
-                yield last_seen(ref)
+                yield _seen(ref)
 
 
 # -- delete -----------------------------------------------------------------------------------------------------------
@@ -288,6 +288,6 @@ def _finished(on: str, namespace: str | None) -> list[JobRef]:
 
 def _has_ended(ref: JobRef) -> bool:
     try:
-        return last_seen(ref).is_final
+        return _seen(ref).is_final
     except JobNotFoundError:
         return False

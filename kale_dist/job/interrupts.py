@@ -42,8 +42,7 @@ def is_interactive() -> bool:
 
 def _has_stop_button() -> bool:
     """Whether a person gets a cell back by an interrupt: here, or in a cell of marimo."""
-    marimo = sys.modules.get("marimo")
-    return is_interactive() or (marimo is not None and bool(marimo.running_in_notebook()))
+    return is_interactive() or bool(getattr(sys.modules.get("marimo"), "running_in_notebook", bool)())
 
 
 def can_answer() -> bool:

@@ -31,7 +31,7 @@ from kale_dist.job.handle import Job, inside
 from kale_dist.job.reader import LogReader
 from kale_dist.job.status import JobStatus
 from kale_dist.job.view import facts
-from kale_dist.wire import LogLine, RankStateName
+from kale_dist.wire import LogLine, RankStateName, StateName
 
 KEPT_LINES = 5000
 """How many of the log's last lines are kept for pages; the job's log has all of them."""
@@ -251,9 +251,11 @@ class JobWidget(anywidget.AnyWidget):
                 self.state = status.state.value
                 self.world_size = len(status.replicas)
                 self.plan_word = "Copy YAML" if self._job.ref.startswith("kubernetes") else "Copy plan"
-                stays = status.ref.startswith("local://") and not self._job.spec.policy.detach
-                what = "close this page" if stays else "close this page and end the kernel"
-                self.closing = "" if status.is_final else f"You may {what}: the job goes on"
+                # What pods have not got yet comes from the kernel; other front ends than Jupyter may end it with the page.
+                goes = self._job.spec.policy.detach or not status.ref.startswith("local://")
+                kernel = " and end the kernel" if goes and status.state is StateName.RUNNING else ""
+                is_shown = not status.is_final and (kernel or get_ipython() is not None)
+                self.closing = f"You may close this page{kernel}: the job goes on" if is_shown else ""
                 for part, drawn in found.items():
                     setattr(self, part, drawn)
                 is_new = self._status is None or status.state is not self._status.state

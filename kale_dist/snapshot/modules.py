@@ -86,7 +86,7 @@ def collect(names: Iterable[str], script: Script | None = None) -> LocalModules:
         names: Modules that a call refers to. Names that are not modules are ignored.
         script: A script to send, too, with the modules that it imports and the files that it names.
     """
-    collector = _Collector()
+    collector = _Collector(script.path.parent if script is not None and script.path is not None else None)
     waiting = sorted(set(names))
     if script is not None:
         waiting += [script.module] if script.path is None else collector.add_script(script.path, script.words)
@@ -103,7 +103,8 @@ def collect(names: Iterable[str], script: Script | None = None) -> LocalModules:
 
 
 class _Collector:
-    def __init__(self) -> None:
+    def __init__(self, first: pathlib.Path | None) -> None:
+        self._first = first
         self.files: dict[str, ModuleFile] = {}
         self.notes: list[str] = []
         self._compared: set[str] = set()
@@ -118,7 +119,7 @@ class _Collector:
         # The live module is compared by its own name, its package is taken once.
         self._compared.add(name)
         self.notes += notes_on_edits(name)
-        spec = find_spec(top)
+        spec = find_spec(top, self._first)
         if top in self._taken or spec is None:
             return []
         self._taken.add(top)
@@ -150,7 +151,7 @@ class _Collector:
     def _is_local(self, top: str) -> bool:
         if top in _NEVER or top in sys.stdlib_module_names or top in sys.builtin_module_names:
             return False
-        spec = find_spec(top)
+        spec = find_spec(top, self._first)
         if spec is None:
             return False
         places = list(spec.submodule_search_locations or (spec.origin or "",))
@@ -198,8 +199,16 @@ class _Collector:
         return new
 
 
-def find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
-    """The spec of a top-level module, imported or not; nothing is executed."""
+def find_spec(name: str, first: pathlib.Path | None = None) -> importlib.machinery.ModuleSpec | None:
+    """The spec of a top-level module, imported or not; nothing is executed.
+
+    Args:
+        name: The module's name.
+        first: A folder that comes before all others, as a script's does.
+    """
+    own = importlib.machinery.PathFinder.find_spec(name, [str(first)]) if first is not None else None
+    if own is not None and own.loader is not None:
+        return own
     module = sys.modules.get(name)
     if isinstance(module, types.ModuleType):
         if isinstance(module.__spec__, importlib.machinery.ModuleSpec):
@@ -213,7 +222,7 @@ def find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
             continue
         if spec is not None:
             return spec
-    return None
+    return own
 
 
 def _foreign_folders() -> frozenset[pathlib.Path]:

@@ -186,12 +186,13 @@ def cell_label(filename: str) -> str:
 
 
 def _marimo_label(filename: str) -> str:
-    """`cell 3`, by the place of its code in the notebook's file."""
+    """`cell 3`, by the place of its code in the notebook's file; `a cell` where that is not saved, or stands in two cells."""
     source = "".join(linecache.getlines(filename)).strip()
     with contextlib.suppress(AttributeError, OSError, TypeError, UnicodeError):
-        saved = pathlib.Path(sys.modules["__main__"].__file__).read_text()  # type: ignore[arg-type]
+        saved = pathlib.Path(sys.modules["__main__"].__file__).read_text(encoding="utf-8")  # type: ignore[arg-type]
         # A cell is the body of a function or `with`, or a function or class of its own.
-        at = max(saved.find(f"\n{text}\n") for text in (textwrap.indent(source, "    "), source))
-        if at >= 0:
-            return f"cell {len(re.findall(r'^(?:@app[.]|with app[.])', saved[:at], re.MULTILINE))}"
+        forms = f"\n{textwrap.indent(source, '    ')}\n", f"\n{source}\n"
+        cells = re.split(r"(?m)^(?=@app[.]|with app[.])", saved)
+        found = [number for number, cell in enumerate(cells) if source and any(form in cell for form in forms)]
+        return f"cell {found[0]}" if len(found) == 1 else "a cell"
     return "a cell"

@@ -172,7 +172,7 @@ def test_a_range_begins_with_fewer_grows_and_shrinks_with_the_pods_that_are_ther
     members = [[member["agent"] for member in event["members"]] for event in job.events("attempt")]
     assert members == [[0, 1], [0, 1, 2], [0, 2], [0, 1, 2], [0, 1]]
     # The two that only made it larger count as no restart.
-    assert [event["free"] for event in job.events("state") if "free" in event] == [0, 1, 1, 2, 2]
+    assert [event["free"] for event in job.events("state") if event["state"] == "starting"] == [0, 1, 1, 2, 2]
     assert "attempt 5 of 5" in job.text()
     assert torch.allclose(weights_of(job), undisturbed, rtol=0, atol=1e-6)
 

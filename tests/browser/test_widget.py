@@ -59,6 +59,7 @@ def test_a_job_is_followed_searched_cancelled_retried_and_outlived(open_notebook
         expect(chart.locator(".kd-here")).to_have_text(re.compile(r"^report \d+$"))
         expect(chart.locator(".kd-values")).to_have_text(re.compile(r"^[\d.,]+$"))
     notebook.photograph("widget-running")
+    expect(view.get_by_text("You may close this page: the job goes on")).to_be_visible()
     view.get_by_label("Search the log").hover()
     expect(view.locator(".kd-here")).to_have_count(0)
     # A logarithmic axis has 1, 2, 5 and so on; a smooth line has its own behind it.

@@ -1,18 +1,20 @@
 """A call of the notebook, made in another process: what it sees there, and what comes back."""
 
 import json
+import linecache
 import os
 import pathlib
 import subprocess
 import sys
 import types
 
+import packaging.version  # noqa: F401 - a module that is imported here, and beside a script of that name
 import pytest
 from own_files import own_files
 from played import play
 
 from kale_dist import wire
-from kale_dist.snapshot import reducers
+from kale_dist.snapshot import modules, reducers, sources
 from kale_dist.snapshot.capture import capture
 from kale_dist.wire import blobs, context
 
@@ -363,3 +365,63 @@ def test_cells_of_a_real_shell_are_named_as_the_user_knows_them(tmp_path):
         after="error = outcome.error\nassert isinstance(error, ZeroDivisionError)\n"
         "assert 'File \"Cell In[7]\", line 6, in call\\n    1 / 0  # boom' in outcome.traceback, outcome.traceback",
     )
+
+
+SAVED = """import marimo
+app = marimo.App()
+
+with app.setup:
+    import kale_dist as kd
+
+@app.cell
+def _(job):
+    job.wait()
+    return
+
+@app.cell
+def named(job):
+    def step(x):
+        return 1 / x
+
+    job.wait()
+    return
+
+@app.function
+def ratio(x):
+    return 1 / x
+"""
+
+
+@pytest.mark.parametrize(
+    ("cell", "label"),
+    [
+        ("import kale_dist as kd", "cell 1"),
+        ("def step(x):\n    return 1 / x\n\njob.wait()", "cell 3"),
+        ("def ratio(x):\n    return 1 / x\n", "cell 4"),
+        ("job.wait()", "a cell"),
+        ("def unsaved():\n    pass", "a cell"),
+        ("", "a cell"),
+    ],
+)
+def test_cells_of_marimo_are_named_by_their_place_where_that_is_known(tmp_path, monkeypatch, cell, label):
+    saved = tmp_path / "notebook.py"
+    saved.write_text(SAVED)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(saved))
+    # As marimo compiles a cell.
+    filename = "/tmp/marimo_1/__marimo__cell_Hbol_.py"
+    monkeypatch.setitem(linecache.cache, filename, (len(cell), None, cell.splitlines(keepends=True), filename))
+    assert sources.cell_label(filename) == label
+
+
+def test_modules_beside_a_script_are_its_own_whatever_is_imported_here(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.py").write_text("import beside, packaging, space\n")
+        for name in ("beside.py", "packaging.py"):
+            (tmp_path / folder / name).write_text("")
+        (tmp_path / folder / "space").mkdir()
+        (tmp_path / folder / "space" / "inside.py").write_text("")
+    for folder in ("b", "a"):
+        found = modules.collect([], modules.Script(path=tmp_path / folder / "train.py")).files
+        assert {file.path for file in found} == {"train.py", "beside.py", "packaging.py", "space/inside.py"}
+        assert {file.source.relative_to(tmp_path).parts[0] for file in found} == {folder}

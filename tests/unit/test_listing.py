@@ -98,7 +98,7 @@ def test_jobs_of_others_are_listed_with_their_state_and_only_the_newest(crowded,
 
 def test_the_newest_jobs_are_listed_wherever_they_ran(crowded, monkeypatch, capsys):
     old = look.statuses([(PYTORCH, pytorch_job("old", "Failed"))]) * 20
-    monkeypatch.setattr(list_commands, "_elsewhere", lambda: old)
+    monkeypatch.setattr(list_commands, "elsewhere", lambda: old)
     assert main(["jobs"]) == 0
     out = capsys.readouterr().out
     assert (out.count("/job-"), out.count("/old"), "and 25 older" in out) == (20, 0, True)

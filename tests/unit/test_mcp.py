@@ -60,7 +60,11 @@ def test_there_are_eight_tools_that_say_what_they_do_and_which_of_them_ends_some
 @pytest.mark.newest
 def test_it_plans_submits_waits_and_reads(assistant):
     before = references()
-    token = assistant.token("trains.py", number_of_processes=2, arguments=["--lr", "0.1"])
+    asked = {"number_of_processes": 2, "arguments": ["--lr", "0.1"], "settings": {"environment": {"A": "shown"}}}
+    plan = assistant.ask("plan", path="trains.py", **asked)
+    assert '"arguments": ["--lr", "0.1"]' in plan
+    assert '{"A": "shown"}' in plan
+    token = assistant.token("trains.py", **asked)
     assert "trains.py on local, ranks: 2" in token
     assert references() == before
     said = assistant.ask("submit", token=token)
@@ -69,9 +73,9 @@ def test_it_plans_submits_waits_and_reads(assistant):
     assert references() == before | {ref}
     assert re.fullmatch(rf"{ref}: Succeeded on 2 ranks, .*\.", assistant.ask("status", ref=ref, wait_s=50))
     first = assistant.ask("logs", ref=ref)
-    assert "(4 lines; next: since=4. It has ended.)" in first
+    assert "(4 lines. It has ended; the next is since=4.)" in first
     rest = assistant.ask("logs", ref=ref, since=2)
-    assert first.endswith(rest.partition("(")[0] + "(4 lines; next: since=4. It has ended.)")
+    assert first.endswith(rest.partition("(")[0] + "(4 lines. It has ended; the next is since=4.)")
     assert first.count("red end") == first.count("began with ['--lr', '0.1']") == 2
     rows = [json.loads(line) for line in assistant.ask("metrics", ref=ref).splitlines()]
     assert [row["loss"] for row in rows if row["rank"] == 0][-1:] == [1 / 3]
@@ -122,8 +126,8 @@ def test_a_notebook_runs_with_parameters_and_is_stopped_with_its_jobs(assistant)
     cells[0].source += "\nlabel = 'a'"
     nbformat.write(nbformat.v4.new_notebook(cells=cells), assistant.folder / "train.ipynb")
     assert "no parameter" in assistant.refusal("plan", path="train.ipynb", parameters={"minutes": 1})
-    assert "parameters" in assistant.refusal("plan", path="train.ipynb", arguments=["1"])
-    assert "number_of_processes" in assistant.refusal("plan", path="train.ipynb", number_of_processes=2)
+    assert "parameters alone" in assistant.refusal("plan", path="train.ipynb", arguments=["1"])
+    assert "runs once" in assistant.refusal("plan", path="train.ipynb", number_of_processes=2)
     ref = assistant.submit("train.ipynb", parameters={"seconds": 0.1})
     assert "Succeeded" in assistant.ask("status", ref=ref, wait_s=50)
     assert "2 ranks" in assistant.ask("logs", ref=ref)
@@ -143,24 +147,24 @@ HOSTILE = [
     ("plan", {"path": "trains.py; rm -rf ~"}, "no file that ends in"),
     ("plan", {"path": "torn.py"}, "not Python code"),
     ("plan", {"path": "trains.py", "on": "http://host"}, "no place"),
-    ("plan", {"path": "trains.py", "number_of_processes": 0}, "number_of_processes"),
-    ("plan", {"path": "trains.py", "number_of_processes": 10**9}, "number_of_processes"),
-    ("plan", {"path": "trains.py", "settings": {"detach": False}}, "multiple values"),
-    ("plan", {"path": "trains.py", "settings": {"on": "local"}}, "multiple values"),
+    ("plan", {"path": "trains.py", "number_of_processes": 0}, "is neither a whole number of 1 or more"),
+    ("plan", {"path": "trains.py", "number_of_processes": 10**9}, "are free. Ask for"),
+    ("plan", {"path": "trains.py", "settings": {"detach": False}}, "there is no setting"),
+    ("plan", {"path": "trains.py", "settings": {"on": "local"}}, "there is no setting"),
     ("plan", {"path": "trains.py", "settings": {"\x1b[31m": 1}}, "no setting"),
-    ("plan", {"path": "trains.py", "settings": {"name": "../../x"}}, "name"),
-    ("plan", {"path": "trains.py", "settings": {"image": "x"}}, "image"),
-    ("plan", {"path": "trains.py", "parameters": {"a": 1}}, "takes none of these"),
-    ("plan", {"path": ["trains.py"]}, "path"),
-    ("plan", {}, "path"),
-    ("submit", {"token": "trains.py on local, 1 process, 00000000"}, "of no plan"),
-    ("status", {"ref": "local://../../etc"}, "ref"),
-    ("status", {"ref": "no-such-job"}, "no-such-job"),
+    ("plan", {"path": "trains.py", "settings": {"name": "../../x"}}, "is not made of lower-case letters"),
+    ("plan", {"path": "trains.py", "settings": {"image": "x"}}, "on this machine use its packages"),
+    ("plan", {"path": "trains.py", "parameters": {"a": 1}}, "is a script. Give arguments"),
+    ("plan", {"path": ["trains.py"]}, "should be a valid string"),
+    ("plan", {}, "Field required"),
+    ("submit", {"token": "trains.py on local, ranks: 1, 00000000"}, "of no plan"),
+    ("status", {"ref": "local://../../etc"}, "does not name a job"),
+    ("status", {"ref": "no-such-job"}, "There is no job"),
     ("status", {"ref": "no-such-job", "wait_s": 1e9}, "between 0 and 50"),
     ("status", {"ref": "no-such-job", "wait_s": "nan"}, "between 0 and 50"),
-    ("logs", {"ref": "no-such-job", "since": -1}, "since"),
-    ("metrics", {"ref": "http://host/job"}, "http"),
-    ("shell", {"command": "id"}, "shell"),
+    ("logs", {"ref": "no-such-job", "since": -1}, "is not a whole number of 0 or more"),
+    ("metrics", {"ref": "http://host/job"}, "there is no backend"),
+    ("shell", {"command": "id"}, "Unknown tool"),
 ]
 
 
@@ -185,6 +189,59 @@ def test_a_file_that_was_changed_after_its_plan_is_planned_again(assistant):
     assert "[0] 2" in assistant.ask("logs", ref=_ended(assistant, "changing.py"))
 
 
+def test_a_plan_runs_no_code_of_the_folder(assistant):
+    named = ("docker", "kubernetes", "nbformat", "requests", "urllib3", "yaml")
+    for name in named:
+        (assistant.folder / f"{name}.py").write_text(f"import pathlib\npathlib.Path('{name} ran').touch()\n")
+    nbformat.write(nbformat.v4.new_notebook(), assistant.folder / "empty.ipynb")
+    try:
+        with serving(assistant.folder) as fresh:
+            for on in ("local", "docker", "kubernetes"):
+                image = {} if on == "local" else {"image": "python:3.11"}
+                fresh.call("plan", path="trains.py", on=on, settings=image)
+            fresh.ask("plan", path="empty.ipynb")
+    finally:
+        for name in named:
+            (assistant.folder / f"{name}.py").unlink()
+    assert [file.name for file in assistant.folder.glob("* ran")] == []
+
+
+def test_a_module_beside_the_script_that_was_changed_is_planned_again(assistant):
+    for folder in ("a", "b"):
+        (assistant.folder / folder).mkdir()
+        (assistant.folder / folder / "train.py").write_text("import beside\n")
+        (assistant.folder / folder / "beside.py").write_text(f"NAME = '{folder}'\n")
+    elsewhere = {"on": "docker", "settings": {"image": "python:3.11"}}
+    token = assistant.token("a/train.py", **elsewhere)
+    assistant.token("b/train.py", **elsewhere)
+    (assistant.folder / "b" / "beside.py").write_text("NAME = 'c'\n")
+    (assistant.folder / "a" / "beside.py").write_text("NAME = 'd'\n")
+    assert "or what it sends" in assistant.refusal("submit", token=token)
+
+
+def test_an_executed_notebook_follows_no_link(assistant):
+    nbformat.write(nbformat.v4.new_notebook(), assistant.folder / "linked.ipynb")
+    (assistant.folder / "linked.executed.ipynb").symlink_to(assistant.folder.parent / "victim.ipynb")
+    assert "is a link" in assistant.refusal("plan", path="linked.ipynb")
+
+
+def test_a_failed_notebook_names_its_cell(assistant):
+    cell = nbformat.v4.new_code_cell("values = []\nvalues[3]")
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), assistant.folder / "broken.ipynb")
+    ref = assistant.submit("broken.ipynb")
+    assert "cell 1 of 1 failed" in assistant.ask("status", ref=ref, wait_s=50)
+    assert "IndexError: list index out of range" in assistant.ask("explain", ref=ref)
+
+
+def test_a_long_log_says_that_more_follows_and_a_metric_that_is_no_number_is_text(assistant):
+    script = "import kale_dist as kd\nfor n in range(450):\n    print(n)\nkd.report(loss=float('nan'))\n"
+    (assistant.folder / "long.py").write_text(script)
+    ref = _ended(assistant, "long.py")
+    assert "(200 lines. More lines follow; the next is since=200.)" in assistant.ask("logs", ref=ref)
+    assert "[0] 449\n(50 lines. It has ended; the next is since=450.)" in assistant.ask("logs", ref=ref, since=400)
+    assert json.loads(assistant.ask("metrics", ref=ref))["loss"] == "nan"
+
+
 def _ended(assistant, path):
     ref = assistant.submit(path)
     assistant.ask("status", ref=ref, wait_s=50)
@@ -197,5 +254,5 @@ def test_of_another_users_job_it_sees_the_state_alone(assistant):
     pathlib.Path(records.files(JobRef.parse(ref).record_name).key).unlink()
     assert assistant.ask("status", ref=ref) == f"{ref} (of another user): failed on 1 ranks"
     for tool in ("logs", "metrics", "explain", "stop"):
-        assert "belongs to another user" in assistant.refusal(tool, ref=ref)
+        assert "was not submitted from here" in assistant.refusal(tool, ref=ref)
     assert ref not in assistant.ask("list")
