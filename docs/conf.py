@@ -54,7 +54,9 @@ def _write_list_of_pages(app: object, error: Exception | None) -> None:
         return
     lines = [f"# {project}", "", "> Train the PyTorch model of a notebook on many processes with one call.", ""]
     for page in env.toctree_includes["index"]:
-        words = (env.srcdir / f"{page}.md").read_text().partition("\nSearch words: ")[2].rstrip(".\n").replace("\n", " ")
+        words = (
+            (env.srcdir / f"{page}.md").read_text().partition("\nSearch words: ")[2].rstrip(".\n").replace("\n", " ")
+        )
         lines.append(f"- [{env.titles[page].astext()}](_sources/{page}.md.txt){f': {words}' if words else ''}")
     pathlib.Path(app.outdir, "llms.txt").write_text("\n".join(lines) + "\n")  # type: ignore[attr-defined]
 
