@@ -23,6 +23,7 @@ EXTRAS = {
     "docker": ("docker<8",),
     "images": ("isal<2", "packaging", "urllib3<3", "uv<0.14"),
     "kubernetes": ("kubernetes<38",),
+    "mcp": ("mcp<3",),
     "notebook": ("anywidget<0.12", "ipykernel<8", "nbclient<0.12"),
 }
 """The packages that parts of this library need, by the names of its extras; further ones are dependencies of these."""

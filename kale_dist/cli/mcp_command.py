@@ -205,8 +205,7 @@ class Tools:
         if status.is_final:
             return f"{now} It has ended already."
         if self._stops.get(token) != found:
-            made = f"stop {found}, {secrets.token_hex(4)}"
-            self._stops[made] = found
+            self._stops[made := f"stop {found}, {secrets.token_hex(4)}"] = found
             ends = "What its program started ends with it; its log stays, and of a training the last checkpoint"
             return f"{now}\nIt still runs{', this is no token of it' * bool(token)}. {ends}. To end it: stop with token {made!r}"
         backend.cancel(found, save=True)

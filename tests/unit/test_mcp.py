@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import sys
 
 import nbformat
 import pytest
@@ -10,12 +11,14 @@ from assistants import serving
 from waiting import until
 
 import kale_dist as kd
+from kale_dist.cli import main
 from kale_dist.job import records
 from kale_dist.job.backend import JobRef
 
 TRAINS = """
 import sys, time
 import kale_dist as kd
+from kale_dist.cli import main
 print("began with", sys.argv[1:], flush=True)
 for epoch in range(3):
     kd.report(loss=1 / (1 + epoch))
@@ -256,3 +259,14 @@ def test_of_another_users_job_it_sees_the_state_alone(assistant):
     for tool in ("logs", "metrics", "explain", "stop"):
         assert "was not submitted from here" in assistant.refusal(tool, ref=ref)
     assert ref not in assistant.ask("list")
+
+
+def test_without_the_package_or_the_folder_it_says_what_to_do(monkeypatch, capsys, tmp_path):
+    assert main(["mcp", str(tmp_path / "nowhere")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "mcp.server.mcpserver", None)
+    assert main(["mcp", str(tmp_path)]) == 2
+    assert (
+        "needs the package 'mcp', which is not installed in this Python. Install it: pip install '.[mcp]'"
+        in capsys.readouterr().err
+    )
