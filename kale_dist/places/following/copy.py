@@ -132,7 +132,7 @@ class HeadCopy:
             self._write_progress()
 
     def log(self, text: str) -> None:
-        """Append a line of this process, which has no number."""
+        """Append lines of this process, which have no number."""
         self._append_own(text.encode())
         self.flush()
 
@@ -212,9 +212,9 @@ class HeadCopy:
         self._append_own(f"{lines} missing here (number {numbers}), because {missing}".encode())
         self.next_line = following
 
-    def _append_own(self, line: bytes) -> None:
-        body = wire.body_of(wire.Stream.AGENT, [line])
-        self._log_lines.append(wire.encode_lines(None, int(time.time() * 1000), self.last_attempt, None, body, 1))
+    def _append_own(self, text: bytes) -> None:
+        body, now_ms = wire.body_of(wire.Stream.AGENT, own := text.splitlines()), int(time.time() * 1000)
+        self._log_lines.append(wire.encode_lines(None, now_ms, self.last_attempt, None, body, len(own)))
 
     # -- events, progress, outcomes -----------------------------------------------------------------------------------
 

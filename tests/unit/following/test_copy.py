@@ -250,3 +250,10 @@ def test_attempts_count_through_all_lives():
     assert reader.status().state is StateName.RUNNING
     assert (records.life(job).object, records.life(job).first_attempt) == (f"{spec.name}-2", 2)
     records.delete(job.folder.name)
+
+
+def test_a_text_of_several_lines_is_read_line_by_line(copy, files):
+    copy.log("Results could not be fetched: outcome-0-0\n\nkind: Role")
+    copy.log("and then")
+    texts = [line.text for line in LogReader(files).read()]
+    assert texts == ["Results could not be fetched: outcome-0-0", "", "kind: Role", "and then"]
