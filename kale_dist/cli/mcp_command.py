@@ -213,9 +213,8 @@ class Tools:
 
     def jobs(self) -> str:
         """List this user's newest 20 jobs, oldest first, a line each. Those elsewhere are as this machine last saw them: status asks."""
-        known = [*places.get("local").survey(namespace=None, labels=None), *elsewhere()]
+        known = sorted((*places.get("local").survey(), *elsewhere()), key=lambda one: one.created or 0.0)
         mine = [one for one in known if is_mine(JobRef.parse(one.ref))]
-        mine.sort(key=lambda one: one.created or 0.0)
         return "\n".join(map(_sentence, mine[-20:])) or "There are no jobs."
 
     def _own(self, ref: str) -> tuple[Backend, JobRef]:

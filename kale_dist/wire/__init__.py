@@ -41,6 +41,7 @@ from kale_dist.wire.log import (
     encode_outcome,
     encode_progress,
     lines_after,
+    own_lines,
     prefix_of,
     visible,
 )

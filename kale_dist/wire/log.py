@@ -171,6 +171,14 @@ def body_of(stream: Stream, lines: Sequence[bytes], *, continued: bool = False) 
     return body
 
 
+def own_lines(text: str) -> tuple[bytes, int]:
+    """A text of the agent's or the notebook's own as the body of a record, and how many lines it has."""
+    limit, lines = MAX_LINE_BYTES, list[bytes]()
+    for line in (clean(line.encode("utf-8", "replace")) for line in text.splitlines()):
+        lines += [line[at : at + limit] for at in range(0, len(line), limit)] or [b""]
+    return body_of(Stream.AGENT, lines), len(lines)
+
+
 def visible(text: str, *, keeps_colours: bool = False) -> str:
     r"""Text without characters that could control a terminal or change the reading direction.
 

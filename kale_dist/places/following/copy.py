@@ -126,14 +126,15 @@ class HeadCopy:
                 elif isinstance(block, OutcomePart):
                     self._take_part(block)
                 elif is_last and block.text.strip():
-                    self._append_own(b"pod 0: " + wire.clean(block.text)[: wire.MAX_LINE_BYTES])
+                    line = b"pod 0: " + wire.clean(block.text)[: wire.MAX_LINE_BYTES]
+                    self._append_own(wire.body_of(wire.Stream.AGENT, [line]), 1)
         finally:
             self.flush()
             self._write_progress()
 
     def log(self, text: str) -> None:
         """Append lines of this process, which have no number."""
-        self._append_own(text.encode())
+        self._append_own(*wire.own_lines(text))
         self.flush()
 
     def flush(self) -> None:
@@ -209,12 +210,11 @@ class HeadCopy:
             raise GapError
         lines, first = "1 line is" if count == 1 else f"{count:,} lines are", self._life.first_line + self.next_line
         numbers = f"{first:,}" if count == 1 else f"{first:,} to {first + count - 1:,}"
-        self._append_own(f"{lines} missing here (number {numbers}), because {missing}".encode())
+        self._append_own(*wire.own_lines(f"{lines} missing here (number {numbers}), because {missing}"))
         self.next_line = following
 
-    def _append_own(self, text: bytes) -> None:
-        body, now_ms = wire.body_of(wire.Stream.AGENT, own := text.splitlines()), int(time.time() * 1000)
-        self._log_lines.append(wire.encode_lines(None, now_ms, self.last_attempt, None, body, len(own)))
+    def _append_own(self, body: bytes, count: int) -> None:
+        self._log_lines.append(wire.encode_lines(None, int(time.time() * 1000), self.last_attempt, None, body, count))
 
     # -- events, progress, outcomes -----------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class HeadCopy:
                 raise GapError
             self._missing_events += count
             events = "1 event is" if count == 1 else f"{count:,} events are"
-            self._append_own(f"{events} missing here (metrics or states of ranks), because {missing}".encode())
+            self._append_own(*wire.own_lines(f"{events} missing here (metrics or states of ranks), because {missing}"))
         event = self._of_job(block.event)
         # A reader that sees a rank's end can then read its last line.
         self.flush()

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from kale_dist import wire
-from kale_dist.wire import JobFiles, Stream, Verdict
+from kale_dist.wire import JobFiles, Verdict
 from kale_dist.wire.events import DiskProblem, Event
 
 TICK_S = 0.02
@@ -175,7 +175,7 @@ class JobWriter:
 
     def log(self, text: str) -> None:
         """Append lines of the agent's own."""
-        self.lines(None, *_own_lines(text))
+        self.lines(None, *wire.own_lines(text))
 
     def event(self, what: Any, rank: int | None = None) -> None:
         """Record an event of the agent's own, of one of the classes of `wire.events`."""
@@ -409,7 +409,7 @@ class StdoutCopy:
 
     def log(self, text: str) -> None:
         """Write lines of the agent's own that stand in no file, and so have no number."""
-        body, count = _own_lines(text)
+        body, count = wire.own_lines(text)
         self.offer(wire.encode_lines(None, time.time_ns() // 1_000_000, 0, None, body, count), always=True)
 
     def drain(self, limit_s: float) -> None:
@@ -437,11 +437,3 @@ class StdoutCopy:
 def open_to_append(path: pathlib.Path) -> io.FileIO:
     """Open a file of the job's; tests put a disk that hangs in its place."""
     return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "wb")
-
-
-def _own_lines(text: str) -> tuple[bytes, int]:
-    """Lines of the agent's own as a log holds them, and how many they are."""
-    limit, lines = wire.MAX_LINE_BYTES, list[bytes]()
-    for line in (wire.clean(line.encode("utf-8", "replace")) for line in text.splitlines()):
-        lines += [line[at : at + limit] for at in range(0, len(line), limit)] or [b""]
-    return wire.body_of(Stream.AGENT, lines), len(lines)
